@@ -1,0 +1,297 @@
+"""`GrowableAttention`: self-attention whose query/key and value widths can differ, layer by layer, and can grow.
+
+The class is mixed into a family's own attention class and swapped in per instance, so parameters, hooks and
+`isinstance` checks stay as they were. Per head the weights are laid out `[old dims | new dims]`: old dims rotate where
+the family rotates, new dims never do. So the logits are `s (q_old k_old^T + q_new k_new^T)`, and dims whose query or key
+weights are zero change nothing.
+"""
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from .architectures import Architecture
+
+# Implementations that take values of another width than the keys; all others get equal widths by zero padding.
+_UNEQUAL_WIDTHS = ("eager", "flex_attention")
+
+
+@dataclass
+class Resize:
+    """One parameter of a projection before and after widening.
+
+    Attributes:
+        module, name: where the parameter lives.
+        old, new: the parameters; `new` equals `old` at `positions` along `axis` and is zero elsewhere.
+        axis: the axis that grew.
+        positions: (old size,) indices of the old entries along `axis` of `new`.
+    """
+
+    module: nn.Module
+    name: str
+    old: nn.Parameter
+    new: nn.Parameter
+    axis: int
+    positions: torch.Tensor
+
+
+@dataclass
+class Widening:
+    """What `GrowableAttention.widen` did, so that it can be kept or undone."""
+
+    attention: "GrowableAttention"
+    resizes: list[Resize]
+    qk_before: int
+    v_before: int
+
+    def undo(self) -> None:
+        """Put the very same old parameters back."""
+        for resize in self.resizes:
+            setattr(resize.module, resize.name, resize.old)
+        self.attention._set_widths(self.qk_before, self.v_before)
+
+
+class GrowableAttention(nn.Module):
+    """Mixin for a stock self-attention class: one forward for all families, with widths of its own.
+
+    Attributes:
+        architecture: the family's row.
+        qk_head_dim: width `d_k` of one head's queries and keys, after growth.
+        v_head_dim: width `d_v` of one head's values, after growth.
+        scaling: the softmax scale `s`, kept from the stock module: it never follows a width (draft 004).
+        extension: None, or a module that lengthens queries, keys and values for as long as it is set.
+    """
+
+    architecture: Architecture
+    rotate: Callable | None
+    qk_head_dim: int
+    v_head_dim: int
+    extension: nn.Module | None
+
+    def adopt(self) -> None:
+        """Fill the attributes of a module whose class was just swapped from the stock one, at the stock widths."""
+        row = self.architecture
+        self.qk_head_dim = self.v_head_dim = self.head_dim
+        self.extension = None
+        self.eager_attention = row.eager(self) if row.eager else row.modeling_file.eager_attention_forward
+        if "_old_forward" in vars(self):  # accelerate's hooks hold the bound forward of the former class
+            self._old_forward = types.MethodType(type(self).forward, self)
+
+    def release(self) -> None:
+        """Drop what `adopt` added, before the stock class is put back."""
+        del self.qk_head_dim, self.v_head_dim, self.extension, self.eager_attention
+        if "_old_forward" in vars(self):
+            self._old_forward = types.MethodType(type(self).__bases__[1].forward, self)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend, as the stock module does.
+
+        Args:
+            hidden_states: (batch, tokens, hidden_size).
+            position_embeddings: `(cos, sin)`, each (batch, tokens, rotated dims), for families that rotate.
+            attention_mask: whatever the chosen attention implementation takes.
+            past_key_values: a transformers cache; keys and values may differ in width, and layers too.
+            **kwargs: passed on to the attention implementation.
+
+        Returns:
+            The output, (batch, tokens, hidden_size), and the attention weights where the implementation gives them.
+        """
+        row = self.architecture
+        query, key, value = self._project(hidden_states)
+        if self.rotate is not None:
+            query, key = self._rotate_old_dims(query, key, *position_embeddings)
+        if self.extension is not None:
+            query, key, value = self.extension(hidden_states, query, key, value)
+        if past_key_values is not None:
+            if isinstance(past_key_values, EncoderDecoderCache):
+                past_key_values = past_key_values.self_attention_cache
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        implementation = self.config._attn_implementation
+        v_width, query, key, value = value.shape[-1], *self._pad_to_equal_widths(implementation, query, key, value)
+        dropout = getattr(self, row.attention_dropout)
+        dropout = dropout.p if isinstance(dropout, nn.Dropout) else dropout
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self.eager_attention)
+        attn_output, attn_weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        attn_output = attn_output[..., :v_width]  # (batch, tokens, heads, v_head_dim)
+        attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        attn_output = getattr(self, row.output)(attn_output)
+        if row.output_dropout is not None:
+            attn_output = getattr(self, row.output_dropout)(attn_output)
+        return attn_output, attn_weights
+
+    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(batch, tokens, hidden_size) -> queries, keys and values, each (batch, its heads, tokens, its width)."""
+        row, batch_shape = self.architecture, hidden_states.shape[:-1]
+        if row.fused:
+            sizes = [self.heads(role) * self.width(role) for role in ("query", "key", "value")]
+            projected = getattr(self, row.query)(hidden_states).split(sizes, dim=-1)
+        else:
+            projected = (getattr(self, name)(hidden_states) for name in (row.query, row.key, row.value))
+        widths = (self.qk_head_dim, self.qk_head_dim, self.v_head_dim)
+        return tuple(x.view(*batch_shape, -1, width).transpose(1, 2) for x, width in zip(projected, widths))
+
+    def _rotate_old_dims(self, query, key, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate the leading dims that the family's rotary embedding covers; new dims stay as they are."""
+        rotated = cos.shape[-1]
+        if rotated == query.shape[-1]:
+            return self.rotate(query, key, cos, sin)
+        query_old, query_new = query[..., :rotated], query[..., rotated:]
+        key_old, key_new = key[..., :rotated], key[..., rotated:]
+        query_old, key_old = self.rotate(query_old, key_old, cos, sin)
+        return torch.cat((query_old, query_new), dim=-1), torch.cat((key_old, key_new), dim=-1)
+
+    def _pad_to_equal_widths(self, implementation, query, key, value):
+        """Zero-pad the narrower of (query, key) and value: fused kernels want one width, and flash would cut values."""
+        gap = query.shape[-1] - value.shape[-1]
+        if gap == 0 or implementation in _UNEQUAL_WIDTHS:
+            return query, key, value
+        if implementation is not None and implementation.startswith("paged|"):
+            raise ValueError(
+                f"Continuous batching keeps one head width for keys and values, but layer {self.layer_idx} has "
+                f"qk_head_dim={self.qk_head_dim} and v_head_dim={self.v_head_dim}. Use model.generate instead."
+            )
+        if gap > 0:
+            return query, key, nn.functional.pad(value, (0, gap))
+        return nn.functional.pad(query, (0, -gap)), nn.functional.pad(key, (0, -gap)), value
+
+    # Widths and weights. A role is "query", "key", "value" or "output".
+
+    def heads(self, role: str) -> int:
+        """Number of heads of a role: `num_key_value_heads` for keys and values, `num_attention_heads` otherwise."""
+        heads = self.config.num_attention_heads
+        if role in ("key", "value"):
+            return getattr(self.config, "num_key_value_heads", None) or heads
+        return heads
+
+    def width(self, role: str) -> int:
+        """Width of one head of a role."""
+        return self.qk_head_dim if role in ("query", "key") else self.v_head_dim
+
+    def projection(self, role: str) -> nn.Module:
+        """The module that holds a role's weight."""
+        return getattr(self, getattr(self.architecture, role))
+
+    def weight(self, role: str) -> torch.Tensor:
+        """A view on a role's live weight, (heads, width, hidden_size); for "output" that is `W_O` itself per head."""
+        module = self.projection(role)
+        axis = self._axis(role)
+        start, size = self._block(role)
+        view = module.weight.detach().narrow(axis, start, size).unflatten(axis, (self.heads(role), self.width(role)))
+        return view.permute(1, 2, 0) if axis == 1 else view
+
+    def bias(self, role: str) -> torch.Tensor | None:
+        """A view on a role's live bias, (heads, width); None where the projection has none. Not for "output"."""
+        bias = self.projection(role).bias
+        if bias is None:
+            return None
+        start, size = self._block(role)
+        return bias.detach().narrow(0, start, size).unflatten(0, (self.heads(role), self.width(role)))
+
+    def widen(self, qk_dims: int = 0, v_dims: int = 0) -> Widening:
+        """Append zero dims to every head: the function stays, and new parameters take the old ones' place.
+
+        Args:
+            qk_dims: dims to append to each head's queries and keys.
+            v_dims: dims to append to each head's values, and inputs to the output projection.
+
+        Returns:
+            What was done; `Widening.undo` reverts it.
+        """
+        grown = {"query": qk_dims, "key": qk_dims, "value": v_dims, "output": v_dims}
+        by_module: dict[nn.Module, list[str]] = {}
+        for role in grown:
+            by_module.setdefault(self.projection(role), []).append(role)
+        resizes = []
+        for module, roles in by_module.items():
+            if not any(grown[role] for role in roles):
+                continue
+            positions, new_size = self._positions(roles, grown, module.weight.device)
+            axis = self._axis(roles[0])
+            resizes.append(_resize(module, "weight", axis, positions, new_size))
+            if module.bias is not None and "output" not in roles:
+                resizes.append(_resize(module, "bias", 0, positions, new_size))
+        widening = Widening(self, resizes, self.qk_head_dim, self.v_head_dim)
+        for resize in resizes:
+            setattr(resize.module, resize.name, resize.new)
+        self._set_widths(self.qk_head_dim + qk_dims, self.v_head_dim + v_dims)
+        return widening
+
+    def _axis(self, role: str) -> int:
+        """Axis of the weight along which a role's heads lie; Conv1D stores its weight transposed."""
+        return int((role == "output") != isinstance(self.projection(role), Conv1D))
+
+    def _block(self, role: str) -> tuple[int, int]:
+        """Start and size of a role's rows inside its projection."""
+        before = {"key": ("query",), "value": ("query", "key")}.get(role, ()) if self.architecture.fused else ()
+        return sum(self.heads(r) * self.width(r) for r in before), self.heads(role) * self.width(role)
+
+    def _positions(self, roles, grown, device) -> tuple[torch.Tensor, int]:
+        """Where the old entries of a projection land once its roles have grown, and the new size."""
+        positions, start = [], 0
+        for role in roles:
+            heads, old, new = self.heads(role), self.width(role), self.width(role) + grown[role]
+            first = start + new * torch.arange(heads, device=device)
+            positions.append((first[:, None] + torch.arange(old, device=device)).flatten())
+            start += heads * new
+        return torch.cat(positions), start
+
+    def _set_widths(self, qk_head_dim: int, v_head_dim: int) -> None:
+        """Record the widths, and keep the projections' own notes of their sizes true (peft and repr read them)."""
+        self.qk_head_dim, self.v_head_dim = qk_head_dim, v_head_dim
+        for role in ("query", "key", "value", "output"):
+            module = self.projection(role)
+            if isinstance(module, Conv1D):
+                module.nx, module.nf = module.weight.shape
+            elif isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+
+
+def _resize(module: nn.Module, name: str, axis: int, positions: torch.Tensor, new_size: int) -> Resize:
+    """Make the larger parameter: old entries at `positions` of `axis`, zeros elsewhere, and its gradient likewise."""
+    old = getattr(module, name)
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        shape[axis] = new_size
+        return tensor.new_zeros(shape).index_copy_(axis, positions, tensor)
+
+    new = nn.Parameter(spread(old.detach()), requires_grad=old.requires_grad)
+    if old.grad is not None:
+        new.grad = spread(old.grad)
+    # Marks that other libraries left on the parameter go along; this one says "weights are final", and they are not.
+    vars(new).update({key: value for key, value in vars(old).items() if key != "_is_hf_initialized"})
+    return Resize(module, name, old, new, axis, positions)
+
+
+@cache
+def growable_attention_class(stock: type[nn.Module], row: Architecture) -> type[GrowableAttention]:
+    """Return the growable subclass of a family's stock attention class."""
+    name = f"Growable{stock.__name__}"
+    rotate = staticmethod(getattr(row.modeling_file, row.rotate)) if row.rotate else None
+    cls = type(name, (GrowableAttention, stock), {"__module__": __name__, "architecture": row, "rotate": rotate})
+    globals()[name] = cls  # so that pickle finds it
+    return cls

@@ -1,0 +1,72 @@
+"""Config classes of grown models: the stock config plus the attention widths, under a `model_type` of our own.
+
+`config.json` of a grown checkpoint holds the stock fields, `"model_type": "growattn_<family>"`, the stock width as
+`qk_head_dim` and `v_head_dim`, and `per_layer_config` with the widths of the layers that grew. `head_dim` stays what it
+was: the rotary width and the source of the softmax scale.
+"""
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from .architectures import ARCHITECTURES
+
+PREFIX = "growattn_"
+
+
+def stock_head_dim(config: PreTrainedConfig) -> int:
+    """Width of one head before any growth."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+class GrowableConfigMixin:
+    """Mixed into a stock config class.
+
+    Attributes:
+        qk_head_dim, v_head_dim: the stock head width. Layers that grew override them in `per_layer_config`; read a
+            layer's own with `layer_widths`.
+    """
+
+    def __post_init__(self, **kwargs):
+        per_layer_config = kwargs.pop("per_layer_config", None)
+        super().__post_init__(**kwargs)
+        set_default_widths(self)
+        if per_layer_config is not None:
+            self.per_layer_config = per_layer_config
+        for layer in range(self.num_hidden_layers):
+            layer_widths(self, layer)
+
+
+def set_default_widths(config: PreTrainedConfig) -> None:
+    """Note the stock head width where the config has none yet; the global one must be set before any layer's own."""
+    for name in ("qk_head_dim", "v_head_dim"):
+        if name not in vars(config):
+            setattr(config, name, stock_head_dim(config))
+
+
+def layer_widths(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
+    """Return `(qk_head_dim, v_head_dim)` of one layer.
+
+    Raises:
+        ValueError: the config holds something else than a whole number at least as large as the stock width.
+    """
+    layer_config = config.per_layer_config[layer]
+    widths = layer_config.qk_head_dim, layer_config.v_head_dim
+    for name, width in zip(("qk_head_dim", "v_head_dim"), widths):
+        if type(width) is not int or width < stock_head_dim(config):
+            raise ValueError(
+                f"{name} of layer {layer} is {width!r}; it must be a whole number, "
+                f"at least the stock head width {stock_head_dim(config)}. Mend per_layer_config in config.json."
+            )
+    return widths
+
+
+def _growable_config_class(model_type: str) -> type[PreTrainedConfig]:
+    stock = CONFIG_MAPPING[model_type]
+    namespace = {"__module__": __name__, "model_type": PREFIX + model_type}
+    return type(f"GrowAttn{stock.__name__}", (GrowableConfigMixin, stock), namespace)
+
+
+# By stock model type. AutoConfig learns them, so that from_pretrained finds them.
+GROWABLE_CONFIGS = {model_type: _growable_config_class(model_type) for model_type in ARCHITECTURES}
+for _config_class in GROWABLE_CONFIGS.values():
+    globals()[_config_class.__name__] = _config_class  # so that pickle finds it
+    AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)

@@ -1,0 +1,90 @@
+"""`patch_model` and `unpatch_model`: make one living model growable, and stock again."""
+
+import copy
+
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from .architectures import architecture_of
+from .attention import GrowableAttention
+from .configuration import GROWABLE_CONFIGS, PREFIX, GrowableConfigMixin, set_default_widths
+from .modeling import GrowableModelMixin, adopt, attentions, growable_configs, is_grown
+
+
+def patch_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model's attention growable, in place, for this instance only.
+
+    The classes of the model, its inner models and its self-attention modules are swapped for growable subclasses, and
+    its config for a copy with a `model_type` of our own. Outputs, parameters, buffers and hooks stay as they were; the
+    softmax scale is the one the modules hold, and no growth changes it.
+
+    Args:
+        model: a transformers model of a known family: base model, causal LM, classifier or any other head.
+
+    Returns:
+        The same object. Patching it again changes nothing.
+
+    Raises:
+        TypeError: `model` is not a transformers model; pass the one inside a wrapper.
+        ValueError: its `config.model_type` is unknown (the message lists the known ones), or an attention module runs
+            a forward that is not the stock one.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"patch_model needs a transformers model, not {type(model).__name__}. Pass the model inside the wrapper: "
+            "accelerator.unwrap_model(model), model.get_base_model() for peft, model._orig_mod for torch.compile."
+        )
+    if isinstance(model, GrowableModelMixin):
+        return model
+    architecture_of(model.config.model_type)
+    stock_configs = _replace_configs(model, model.config.model_type)
+    try:
+        adopt(model)
+    except BaseException:
+        for module, config in stock_configs:
+            module.config = config
+        raise
+    return model
+
+
+def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a patched model its stock classes back, in place.
+
+    Returns:
+        The same object. A model that is not patched is returned as it is.
+
+    Raises:
+        ValueError: a layer has grown, so no stock class fits its weights; `export_model` is for that.
+    """
+    if not isinstance(model, GrowableModelMixin):
+        return model
+    if is_grown(model):
+        raise ValueError(
+            "This model has grown, and its weights no longer fit the stock class. Save it as it is with "
+            "model.save_pretrained, or write a stock checkpoint with export_model."
+        )
+    for config in growable_configs(model):
+        config.per_layer_config = None
+        del config.qk_head_dim, config.v_head_dim
+        config.__class__ = CONFIG_MAPPING[config.model_type.removeprefix(PREFIX)]
+    for attention in attentions(model):
+        attention.release()
+    for module in model.modules():
+        if isinstance(module, (GrowableModelMixin, GrowableAttention)):
+            module.__class__ = type(module).__bases__[1]
+    return model
+
+
+def _replace_configs(model: PreTrainedModel, model_type: str) -> list[tuple]:
+    """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
+    growable, before = {}, []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "model_type", None) != model_type or isinstance(config, GrowableConfigMixin):
+            continue
+        if id(config) not in growable:
+            growable[id(config)] = copy.deepcopy(config)
+            growable[id(config)].__class__ = GROWABLE_CONFIGS[model_type]
+            set_default_widths(growable[id(config)])
+        before.append((module, config))
+        module.config = growable[id(config)]
+    return before
