@@ -2,8 +2,8 @@
 
 The class is mixed into a family's own attention class and swapped in per instance, so parameters, hooks and
 `isinstance` checks stay as they were. Per head the weights are laid out `[old dims | new dims]`: old dims rotate where
-the family rotates, new dims never do. So the logits are `s (q_old k_old^T + q_new k_new^T)`, and dims whose query or key
-weights are zero change nothing.
+the family rotates, new dims never do. So the logits are `s (q_old k_old^T + q_new k_new^T)`, and dims whose query or
+key weights are zero change nothing.
 """
 
 import types

@@ -20,9 +20,14 @@ def augment(hidden_states: Tensor) -> Tensor:
 
 
 def join_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return factors with the bias as last row: (heads, width, d) and (heads, width) or None -> (heads, d or d + 1, width).
+    """Return factors with the bias as last row. Draft 000, remark 1.2.
 
-    Draft 000, remark 1.2.
+    Args:
+        weight: (heads, width, d).
+        bias: (heads, width), or None.
+
+    Returns:
+        (heads, d + 1, width), or (heads, d, width) without a bias.
     """
     factors = weight.transpose(-1, -2)
     return factors if bias is None else torch.cat((factors, bias.unsqueeze(-2)), dim=-2)
@@ -39,7 +44,7 @@ def ridged(moment: Tensor, fraction: float) -> Tensor:
 
     Real inputs have uneven spectra: without a ridge the whitening multiplies noise in directions that hardly occur.
     """
-    return moment + fraction * moment.diagonal().mean() * torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+    return moment + fraction * moment.diagonal().mean() * torch.eye(len(moment)).to(moment)
 
 
 def square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +57,7 @@ def square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
 def stack_groups(per_head: Tensor, groups: int) -> Tensor:
     """Stack the query heads of each group along the query side: (H, a, n) -> (G, g a, n).
 
-    The heads of a group share one key head, so they share the key side of a direction; with `groups == H` nothing moves.
+    The heads of a group share one key head, so they share the key side of a direction.
     """
     return per_head.reshape(groups, -1, per_head.shape[-1])
 
@@ -126,7 +131,7 @@ def directions_from_products(basis: Tensor, products: Tensor, dims: int) -> tupl
         dims: how many directions to return.
 
     Returns:
-        `U, sigma, V` as `best_directions` returns them, for `M` restricted to the span; `u_i^T M v_i = sigma_i` is exact.
+        `U, sigma, V` as `best_directions` returns them, for `M` restricted to the span, so `u_i^T M v_i = sigma_i`.
     """
     left, values, right = torch.linalg.svd(basis, full_matrices=False)
     # Nearly dependent inputs are dropped: dividing by their small singular values would multiply rounding errors.
@@ -143,19 +148,19 @@ def first_order_gain(sigma: Tensor) -> Tensor:
 
 
 def pattern_factors(
-    u: Tensor, sigma: Tensor, v: Tensor, query_whitening: Tensor, key_whitening: Tensor, heads: int, step: float = 1.0
+    u: Tensor, sigma: Tensor, v: Tensor, query_whitening: Tensor, key_whitening: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the new columns of `W_Q` (H, a, p) and `W_K` (G, b, p), whose pattern is the step of size `gamma`.
+    """Return the new columns of `W_Q` (H, a, p) and `W_K` (G, b, p), whose pattern is a step of size 1.
 
-    `W_Q_new W_K_new^T = -gamma C_q^(-1/2) U Sigma V^T C_k^(-1/2)`, each side with the square root of the magnitude.
+    `W_Q_new W_K_new^T = -C_q^(-1/2) U Sigma V^T C_k^(-1/2)`, each side with the square root of `Sigma`. For a step of
+    size `gamma` multiply both by `sqrt(gamma)`.
 
     Args:
         u, sigma, v: whitened directions, (G, g a, p), (G, p), (G, b, p).
         query_whitening, key_whitening: `C_q^(-1/2)` (a, a) and `C_k^(-1/2)` (b, b).
         heads: number of query heads `H`.
-        step: `gamma`, not negative.
 
     Source: draft 000 section 2, whitened, and descending.
     """
-    magnitude = (step * sigma).sqrt().unsqueeze(-2)
+    magnitude = sigma.sqrt().unsqueeze(-2)
     return query_whitening @ unstack_groups(u * magnitude, heads), -(key_whitening @ (v * magnitude))

@@ -1,33 +1,26 @@
 """Measure, widen, try, and keep or roll back: `Grower`, its config and its report."""
 
+import contextlib
+import io
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from . import functional as F
-from .attention import GrowableAttention, Widening
+from .attention import GrowableAttention
 from .modeling import GrowableModelMixin, attentions
 from .optimizer import check_optimizer, swap_parameters
-from .probe import (
-    SKETCH_PASSES,
-    PatternGradient,
-    exact_gradients,
-    mean_loss,
-    sketched_gradients,
-    undisturbed,
-    whitenings,
-)
-from .report import GrowthReport, LayerGrowth
+from .probe import SKETCH_PASSES, PatternGradient, exact_gradients, sketched_gradients, undisturbed, whitenings
+from .trial import StepSearch, Trial
 
 _TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MAX_DOUBLINGS = 200  # more than the exponents of fp32 span
-_SMALLEST_PROMISE = 1e-7  # of the loss: below it, fp32 cannot tell an improvement from rounding
 
 
 @dataclass(frozen=True)
@@ -56,6 +49,82 @@ class GrowthConfig:
             raise ValueError(f"ridge must be positive, such as 0.05; got {self.ridge!r}.")
         if self.layers is not None and len(self.layers) == 0:
             raise ValueError("layers is empty; name at least one layer, or leave it None for all.")
+
+
+@dataclass(frozen=True)
+class LayerGrowth:
+    """One layer of a growth.
+
+    Attributes:
+        layer: index.
+        qk_head_dim, v_head_dim: width before and after.
+        slope: first-order decrease of the loss per unit of step, over all heads.
+        starvation: share of the gradient, in the metric of the logits, that the old dims cannot follow (0 to 1).
+    """
+
+    layer: int
+    qk_head_dim: tuple[int, int]
+    v_head_dim: tuple[int, int]
+    slope: float
+    starvation: float
+
+
+@dataclass(frozen=True)
+class GrowthReport:
+    """What a growth measured and did; prints as a table.
+
+    Attributes:
+        loss_before, loss_after: mean loss of the growth batches, in the loss's own unit; equal if nothing was kept.
+        step_size: the common step `gamma` of all layers; 0 if everything was rolled back.
+        layers: one entry for each layer that was measured.
+        added_parameters: number of weights added.
+        line_search: mean loss of the growth batches at every step that was tried.
+        seconds: wall time of each phase.
+    """
+
+    loss_before: float
+    loss_after: float
+    step_size: float
+    layers: list[LayerGrowth]
+    added_parameters: int
+    line_search: dict[float, float]
+    seconds: dict[str, float]
+
+    @property
+    def applied(self) -> bool:
+        """Whether the growth was kept."""
+        return self.step_size > 0
+
+    @property
+    def predicted_gain(self) -> float:
+        """First-order decrease of the loss at the step that was taken."""
+        return self.step_size * sum(layer.slope for layer in self.layers)
+
+    def __str__(self) -> str:
+        table = Table("layer", "qk_head_dim", "v_head_dim", "starvation", "predicted gain")
+        for layer in self.layers:
+            table.add_row(
+                str(layer.layer),
+                _change(*layer.qk_head_dim),
+                _change(*layer.v_head_dim),
+                f"{layer.starvation:.2f}",
+                f"{self.step_size * layer.slope:.4f}" if self.applied else "-",
+            )
+        if self.applied:
+            outcome = (
+                f"Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the growth batches "
+                f"(first order promised {self.predicted_gain:.4f}), step size {self.step_size:.3g}, "
+                f"{self.added_parameters:,} parameters added."
+            )
+        else:
+            outcome = (
+                f"Rolled back: no step lowers the loss of {self.loss_before:.4f} on the growth batches. "
+                "The model is as it was."
+            )
+        timing = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
+        text = io.StringIO()
+        Console(file=text, width=100).print(table)
+        return f"{text.getvalue()}{outcome}\nTime: {timing}."
 
 
 class Grower:
@@ -93,8 +162,8 @@ class Grower:
         training modes, `requires_grad` flags and the random state stay as they were in any case.
 
         Args:
-            batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids` (batch, tokens), which are their
-                own labels. They are read once, and kept for the passes over them.
+            batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids` (batch, tokens), which are
+                their own labels. They are read once, and kept for the passes over them.
 
         Raises:
             ValueError: no batches, no loss or none that is finite, weights that cannot be trained (frozen, quantized,
@@ -105,35 +174,24 @@ class Grower:
         if self.optimizer is not None:
             check_optimizer(self.optimizer, self._parameters(chosen))
         batches = _as_dicts(batches)
-        sketched = self.config.qk_dims + self.config.oversampling < self.model.config.hidden_size
-        clock = _Clock()
-        passes = 1 + (SKETCH_PASSES if sketched else 1)
-        with undisturbed(self.model), tqdm(total=passes * len(batches), disable=None, leave=False) as bar:
-            bar.set_description("growth: measuring")
-            with clock.phase("moments"):
-                roots, loss_before = whitenings(self.model, chosen, batches, self.config.ridge, bar.update)
-            with clock.phase("probe"):
-                arguments = (self.model, chosen, roots, batches, self.config.qk_dims)
-                if sketched:
-                    rest = (self.config.oversampling, self.config.seed, bar.update)
-                    gradients = sketched_gradients(*arguments, *rest)
-                else:
-                    gradients = exact_gradients(*arguments, bar.update)
+        seconds: dict[str, float] = {}
+        with tqdm(desc="growth: measuring", total=0, disable=None, leave=False) as bar:
+            loss_before, gradients = self._measure(chosen, batches, bar, seconds)
+            bar.set_description("growth: searching the step")
             trial = Trial(chosen, gradients)
+            search = StepSearch(trial, self.model, batches, loss_before, bar)
             try:
-                bar.set_description("growth: searching the step")
-                with clock.phase("line_search"):
-                    search = _LineSearch(trial, self.model, batches, loss_before, bar)
+                with _timed(seconds, "line search"), undisturbed(self.model):
                     step, loss_after = search.run()
-                if step > 0:
+                if step == 0:
+                    trial.undo()
+                else:
                     trial.take(step)
                     if self.optimizer is not None:
                         swap_parameters(self.optimizer, trial.resizes())
             except BaseException:
                 trial.undo()
                 raise
-            if step == 0:
-                trial.undo()
         self.model.sync_config()
         return GrowthReport(
             loss_before=loss_before,
@@ -151,8 +209,26 @@ class Grower:
             ],
             added_parameters=trial.added_parameters() if step > 0 else 0,
             line_search=search.tried,
-            seconds=clock.seconds,
+            seconds=seconds,
         )
+
+    def _measure(
+        self, chosen: list[GrowableAttention], batches: list[dict], bar: tqdm, seconds: dict[str, float]
+    ) -> tuple[float, list[PatternGradient]]:
+        """Return the mean loss of the batches and what new dims of each chosen layer could do about it."""
+        config = self.config
+        sketched = config.qk_dims + config.oversampling < self.model.config.hidden_size
+        bar.total = (1 + (SKETCH_PASSES if sketched else 1)) * len(batches)
+        with undisturbed(self.model):
+            with _timed(seconds, "moments"):
+                roots, loss = whitenings(self.model, chosen, batches, config.ridge, bar.update)
+            with _timed(seconds, "probe"):
+                arguments = (self.model, chosen, roots, batches, config.qk_dims)
+                if sketched:
+                    gradients = sketched_gradients(*arguments, config.oversampling, config.seed, bar.update)
+                else:
+                    gradients = exact_gradients(*arguments, bar.update)
+        return loss, gradients
 
     def _chosen_layers(self) -> list[GrowableAttention]:
         by_layer = {attention.layer_idx: attention for attention in attentions(self.model)}
@@ -169,8 +245,9 @@ class Grower:
             widest = self.model.config.hidden_size
             if attention.qk_head_dim + self.config.qk_dims > widest:
                 raise ValueError(
-                    f"Layer {attention.layer_idx} has qk_head_dim={attention.qk_head_dim}; {self.config.qk_dims} more would "
-                    f"exceed hidden_size={widest}, beyond which a pattern gains no rank. Choose fewer qk_dims or other layers."
+                    f"Layer {attention.layer_idx} has qk_head_dim={attention.qk_head_dim}; {self.config.qk_dims} more "
+                    f"would exceed hidden_size={widest}, beyond which a pattern gains no rank. Choose fewer qk_dims, "
+                    "or other layers."
                 )
         return chosen
 
@@ -190,109 +267,11 @@ class Grower:
         return parameters
 
 
-class Trial:
-    """New dims in place, with zero weights until `take` writes a step; `undo` puts the old parameters back."""
-
-    def __init__(self, chosen: list[GrowableAttention], gradients: list[PatternGradient]):
-        self.chosen, self.gradients = chosen, gradients
-        self.widenings: list[Widening] = []
-        try:
-            for attention, gradient in zip(chosen, gradients):
-                self.widenings.append(attention.widen(qk_dims=gradient.sigma.shape[-1]))
-        except BaseException:
-            self.undo()
-            raise
-        # Both sides scale with the square root of the step, so the factors are made once.
-        self.factors = [
-            F.pattern_factors(g.u, g.sigma, g.v, g.whitening.query_whitening, g.whitening.key_whitening, a.heads("query"))
-            for a, g in zip(chosen, gradients)
-        ]
-        self.slope = sum(gradient.gain for gradient in gradients)
-
-    def take(self, step: float) -> None:
-        """Write the new weights for a step `gamma`; 0 makes them zero, which keeps the function."""
-        for attention, factors in zip(self.chosen, self.factors):
-            for role, new in zip(("query", "key"), factors):
-                weight, bias = F.split_bias(new * step**0.5, self.chosen[0].config.hidden_size)
-                dims = weight.shape[1]
-                attention.weight(role)[:, -dims:] = weight.to(attention.weight(role).dtype)
-                if bias is not None:
-                    attention.bias(role)[:, -dims:] = bias.to(attention.bias(role).dtype)
-
-    def undo(self) -> None:
-        """Put the very same old parameters back."""
-        for widening in self.widenings:
-            widening.undo()
-
-    def resizes(self) -> list:
-        """Every parameter that changed its size."""
-        return [resize for widening in self.widenings for resize in widening.resizes]
-
-    def added_parameters(self) -> int:
-        """Number of weights that the widening added."""
-        return sum(resize.new.numel() - resize.old.numel() for resize in self.resizes())
-
-
-class _LineSearch:
-    """Geometric search for the step with the lowest loss, all layers at once, forward passes only."""
-
-    def __init__(self, trial: Trial, model: nn.Module, batches: list[dict], loss_before: float, bar: tqdm):
-        self.trial, self.model, self.batches, self.bar = trial, model, batches, bar
-        self.loss_before = loss_before
-        self.tried: dict[float, float] = {}
-
-    def run(self) -> tuple[float, float]:
-        """Return the best step and its loss; step 0 and the loss before if no step lowers it."""
-        if not self.trial.slope > 0:
-            return 0.0, self.loss_before
-        step = 0.01 * abs(self.loss_before) / self.trial.slope  # promises 1 % of the loss
-        while self._loss(step) >= self.loss_before:
-            step /= 4
-            if step * self.trial.slope < _SMALLEST_PROMISE * abs(self.loss_before):
-                return 0.0, self.loss_before
-        for factor in (4.0, 2.0, 2.0**0.5):
-            step = self._climb(step, factor)
-        return step, self.tried[step]
-
-    def _climb(self, step: float, factor: float) -> float:
-        """Multiply or divide the step by the factor for as long as that lowers the loss."""
-        for ratio in (factor, 1 / factor):
-            for _ in range(_MAX_DOUBLINGS):
-                if not self._loss(step * ratio) < self._loss(step):
-                    break
-                step *= ratio
-        return step
-
-    def _loss(self, step: float) -> float:
-        if step not in self.tried:
-            self.trial.take(step)
-            self.bar.total += len(self.batches)
-            try:
-                self.tried[step] = mean_loss(self.model, self.batches, self.bar.update)
-            except FloatingPointError:
-                self.tried[step] = float("inf")
-        return self.tried[step]
-
-
-@dataclass
-class _Clock:
-    """Seconds spent in each phase."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def phase(self, name: str):
-        return _Phase(self.seconds, name)
-
-
-class _Phase:
-    def __init__(self, seconds, name):
-        self.seconds, self.name = seconds, name
-
-    def __enter__(self):
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exception):
-        self.seconds[self.name] = time.perf_counter() - self.start
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], phase: str):
+    start = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - start
 
 
 def _as_dicts(batches: Iterable) -> list[dict]:
@@ -303,7 +282,8 @@ def _as_dicts(batches: Iterable) -> list[dict]:
             batch = {"input_ids": batch, "labels": batch}
         if not hasattr(batch, "keys"):
             raise ValueError(
-                f"Batch {index} is a {type(batch).__name__}; growth takes dicts for model(**batch), or tensors of input_ids."
+                f"Batch {index} is a {type(batch).__name__}; growth takes dicts for model(**batch), or tensors of "
+                "input_ids."
             )
         listed.append(dict(batch))
     if not listed:
@@ -321,3 +301,7 @@ def _check_trainable(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"{name} has dtype {parameter.dtype}, so the model is quantized: load it in bf16 or fp32.")
     if not parameter.requires_grad:
         raise ValueError(f"{name} is frozen, so new dims could not be trained: call requires_grad_(True) on it first.")
+
+
+def _change(before: int, after: int) -> str:
+    return f"{before} -> {after}" if after != before else str(before)

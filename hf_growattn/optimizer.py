@@ -28,8 +28,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.P
         for key, value in optimizer.state.get(parameter, {}).items():
             if torch.is_tensor(value) and value.dim() > 0 and value.shape != parameter.shape:
                 raise ValueError(
-                    f"{type(optimizer).__name__} keeps {key!r} of {name} in shape {tuple(value.shape)}, which cannot be "
-                    "carried to a wider parameter. Use AdamW, Adam, SGD or another optimizer with a state per weight."
+                    f"{type(optimizer).__name__} keeps {key!r} of {name} in shape {tuple(value.shape)}, which cannot "
+                    "be carried to a wider parameter. Use AdamW, Adam, SGD or another with a state for each weight."
                 )
 
 
@@ -37,7 +37,7 @@ def swap_parameters(optimizer: torch.optim.Optimizer, resizes) -> None:
     """Put new parameters in the places of old ones, in one step: groups, order and state stay.
 
     Args:
-        resizes: records with `old`, `new` (parameters), `axis` and `positions`, as `GrowableAttention.widen` gives them.
+        resizes: records with `old`, `new` (parameters), `axis` and `positions`; `GrowableAttention.widen` gives them.
     """
     new_of = {id(resize.old): resize.new for resize in resizes}
     # Everything that can fail for want of memory comes first.

@@ -98,42 +98,46 @@ def _set_extension(attention: GrowableAttention, extension: nn.Module | None) ->
     attention.extension = extension
 
 
-def batch_loss(model: nn.Module, batch: dict[str, Tensor], name: str) -> Tensor:
+def batch_loss(model: nn.Module, batch: dict[str, Tensor], index: int) -> Tensor:
     """Return the loss of one batch, a scalar.
 
     Raises:
         ValueError: the model returns no loss, or one that is NaN or infinite; the message names the batch and a fix.
     """
-    device = model.get_input_embeddings().weight.device
-    batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
-    outputs = model(**{"use_cache": False, **batch})
-    loss = outputs[0] if isinstance(outputs, tuple) else outputs.get("loss")
+    loss = _loss(model, batch)
     if loss is None:
         raise ValueError(
-            f"{type(model).__name__} returns no loss for {name} with the keys {sorted(batch)}. Growth needs a model "
-            'with a head, and the targets in every batch, for a causal LM "labels" (a copy of "input_ids" will do).'
+            f"{type(model).__name__} returns no loss for batch {index} with the keys {sorted(batch)}. Growth needs a "
+            'model with a head, and the targets in every batch: for a causal LM "labels", a copy of "input_ids".'
         )
     if not torch.isfinite(loss):
         raise ValueError(
-            f"The loss of {name} is {loss.item()}. Look for labels that are all -100, for inputs that are not finite, "
-            "or for a diverged model, and leave that batch out."
+            f"The loss of batch {index} is {loss.item()}. Look for labels that are all -100, for inputs that are not "
+            "finite, or for a diverged model, and leave that batch out."
         )
     return loss
 
 
 def mean_loss(model: nn.Module, batches: list[dict], tick: Callable[[], None] = lambda: None) -> float:
-    """Return the mean of the batches' losses, forward passes only. Call inside `undisturbed`."""
+    """Return the mean of the batches' losses, finite or not, by forward passes only. Call inside `undisturbed`."""
     total = 0.0
     with torch.no_grad():
-        for index, batch in enumerate(batches):
-            total += batch_loss(model, batch, f"batch {index}").item()
+        for batch in batches:
+            total += _loss(model, batch).item()
             tick()
     return total / len(batches)
 
 
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor | None:
+    device = model.get_input_embeddings().weight.device
+    batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
+    outputs = model(**{"use_cache": False, **batch})
+    return outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+
+
 @dataclass
 class Whitening:
-    """Roots of one layer's second moments, ridged: `C^(1/2)` and `C^(-1/2)` of the query side (a, a) and key side (b, b)."""
+    """`C^(1/2)` and `C^(-1/2)` of one layer's ridged second moments: query side (a, a), key side (b, b)."""
 
     query_root: Tensor
     query_whitening: Tensor
@@ -177,7 +181,7 @@ def whitenings(
         with torch.no_grad():
             for index, batch in enumerate(batches):
                 mask = batch.get("attention_mask")
-                total += batch_loss(model, batch, f"batch {index}").item()
+                total += batch_loss(model, batch, index).item()
                 tick()
     finally:
         for hook in hooks:
@@ -218,6 +222,11 @@ class PatternGradient:
     def gain(self) -> float:
         """First-order decrease of the loss per unit of step, over all heads of the layer."""
         return F.first_order_gain(self.sigma).sum().item()
+
+    def factors(self, heads: int) -> tuple[Tensor, Tensor]:
+        """New columns of `W_Q` (H, a, p) and `W_K` (G, b, p), bias last, for a step of size 1."""
+        roots = self.whitening
+        return F.pattern_factors(self.u, self.sigma, self.v, roots.query_whitening, roots.key_whitening, heads)
 
 
 class _Layer:
@@ -323,14 +332,12 @@ def sketched_gradients(
             else:
                 known[index].append((inputs[index][0], residual[0], inputs[index][1], residual[1]))
             # The next inputs lie beyond the old dims, since both residuals do.
-            inputs[index] = (torch.linalg.qr(residual[1]).Q, torch.linalg.qr(residual[0]).Q)
-    return [
-        layer.gradient(_better_side(products, dims), *norm) for layer, products, norm in zip(layers, known, norms)
-    ]
+            inputs[index] = F.column_basis(residual[1]), F.column_basis(residual[0])
+    return [layer.gradient(_better_side(products, dims), *norm) for layer, products, norm in zip(layers, known, norms)]
 
 
 def _better_side(products: list[tuple[Tensor, Tensor, Tensor, Tensor]], dims: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Directions from all known products with `R`, and from all with `R^T`; for each group, the side that gains more."""
+    """Directions from the products with `R` or from those with `R^T`: for each group the side that gains more."""
     key_inputs, right, query_inputs, left = (torch.cat(tensors, dim=-1) for tensors in zip(*products))
     from_keys = F.directions_from_products(key_inputs, right, dims)
     v, sigma, u = F.directions_from_products(query_inputs, left, dims)
@@ -343,5 +350,5 @@ def _backward(model: nn.Module, batches: Iterable[dict], tick: Callable[[], None
     """Sum the batches' gradients into the installed probes."""
     with torch.enable_grad():
         for index, batch in enumerate(batches):
-            batch_loss(model, batch, f"batch {index}").backward()
+            batch_loss(model, batch, index).backward()
             tick()

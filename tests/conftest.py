@@ -1,0 +1,71 @@
+"""Shared fixtures: tiny random models of every family, the real pretrained ones, and warnings that fail a test."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_growattn import patch_model
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(os.environ.get("GROWATTN_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+torch.set_num_threads(1)  # models this small are slower on more
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+class _Deprecations(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        if "deprecat" in record.getMessage().lower():
+            self.messages.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def _no_deprecations_logged():
+    """transformers announces many deprecations through its logger, where pytest's filters do not see them."""
+    handler = _Deprecations()
+    logging.getLogger("transformers").addHandler(handler)
+    yield
+    logging.getLogger("transformers").removeHandler(handler)
+    assert handler.messages == []
+
+
+def data_path(*parts: str) -> Path:
+    """A file of the real test data, or a skip where it is absent."""
+    path = DATA.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"real test data is absent: {path} (set GROWATTN_TEST_DATA)")
+    return path
+
+
+def real_model(name: str = "stories260K", **kwargs):
+    """A real pretrained model in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(data_path("models", name), **kwargs).eval()
+
+
+def real_batches(count: int, name: str = "stories260K", start: int = 0, size: int = 8, tokens: int = 128):
+    """Batches of input_ids, (size, tokens) each, from a play that the model was not trained on."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(data_path("models", name))
+    text = data_path("text", "tinyshakespeare.txt").read_text()[200_000:600_000]
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    first = start * size * tokens
+    return list(ids[first : first + count * size * tokens].view(count, size, tokens))
+
+
+@pytest.fixture
+def real_llama():
+    return patch_model(real_model())

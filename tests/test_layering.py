@@ -1,0 +1,58 @@
+"""Imports inside the package point one way, and the files that travel with a checkpoint stay self-contained."""
+
+import ast
+
+import pytest
+from conftest import ROOT
+
+MAY_IMPORT = {
+    "functional": set(),
+    "architectures": set(),
+    "optimizer": set(),
+    "attention": {"architectures"},
+    "configuration": {"architectures"},
+    "modeling": {"configuration", "attention", "architectures"},
+    "patch": {"modeling", "configuration", "attention", "architectures"},
+    "probe": {"attention", "functional"},
+    "trial": {"probe", "attention", "functional"},
+    "growth": {"trial", "probe", "functional", "optimizer", "modeling", "attention"},
+    "__init__": {"attention", "growth", "patch"},
+}
+TRAVELLING = ("architectures", "attention", "configuration", "modeling")
+
+
+def _imports(path):
+    inside, outside = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1, f"{path.name} reaches above the package"
+            inside |= {node.module} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            outside.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            outside |= {alias.name.split(".")[0] for alias in node.names}
+    return inside, outside
+
+
+def test_every_file_has_a_place():
+    assert {path.stem for path in (ROOT / "hf_growattn").glob("*.py")} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_imports_point_one_way(name):
+    inside, _ = _imports(ROOT / "hf_growattn" / f"{name}.py")
+    assert inside <= MAY_IMPORT[name]
+
+
+@pytest.mark.parametrize("name", TRAVELLING)
+def test_travelling_files_need_torch_and_transformers_only(name):
+    import sys
+
+    inside, outside = _imports(ROOT / "hf_growattn" / f"{name}.py")
+    assert inside <= set(TRAVELLING)
+    assert outside - set(sys.stdlib_module_names) <= {"torch", "transformers"}
+
+
+def test_files_are_read_in_one_sitting():
+    for path in (ROOT / "hf_growattn").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 400, path.name
