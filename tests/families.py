@@ -78,10 +78,13 @@ def padded(batch: int = 3, length: int = 17, left: bool = True) -> dict[str, tor
 
 
 def lm_batches(count: int = 3, seed: int = 11) -> list[dict]:
-    """Causal LM batches with padding on either side, labels left out there."""
+    """Causal LM batches with padding on either side, which neither is predicted nor predicts."""
     batches = []
     for index in range(count):
         batch = padded(left=index % 2 == 0)
-        batch["input_ids"] = tokens(seed=seed + index).masked_fill(batch["attention_mask"] == 0, 0)
-        batches.append({**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)})
+        hidden = batch["attention_mask"] == 0
+        batch["input_ids"] = tokens(seed=seed + index).masked_fill(hidden, 0)
+        # The first real token would be predicted from padding, where implementations may differ.
+        unpredictable = hidden | hidden.roll(1, dims=1)
+        batches.append({**batch, "labels": batch["input_ids"].masked_fill(unpredictable, -100)})
     return batches

@@ -1,0 +1,49 @@
+"""Run in a fresh process: print the peak memory of one training step or of one sketching pass at 2,048 tokens.
+
+Usage: python memory.py training|sketch. Prints JSON in bytes: "work" is the peak over the loaded model, "square" the
+size of one layer's T x T logits.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_growattn import patch_model
+from hf_growattn.modeling import attentions
+from hf_growattn.probe import sketched_gradients, undisturbed, whitenings
+
+BATCH, TOKENS, HEADS = 2, 2048, 8
+
+
+def peak() -> int:
+    """The process's own high-water mark; getrusage would count what it inherits from its parent."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+torch.set_num_threads(2)
+config = LlamaConfig(
+    vocab_size=512,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=4,
+    num_attention_heads=HEADS,
+    max_position_embeddings=TOKENS,
+)
+model = patch_model(LlamaForCausalLM(config)).train()
+input_ids = torch.randint(0, 512, (BATCH, TOKENS))
+batch = {"input_ids": input_ids, "labels": input_ids}
+short = {key: value[:, :16] for key, value in batch.items()}
+model(**short).loss.backward()  # libraries load, and gradients of the weights exist before the count starts
+model.zero_grad(set_to_none=sys.argv[1] == "sketch")
+before = peak()
+if sys.argv[1] == "training":
+    model(**batch).loss.backward()
+else:
+    with undisturbed(model):
+        roots, _ = whitenings(model, attentions(model), [batch], ridge=0.05)
+        sketched_gradients(model, attentions(model), roots, [batch], dims=8, oversampling=8, seed=0)
+print(json.dumps({"work": peak() - before, "square": BATCH * HEADS * TOKENS**2 * 4}))

@@ -1,0 +1,246 @@
+"""The forward of grown layers under every way that transformers calls it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from families import FAMILIES, build, lm_batches, padded, tokens
+from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, LlamaConfig
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from hf_growattn import GrowableAttention, Grower, GrowthConfig, patch_model
+from hf_growattn.modeling import attentions
+
+
+def widened(variant: str, qk_dims: int = 6, v_dims: int = 0, attention: str = "sdpa", **kwargs):
+    """A patched model whose first layer is wider by random, that is function-changing, weights."""
+    model = patch_model(build(variant, attention=attention, **kwargs))
+    layer = attentions(model)[0]
+    layer.widen(qk_dims, v_dims)
+    for role in ("query", "key", "value", "output"):
+        torch.nn.init.normal_(layer.weight(role), std=0.3)
+    model.sync_config()
+    return model
+
+
+WIDTHS = pytest.mark.parametrize("qk_dims, v_dims", [(6, 0), (0, 5), (7, 3), (3, 9)])
+
+
+@WIDTHS
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("variant", FAMILIES)
+@torch.no_grad()  # torch has no backward of flex attention on a CPU
+def test_implementations_agree_at_unequal_widths(variant, attention, qk_dims, v_dims):
+    if attention == "flex_attention" and "gpt2" in variant:
+        pytest.skip("transformers 5 offers no flex attention for GPT-2")
+    model = widened(variant, qk_dims, v_dims)
+    for batch in ({"input_ids": tokens()}, padded(), padded(left=False)):
+        model.set_attn_implementation("eager")
+        kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        eager = model(**batch).logits
+        model.set_attn_implementation(attention)
+        # fp32, other orders of summation.
+        torch.testing.assert_close(model(**batch).logits[kept], eager[kept], rtol=1e-4, atol=1e-4)
+
+
+@WIDTHS
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_flash_like_kernels_get_equal_widths(variant, qk_dims, v_dims):
+    """Flash kernels cut values wider than keys, so they must never see unequal widths."""
+    seen = []
+
+    def recording(module, query, key, value, attention_mask, **kwargs):
+        seen.append((query.shape[-1], key.shape[-1], value.shape[-1], kwargs["scaling"]))
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("recording", recording)
+    AttentionMaskInterface.register("recording", sdpa_mask)
+    model = widened(variant, qk_dims, v_dims)
+    expected = model(**padded()).logits
+    model.set_attn_implementation("recording")
+    torch.testing.assert_close(model(**padded()).logits, expected, rtol=0, atol=0)
+    assert all(q == k == v for q, k, v, _ in seen)
+    assert seen[0][0] == 16 + max(qk_dims, v_dims)
+    assert all(scaling == 16**-0.5 for *_, scaling in seen)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_scaling_never_follows_a_width(variant):
+    model = patch_model(build(variant))
+    before = [attention.scaling for attention in attentions(model)]
+    Grower(model, GrowthConfig(qk_dims=8)).grow(lm_batches())
+    assert [attention.scaling for attention in attentions(model)] == before == [16**-0.5] * len(before)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_generation_modes(variant, options):
+    model = widened(variant, 7, 3)
+    batch = padded()
+
+    def generate(**more):
+        torch.manual_seed(5)
+        return model.generate(**batch, max_new_tokens=10, **options, **more)
+
+    out = generate()
+    assert out.shape == (3, 27) and torch.equal(out[:, :17], batch["input_ids"])
+    if "cache_implementation" not in options:
+        assert torch.equal(out, generate(use_cache=False))
+    else:
+        assert torch.equal(out, model.generate(**batch, max_new_tokens=10))
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_left_padding_changes_nothing(variant):
+    model = widened(variant)
+    batch = padded()
+    out = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    for row in range(3):
+        alone = model.generate(batch["input_ids"][row : row + 1, 2 * row :], max_new_tokens=8, do_sample=False)
+        assert torch.equal(alone[0, -8:], out[row, -8:])
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_compiled_decoding(variant):
+    model = widened(variant, 4, 2)
+    expected = model.generate(tokens(), max_new_tokens=6, do_sample=False)
+    compiled = CompileConfig(fullgraph=True, mode="default")
+    compiled._compile_all_devices = True  # transformers compiles decoding on accelerators only, unless asked
+    out = model.generate(
+        tokens(), max_new_tokens=6, do_sample=False, cache_implementation="static", compile_config=compiled
+    )
+    assert torch.equal(out, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_compiles_to_one_graph(variant):
+    model = widened(variant, 4, 2)
+    batch = padded()
+    expected = model(**batch, use_cache=False).logits
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(**batch, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_activation_checkpointing_gives_the_same_gradients(variant, reentrant):
+    batch = lm_batches(1)[0]
+
+    def gradients(model):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        model(**batch).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    model = widened(variant)
+    plain = gradients(copy.deepcopy(model))
+    # The name of transformers 5.23, or the one before.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_output_attentions_and_hidden_states(variant):
+    stock = build(variant, attention="eager")
+    expected = stock(tokens(), output_attentions=True, output_hidden_states=True)
+    patched = patch_model(build(variant, attention="eager"))(
+        tokens(), output_attentions=True, output_hidden_states=True
+    )
+    assert len(patched.attentions) == len(expected.attentions) == stock.config.num_hidden_layers
+    for name in ("attentions", "hidden_states"):
+        assert all(torch.equal(a, b) for a, b in zip(patched[name], expected[name]))
+    grown = widened(variant, attention="eager")(tokens(), output_attentions=True)
+    assert len(grown.attentions) == stock.config.num_hidden_layers
+    torch.testing.assert_close(grown.attentions[0].sum(-1), torch.ones(3, stock.config.num_attention_heads, 17))
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_hooks_copies_and_pickles_survive_patching(variant):
+    model = build(variant)
+    calls = []
+    module = next(m for m in model.modules() if "Attention" in type(m).__name__)
+    module.register_forward_hook(lambda *args: calls.append("attention"))
+    patch_model(model)
+    assert isinstance(module, GrowableAttention)
+    expected = model(tokens()).logits
+    assert calls == ["attention"]
+    module._forward_hooks.clear()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(tokens()).logits, expected)
+        attentions(twin)[0].widen(4)
+        assert attentions(model)[0].qk_head_dim == 16
+
+
+def test_hooks_of_accelerate_keep_working():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = build("llama-2")
+    for layer in model.model.layers:
+        add_hook_to_module(layer.self_attn, ModelHook())
+    expected = model(tokens()).logits
+    patch_model(model)
+    attentions(model)[0].widen(4)
+    assert torch.equal(model(tokens()).logits, expected)
+
+
+def test_a_foreign_forward_is_not_replaced_in_silence():
+    class Doubled(LlamaAttention):
+        def forward(self, *args, **kwargs):
+            out, weights = super().forward(*args, **kwargs)
+            return 2 * out, weights
+
+    model = build("llama-2")
+    model.model.layers[1].self_attn.__class__ = Doubled
+    before, config = model(tokens()).logits, model.config
+    with pytest.raises(ValueError, match="layer 1 has a forward of its own"):
+        patch_model(model)
+    assert model.config is config and type(config) is LlamaConfig
+    assert torch.equal(model(tokens()).logits, before)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_projections_keep_true_notes_of_their_size(variant):
+    layer = attentions(widened(variant, 6, 5))[0]
+    for role in ("query", "key", "value", "output"):
+        module = layer.projection(role)
+        if isinstance(module, torch.nn.Linear):
+            assert (module.out_features, module.in_features) == module.weight.shape
+        else:
+            assert (module.nx, module.nf) == module.weight.shape
+        assert layer.weight(role).shape == (layer.heads(role), layer.width(role), layer.config.hidden_size)
+
+
+def test_continuous_batching_is_refused_by_name():
+    model = widened("llama-2")
+    model.config._attn_implementation = "paged|sdpa"
+    with pytest.raises(ValueError, match="Continuous batching"):
+        attentions(model)[0]._pad_to_equal_widths("paged|sdpa", *torch.zeros(2, 1, 1, 1, 8), torch.zeros(1, 1, 1, 4))
+
+
+def test_gpt2_with_cross_attention():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=97, n_embd=32, n_head=4, n_layer=2, n_positions=64, add_cross_attention=True, bos_token_id=1
+    )
+    model = GPT2LMHeadModel(config).eval()
+    encoded = torch.randn(3, 5, 32)
+    arguments = {"encoder_hidden_states": encoded, "use_cache": True}
+    before = model(tokens(), **arguments).logits
+    patch_model(model)
+    assert torch.equal(model(tokens(), **arguments).logits, before)
+    assert len(attentions(model)) == 2
+    attentions(model)[0].widen(qk_dims=4)
+    torch.testing.assert_close(model(tokens(), **arguments).logits, before)
