@@ -189,10 +189,10 @@ class Grower:
                     trial.take(step)
                     if self.optimizer is not None:
                         swap_parameters(self.optimizer, trial.resizes())
+                    self.model.sync_config()
             except BaseException:
                 trial.undo()
                 raise
-        self.model.sync_config()
         return GrowthReport(
             loss_before=loss_before,
             loss_after=loss_after,

@@ -67,21 +67,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     requires_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     extensions = [(m, m.extension) for m in model.modules() if isinstance(m, GrowableAttention)]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    embeddings = model.get_input_embeddings()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[device.index for device in devices]))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    random_state = torch.random.fork_rng(devices=[device.index for device in devices])
+    with random_state, torch.compiler.set_stance("force_eager"):
         try:
             model.eval()
             model.requires_grad_(False)
-            # Checkpointed layers recompute only in training mode; their children keep dropout off.
-            checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-            for module in checkpointed:
-                module.training = True
-            if checkpointed and embeddings is not None:
-                # Reentrant checkpoints drop gradients when no input asks for them, and the embeddings are frozen here.
-                hook = embeddings.register_forward_hook(lambda module, args, output: output.requires_grad_())
-                stack.callback(hook.remove)
             yield
         finally:
             for module, mode in training:
@@ -346,9 +336,26 @@ def _better_side(products: list[tuple[Tensor, Tensor, Tensor, Tensor]], dims: in
     return *chosen, torch.where(better[:, None, None], from_keys[2], v)
 
 
+@contextlib.contextmanager
+def _recomputing(model: nn.Module) -> Iterator[None]:
+    """Keep activation checkpointing at work where the user has it: its layers recompute in training mode only."""
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    # Reentrant checkpoints drop gradients when no input asks for them, and the embeddings are frozen here.
+    embeddings = model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    try:
+        for module in checkpointed:
+            module.training = True  # of this module alone: its children keep dropout off
+        yield
+    finally:
+        hook.remove()
+        for module in checkpointed:
+            module.training = False
+
+
 def _backward(model: nn.Module, batches: Iterable[dict], tick: Callable[[], None]) -> None:
     """Sum the batches' gradients into the installed probes."""
-    with torch.enable_grad():
+    with torch.enable_grad(), _recomputing(model):
         for index, batch in enumerate(batches):
             batch_loss(model, batch, index).backward()
             tick()

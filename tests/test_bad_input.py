@@ -1,0 +1,162 @@
+"""Bad input: a clear error that names the fix, and the model exactly as it was."""
+
+import pytest
+import torch
+from families import HEADS, build, lm_batches, padded, tokens
+from test_growth import fingerprint, same
+from transformers import AutoModel, BertConfig, BertModel
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.modeling import attentions
+
+BATCH = lm_batches(1)[0]
+
+
+def refused(model, batches, match, config=None, optimizer=None, error=ValueError):
+    before = fingerprint(model, optimizer)
+    with pytest.raises(error, match=match):
+        Grower(model, config or GrowthConfig(qk_dims=4), optimizer).grow(batches)
+    assert same(fingerprint(model, optimizer), before)
+
+
+def test_unknown_model_type_names_the_type_and_the_known_ones():
+    model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
+    with pytest.raises(ValueError, match=r"'bert'.*gpt2, llama"):
+        patch_model(model)
+    assert type(model) is BertModel and type(model.config) is BertConfig
+
+
+def test_wrappers_are_refused_by_name():
+    with pytest.raises(TypeError, match="unwrap_model"):
+        patch_model(torch.nn.DataParallel(build("llama-2")))
+
+
+def test_an_unpatched_model_is_refused():
+    with pytest.raises(ValueError, match="patch_model"):
+        Grower(build("llama-2"), GrowthConfig(qk_dims=4))
+
+
+@pytest.mark.parametrize("batches", [[], iter([])])
+def test_no_batches(batches):
+    refused(patch_model(build("llama-2")), batches, "no batches")
+
+
+def test_batches_of_the_wrong_kind():
+    refused(patch_model(build("llama-2")), ["text"], "Batch 0 is a str")
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_missing_labels(head):
+    model = patch_model(build("llama-2", HEADS[head]))
+    refused(model, [padded()], "no loss for batch 0.*labels")
+
+
+def test_a_base_model_has_no_loss():
+    refused(patch_model(build("llama-2", AutoModel)), [padded()], "model with a head")
+
+
+def test_all_labels_ignored():
+    bad = {**BATCH, "labels": torch.full_like(BATCH["labels"], -100)}
+    refused(patch_model(build("llama-2")), [BATCH, bad], "batch 1 is nan.*-100")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite(value):
+    model = patch_model(build("llama-2"))
+    model.lm_head.weight.data[3, 3] = value
+    with pytest.raises(ValueError, match=r"batch 0 is (nan|inf)"):
+        Grower(model, GrowthConfig(qk_dims=4)).grow([BATCH])
+    assert [a.qk_head_dim for a in attentions(model)] == [16, 16]
+
+
+def test_frozen_weights():
+    model = patch_model(build("llama-2"))
+    attentions(model)[1].q_proj.requires_grad_(False)
+    refused(model, [BATCH], r"q_proj.weight of layer 1 is frozen.*requires_grad_\(True\)")
+    assert Grower(model, GrowthConfig(qk_dims=2, layers=[0])).grow([BATCH]).applied
+
+
+def test_inference_mode_and_inference_tensors():
+    model = patch_model(build("llama-2"))
+    with torch.inference_mode():
+        refused(model, [BATCH], "outside torch.inference_mode")
+        made_inside = patch_model(build("llama-2"))
+    with pytest.raises(ValueError, match=r"was made under torch.inference_mode|is frozen"):
+        Grower(made_inside, GrowthConfig(qk_dims=4)).grow([BATCH])
+
+
+def test_no_grad_is_no_obstacle():
+    with torch.no_grad():
+        assert Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=4)).grow([BATCH]).applied
+
+
+def test_meta_device():
+    with torch.device("meta"):
+        model = patch_model(build("llama-2"))
+    with pytest.raises(ValueError, match="meta device"):
+        Grower(model, GrowthConfig(qk_dims=4)).grow([BATCH])
+
+
+def test_quantized_weights():
+    model = patch_model(build("llama-2"))
+    layer = attentions(model)[0]
+    layer.k_proj.weight = torch.nn.Parameter(layer.k_proj.weight.to(torch.int8), requires_grad=False)
+    refused(model, [BATCH], "int8.*quantized")
+
+
+def test_wrapped_projections():
+    model = patch_model(build("llama-2"))
+    layer = attentions(model)[0]
+    layer.q_proj = torch.nn.Sequential(layer.q_proj)
+    refused(model, [BATCH], "q_proj of layer 0 is a Sequential.*Merge adapters")
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        ({"qk_dims": 0}, "qk_dims"),
+        ({"qk_dims": -2}, "qk_dims"),
+        ({"qk_dims": 2.5}, "qk_dims"),
+        ({"qk_dims": True}, "qk_dims"),
+        ({"qk_dims": 2, "ridge": 0.0}, "ridge"),
+        ({"qk_dims": 2, "ridge": float("nan")}, "ridge"),
+        ({"qk_dims": 2, "oversampling": -1}, "oversampling"),
+        ({"qk_dims": 2, "layers": []}, "layers is empty"),
+    ],
+)
+def test_config_values(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        GrowthConfig(**arguments)
+
+
+@pytest.mark.parametrize("layer", [2, -1, 99])
+def test_layers_out_of_range(layer):
+    refused(
+        patch_model(build("llama-2")), [BATCH], f"no layer {layer}.*0 to 1", GrowthConfig(qk_dims=2, layers=[layer])
+    )
+
+
+def test_more_dims_than_a_pattern_has_rank():
+    refused(patch_model(build("llama-2")), [BATCH], "hidden_size=48", GrowthConfig(qk_dims=33))
+
+
+def test_an_optimizer_of_another_model():
+    model = patch_model(build("llama-2"))
+    other = torch.optim.AdamW(build("llama-2").parameters())
+    refused(model, [BATCH], "optimizer does not hold", optimizer=other)
+
+
+def test_several_processes():
+    class Two:
+        num_processes = 2
+
+    with pytest.raises(ValueError, match="there are 2"):
+        Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2), accelerator=Two())
+
+
+def test_batches_as_tensors_and_generators():
+    model = patch_model(build("llama-2"))
+    one = Grower(model, GrowthConfig(qk_dims=2)).grow(tokens(seed=s) for s in range(2))
+    other = patch_model(build("llama-2"))
+    dicts = [{"input_ids": tokens(seed=s), "labels": tokens(seed=s)} for s in range(2)]
+    assert Grower(other, GrowthConfig(qk_dims=2)).grow(dicts).loss_after == one.loss_after

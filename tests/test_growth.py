@@ -1,0 +1,290 @@
+"""`Grower`: what it promises, what it reports, and that nothing is lost on failure."""
+
+import copy
+
+import pytest
+import torch
+from conftest import real_batches
+from families import build, lm_batches
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.functional import pattern_factors
+from hf_growattn.modeling import attentions
+from hf_growattn.probe import exact_gradients, mean_loss, undisturbed, whitenings
+from hf_growattn.trial import StepSearch, Trial
+
+
+def fingerprint(model, optimizer=None):
+    """Everything that a failed or refused growth must leave as it was."""
+    state = [] if optimizer is None else [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    if optimizer is not None:
+        state.append(
+            {id(p): {k: (id(v), torch.as_tensor(v).clone()) for k, v in s.items()} for p, s in optimizer.state.items()}
+        )
+    return (
+        {
+            name: (id(p), p.detach().clone(), p.requires_grad, id(p.grad), None if p.grad is None else p.grad.clone())
+            for name, p in model.named_parameters()
+        },
+        [(name, type(m), m.training) for name, m in model.named_modules()],
+        model.config.to_json_string(),
+        [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)],
+        torch.get_rng_state(),
+        state,
+    )
+
+
+def same(one, other) -> bool:
+    if torch.is_tensor(one):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def fp64_loss(logits, labels, **kwargs):
+    """Cross entropy without the cast to fp32 that transformers' own makes."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("variant", ["llama-2", "llama-5-bias", "gpt2-2"])
+def test_first_order_is_right_in_fp64(variant):
+    model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches()
+    model.loss_function = fp64_loss
+    with undisturbed(model):
+        roots, before = whitenings(model, attentions(model), batches, ridge=0.05)
+        gradients = exact_gradients(model, attentions(model), roots, batches, dims=4)
+    trial = Trial(attentions(model), gradients)
+    for promise in (3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6):
+        step = promise / trial.slope
+        trial.take(step)
+        with undisturbed(model):
+            measured = before - mean_loss(model, batches)
+        print(measured / promise)
+    trial.take(0.0)
+    with undisturbed(model):
+        assert mean_loss(model, batches) == pytest.approx(before, rel=1e-9)
+
+
+def test_first_order_is_right_on_the_real_model(real_llama):
+    model, batches = real_llama, [{"input_ids": x, "labels": x} for x in real_batches(8)]
+    with undisturbed(model):
+        roots, before = whitenings(model, attentions(model), batches, ridge=0.05)
+        gradients = exact_gradients(model, attentions(model), roots, batches, dims=8)
+    trial = Trial(attentions(model), gradients)
+    promise = 1e-3 * before
+    trial.take(promise / trial.slope)
+    with undisturbed(model):
+        measured = before - mean_loss(model, batches)
+    print(f"promised {promise:.6f}, measured {measured:.6f}")
+    assert measured == pytest.approx(promise, rel=0.01)
+
+
+def test_the_real_model_gets_better_on_fresh_text(real_llama):
+    fresh = [{"input_ids": x, "labels": x} for x in real_batches(8, start=50)]
+    with undisturbed(real_llama):
+        before = mean_loss(real_llama, fresh)
+    report = Grower(real_llama, GrowthConfig(qk_dims=8)).grow(real_batches(16))
+    with undisturbed(real_llama):
+        after = mean_loss(real_llama, fresh)
+    print(f"fresh loss {before:.4f} -> {after:.4f}")
+    assert report.applied and after < before - 0.1
+
+
+def test_sketch_and_exact_growth_come_out_alike(real_llama):
+    other, batches = copy.deepcopy(real_llama), real_batches(4)
+    sketched = Grower(real_llama, GrowthConfig(qk_dims=4)).grow(batches)
+    exact = Grower(other, GrowthConfig(qk_dims=4, oversampling=64)).grow(batches)
+    gained = [report.loss_before - report.loss_after for report in (sketched, exact)]
+    assert gained[0] > 0.9 * gained[1]
+
+
+@pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
+def test_growing_is_deterministic(variant):
+    reports = [Grower(patch_model(build(variant)), GrowthConfig(qk_dims=2)).grow(lm_batches()) for _ in range(2)]
+    assert reports[0].line_search == reports[1].line_search
+
+
+def test_layers_picks_some():
+    model = patch_model(build("llama-5-bias"))
+    before = dict(model.named_parameters())
+    report = Grower(model, GrowthConfig(qk_dims=3, layers=[3, 1])).grow(lm_batches())
+    assert [layer.layer for layer in report.layers] == [3, 1]
+    assert [a.qk_head_dim for a in attentions(model)] == [16, 19, 16, 19, 16]
+    changed = {name for name, p in model.named_parameters() if p is not before[name]}
+    assert changed == {
+        f"model.layers.{i}.self_attn.{n}.{part}"
+        for i in (1, 3)
+        for n in ("q_proj", "k_proj")
+        for part in ("weight", "bias")
+    }
+
+
+def test_report_holds_and_prints_what_happened():
+    model = patch_model(build("llama-5-bias"))
+    count = model.num_parameters()
+    report = Grower(model, GrowthConfig(qk_dims=4)).grow(lm_batches())
+    assert report.added_parameters == model.num_parameters() - count == 5 * 4 * 6 * (48 + 1)
+    assert report.predicted_gain == pytest.approx(report.step_size * sum(layer.slope for layer in report.layers))
+    assert report.line_search[report.step_size] == report.loss_after == min(report.line_search.values())
+    assert all(0 <= layer.starvation <= 1 and layer.slope > 0 for layer in report.layers)
+    assert set(report.seconds) == {"moments", "probe", "line search"}
+    text = str(report)
+    assert "16 -> 20" in text and f"{report.loss_after:.4f}" in text and "parameters added" in text
+    batches = lm_batches()
+    with undisturbed(model):
+        assert mean_loss(model, batches) == pytest.approx(report.loss_after, rel=1e-5)
+
+
+def test_no_grid_ends_the_search():
+    """Steps of 1e-9 and of 1e9 are found alike: the search has no ends, only a curve that turns."""
+
+    class Curve:
+        slope = 1.0
+
+        def take(self, step):
+            self.step = step
+
+    class Bar:
+        total = 0
+
+        def update(self):
+            pass
+
+    for best in (1e-9, 1e-3, 1.0, 1e9):
+        trial = Curve()
+        trial.slope = 2 / best
+        search = StepSearch(trial, None, [], 1.0, Bar())
+        losses = search.tried
+        search._loss = lambda step, best=best, losses=losses: losses.setdefault(step, (1 - step / best) ** 2)
+        step, loss = search.run()
+        assert step == pytest.approx(best, rel=0.3) and loss < 0.1
+
+
+@pytest.mark.parametrize("variant", ["llama-2", "llama-5-bias", "gpt2-2"])
+def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
+    model = patch_model(build(variant)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**lm_batches()[0]).loss.backward()
+    optimizer.step()
+    before = fingerprint(model, optimizer)
+    logits = model.eval()(**lm_batches()[0]).logits
+    model.train()
+
+    def uphill(*args):  # every step along these makes the loss worse
+        new_q, new_k = pattern_factors(*args)
+        return new_q, -new_k
+
+    monkeypatch.setattr("hf_growattn.functional.pattern_factors", uphill)
+    report = Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(lm_batches())
+    assert not report.applied and report.step_size == 0 and report.predicted_gain == 0
+    assert report.loss_after == report.loss_before and report.added_parameters == 0
+    assert "Rolled back" in str(report) and len(report.line_search) > 3
+    assert same(fingerprint(model, optimizer), before)
+    assert torch.equal(model.eval()(**lm_batches()[0]).logits, logits)
+
+
+@pytest.mark.parametrize("phase", ["whitenings", "sketched_gradients", "StepSearch", "swap_parameters", "Trial"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
+def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, monkeypatch):
+    import hf_growattn.growth as growth
+
+    model = patch_model(build("llama-5-bias")).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**lm_batches()[0]).loss.backward()
+    optimizer.step()
+    before = fingerprint(model, optimizer)
+    original = getattr(growth, phase)
+
+    def failing(*args, **kwargs):
+        if phase == "Trial":
+            monkeypatch.setattr("hf_growattn.attention._resize", _fail_at(5, error))
+            return original(*args, **kwargs)
+        if phase == "StepSearch":
+            search = original(*args, **kwargs)
+            search.bar = type("Bar", (), {"total": 0, "update": _fail_at(7, error)})()
+            return search
+        raise error("on purpose")
+
+    monkeypatch.setattr(growth, phase, failing)
+    with pytest.raises(error):
+        Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(lm_batches())
+    assert same(fingerprint(model, optimizer), before)
+
+
+def _fail_at(call, error):
+    from hf_growattn.attention import _resize
+
+    calls = []
+
+    def maybe(*args):
+        calls.append(args)
+        if len(calls) == call:
+            raise error("on purpose")
+        return _resize(*args) if len(args) == 5 else None
+
+    return maybe
+
+
+def test_gradients_travel_with_the_parameters():
+    model = patch_model(build("llama-2"))
+    model(**lm_batches()[0]).loss.backward()
+    layer = attentions(model)[0]
+    gradient = layer.q_proj.weight.grad.clone()
+    Grower(model, GrowthConfig(qk_dims=4)).grow(lm_batches())
+    grown = layer.q_proj.weight.grad.unflatten(0, (4, 20))
+    assert torch.equal(grown[:, :16].flatten(0, 1), gradient) and not grown[:, 16:].any()
+
+
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+def test_bf16_models_grow(variant):
+    model = patch_model(build(variant, dtype=torch.bfloat16))
+    report = Grower(model, GrowthConfig(qk_dims=4)).grow(lm_batches())
+    assert report.applied and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_training_goes_on_from_the_growth():
+    model = patch_model(build("llama-2"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    batches, losses = lm_batches(), []
+    for step in range(12):
+        if step == 6:
+            report = Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(batches)
+        loss = sum(model(**batch).loss for batch in batches) / len(batches)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[6] == pytest.approx(report.loss_after, rel=1e-4) and losses[6] < losses[5]
+    assert losses[-1] < losses[6]
+
+
+def test_accelerate_with_one_process():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = patch_model(build("llama-2"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    report = Grower(model, GrowthConfig(qk_dims=4), optimizer, accelerator).grow(lm_batches())
+    assert report.applied
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    accelerator.backward(model(**lm_batches()[0]).loss)
+    optimizer.step()
+
+
+def test_the_users_model_may_be_compiled():
+    model = patch_model(build("llama-2"))
+    compiled = torch.compile(model)
+    batch = lm_batches()[0]
+    compiled(**batch, use_cache=False)
+    report = Grower(compiled, GrowthConfig(qk_dims=4)).grow(lm_batches())
+    assert report.applied
+    expected = model(**batch, use_cache=False).loss
+    torch.testing.assert_close(compiled(**batch, use_cache=False).loss, expected, rtol=1e-5, atol=0)
+    torch._dynamo.reset()
