@@ -45,15 +45,16 @@ class GrowableModelMixin:
         """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
 
         The checkpoint is written beside `save_directory` and then takes its place in one step, so a process that is
-        killed leaves the former checkpoint as it was. Other files of the directory stay.
+        killed leaves the former checkpoint as it was. Other files of the directory stay. Where the directory itself
+        cannot be replaced, as the current directory or a mount, the files are, one after the other.
         """
-        target = Path(save_directory)
+        target = Path(save_directory).resolve()
         if not is_main_process or kwargs.get("distributed_checkpoint"):
             return super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
         if target.is_file():
             raise ValueError(f"{target} is a file; save_pretrained needs a directory.")
         hub_kwargs = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "create_pr") if key in kwargs}
-        partial = target.absolute().with_name(f".{target.absolute().name}.partial")
+        partial = target.with_name(f".{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
@@ -152,10 +153,17 @@ def _take_place(partial: Path, target: Path) -> None:
     if not target.exists():
         os.rename(partial, target)
         return
-    for entry in target.iterdir():
-        if (partial / entry.name).exists() or _is_weights(entry.name):
-            continue
-        if entry.is_dir():
+    replaced = {entry.name for entry in partial.iterdir()}
+    kept = [entry for entry in target.iterdir() if entry.name not in replaced and not _is_weights(entry.name)]
+    if os.path.ismount(target) or Path.cwd().is_relative_to(target):
+        stale = [entry for entry in target.iterdir() if entry.name not in replaced and _is_weights(entry.name)]
+        for entry in sorted(partial.iterdir(), key=lambda entry: not _is_weights(entry.name)):
+            os.replace(entry, target / entry.name)
+        for entry in stale:
+            entry.unlink()
+        return
+    for entry in kept:
+        if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, partial / entry.name, copy_function=_link_or_copy, symlinks=True)
         else:
             _link_or_copy(entry, partial / entry.name)

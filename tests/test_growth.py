@@ -57,12 +57,13 @@ def test_first_order_is_right_in_fp64(variant):
         roots, before = whitenings(model, attentions(model), batches, ridge=0.05)
         gradients = exact_gradients(model, attentions(model), roots, batches, dims=4)
     trial = Trial(attentions(model), gradients)
-    for promise in (3e-3, 1e-3, 3e-4, 1e-4, 1e-5, 1e-6):
+    for promise in (1e-4, 3e-5):  # Llama's norms round to fp32, so smaller changes drown
         step = promise / trial.slope
         trial.take(step)
         with undisturbed(model):
             measured = before - mean_loss(model, batches)
-        print(measured / promise)
+        print(f"{variant}: promised {promise}, measured {measured / promise:.5f} of it")
+        assert measured == pytest.approx(promise, rel=0.01)
     trial.take(0.0)
     with undisturbed(model):
         assert mean_loss(model, batches) == pytest.approx(before, rel=1e-9)

@@ -1,0 +1,168 @@
+"""Saving is all or nothing, and leaves what else lies in the directory."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import data_path
+from families import build, tokens
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from hf_growattn import patch_model
+from hf_growattn.modeling import _exchange, attentions
+
+
+def grown(qk_dims: int, variant: str = "llama-2"):
+    torch.manual_seed(qk_dims)
+    model = patch_model(build(variant))
+    attentions(model)[0].widen(qk_dims)
+    torch.nn.init.normal_(attentions(model)[0].weight("query"), std=0.3)
+    model.sync_config()
+    return model
+
+
+def logits(path):
+    return AutoModelForCausalLM.from_pretrained(path).eval()(tokens()).logits
+
+
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+def test_saving_over_an_old_checkpoint(tmp_path, variant):
+    grown(4, variant).save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    (tmp_path / "m" / "runs").mkdir()
+    (tmp_path / "m" / "runs" / "events").write_text("events")
+    model = grown(9, variant)
+    model.save_pretrained(tmp_path / "m")
+    assert torch.equal(logits(tmp_path / "m"), model(tokens()).logits)
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    kept = {"m/tokenizer.json", "m/runs/events"}
+    assert files == kept | {"m/config.json", "m/generation_config.json", "m/model.safetensors"}
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    grown(4).save_pretrained(tmp_path / "m")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+
+    def no_space(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", no_space)
+    with pytest.raises(OSError, match="No space"):
+        grown(9).save_pretrained(tmp_path / "m")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_exchanging_without_the_system_call(tmp_path, monkeypatch):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    _exchange(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "one" / "file").read_text() == "other"
+    monkeypatch.setattr(sys, "platform", "elsewhere")
+    _exchange(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "one" / "file").read_text() == "one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]
+
+
+def test_relative_paths_and_files_in_the_way(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = grown(4)
+    model.save_pretrained("m")
+    model.save_pretrained(Path("m"))
+    model.save_pretrained("deep/er/m")
+    assert torch.equal(logits("deep/er/m"), logits("m"))
+    Path("file").write_text("")
+    with pytest.raises(ValueError, match="needs a directory"):
+        model.save_pretrained("file")
+    monkeypatch.chdir(tmp_path / "m")
+    model.save_pretrained(".")
+    assert torch.equal(logits("."), model(tokens()).logits)
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("m")
+    grown(9).save_pretrained("link")
+    assert Path("link").is_symlink() and torch.equal(logits("m"), grown(9)(tokens()).logits)
+
+
+def test_a_rank_that_is_not_the_main_process_writes_nothing(tmp_path):
+    grown(4).save_pretrained(tmp_path / "m", is_main_process=False)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+SAVER = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+import hf_growattn
+path, *sources = sys.argv[1:]
+models = [AutoModelForCausalLM.from_pretrained(source) for source in sources]
+print("ready", flush=True)
+while True:
+    for model in models:
+        model.save_pretrained(path, max_shard_size="100KB")
+"""
+
+
+def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path):
+    """Two models of different widths are saved in turns; a kill at any moment leaves one of them, whole."""
+    expected = []
+    for qk_dims in (4, 9):
+        model = grown(qk_dims)
+        model.save_pretrained(tmp_path / str(qk_dims))
+        expected.append(model(tokens()).logits)
+    sources, target = [tmp_path / "4", tmp_path / "9"], tmp_path / "m"
+    kills, found = 12, set()
+    for kill in range(kills):
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(sources[0], target)
+        saver = subprocess.Popen([sys.executable, "-c", SAVER, target, *sources], stdout=subprocess.PIPE)
+        assert saver.stdout.readline() == b"ready\n"
+        time.sleep(0.004 * (kill + 1) ** 1.5)
+        os.kill(saver.pid, signal.SIGKILL)
+        saver.wait()
+        result = logits(target)
+        matches = [torch.equal(result, logits) for logits in expected]
+        assert any(matches)
+        found.add(matches.index(True))
+    print(f"{kills} kills, found checkpoints {sorted(found)}")
+
+
+@pytest.mark.parametrize("width", [0, -4, 8, 2.5, "20", None, True])
+def test_a_config_with_impossible_widths_is_refused(tmp_path, width):
+    grown(4).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["per_layer_config"]["0"]["qk_head_dim"] = width
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="qk_head_dim of layer 0"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_a_config_that_contradicts_the_weights_is_refused(tmp_path):
+    grown(4).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["per_layer_config"]["0"]["qk_head_dim"] = 32
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="mismatch"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_model_built_from_a_config_starts_random_everywhere():
+    model = AutoModelForCausalLM.from_config(grown(4).config)
+    new = attentions(model)[0].weight("query")[:, 16:]
+    assert new.shape[1] == 4 and 0.1 < new.std() < 0.5 and attentions(model)[0].weight("key")[:, 16:].std() > 0.1
+
+
+def test_the_tokenizer_travels_along(tmp_path):
+    source = data_path("models", "stories260K")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = patch_model(AutoModelForCausalLM.from_pretrained(source))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again("Once upon a time")["input_ids"] == tokenizer("Once upon a time")["input_ids"]
