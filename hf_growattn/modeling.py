@@ -8,6 +8,7 @@ import ctypes
 import os
 import shutil
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -49,8 +50,11 @@ class GrowableModelMixin:
         cannot be replaced, as the current directory or a mount, the files are, one after the other.
         """
         target = Path(save_directory).resolve()
-        if not is_main_process or kwargs.get("distributed_checkpoint"):
+        if kwargs.get("distributed_checkpoint"):
             return super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
+        if not is_main_process:
+            with tempfile.TemporaryDirectory() as discarded:  # ranks may gather weights together, but one keeps them
+                return super().save_pretrained(discarded, is_main_process, **kwargs)
         if target.is_file():
             raise ValueError(f"{target} is a file; save_pretrained needs a directory.")
         hub_kwargs = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "create_pr") if key in kwargs}

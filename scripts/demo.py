@@ -1,0 +1,66 @@
+"""The whole job in a few minutes, without a download: `bash scripts/demo.sh`.
+
+A byte-level BPE and a small Llama with narrow heads are trained on the English that every CPython carries, its own
+documentation. Half-way the model grows; the same training without growth is shown beside it.
+"""
+
+import argparse
+from pathlib import Path
+from pydoc_data import topics
+
+import torch
+from finetune import Settings, blocks_of, compare_and_save
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import logging as transformers_logging
+
+
+def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of the given size."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+    )
+
+
+def main() -> None:
+    """Train the tokenizer and the model, and hand them to the fine-tuning script."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("scripts/output/demo"), help="folder for all that is made")
+    parser.add_argument("--steps", type=int, default=400, help="training steps, growth half-way")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    transformers_logging.disable_progress_bar()
+    texts = [topics.topics[name] for name in sorted(topics.topics)]
+    tokenizer = train_tokenizer(texts, 1024)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        head_dim=4,
+        max_position_embeddings=128,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(arguments.seed)
+    model = LlamaForCausalLM(config)
+    blocks = blocks_of(texts, tokenizer, 128)
+    print(f"{blocks.numel():,} tokens of English, {model.num_parameters():,} parameters, heads {config.head_dim} wide.")
+    settings = Settings(
+        steps=arguments.steps,
+        batch_size=16,
+        learning_rate=3e-3,
+        qk_dims=8,
+        growth_batches=48,
+        seed=arguments.seed,
+        evaluate_every=25,
+    )
+    compare_and_save(model, tokenizer, blocks, settings, arguments.output, compare=True)
+
+
+if __name__ == "__main__":
+    main()
