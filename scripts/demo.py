@@ -55,7 +55,7 @@ def main() -> None:
         batch_size=16,
         learning_rate=3e-3,
         qk_dims=8,
-        growth_batches=48,
+        growth_batches=min(48, arguments.steps),
         seed=arguments.seed,
         evaluate_every=25,
     )

@@ -1,0 +1,91 @@
+"""The project keeps its word: README, scripts, ranges."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, data_path
+from families import build, lm_batches
+from transformers import AutoModelForCausalLM
+
+
+def test_the_readme_example_runs(tmp_path, monkeypatch):
+    """Every Python block of the README, in order, as a user's script would run it."""
+    monkeypatch.chdir(tmp_path)
+    model = build("llama-2")
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained",
+        classmethod(
+            lambda cls, name, load=AutoModelForCausalLM.from_pretrained: model if name == "my/llama" else load(name)
+        ),
+    )
+    namespace = {"growth_batches": lm_batches()}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(block, namespace)
+    assert namespace["report"].applied
+    batch = lm_batches()[0]["input_ids"]
+    assert torch.equal(namespace["reloaded"].eval()(batch).logits, namespace["model"].eval()(batch).logits)
+
+
+def test_the_readme_names_every_family_and_is_short():
+    from hf_growattn.architectures import ARCHITECTURES
+
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) < 200
+    assert all(f"`{model_type}`" in text for model_type in ARCHITECTURES)
+
+
+def test_the_lowest_versions_are_those_of_the_ranges():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    ranges = dict(re.findall(r"([\w-]+)>=([\d.]+)", "\n".join(lines)))
+    for line in (ROOT / "scripts" / "lowest.txt").read_text().split():
+        name, version = line.split("==")
+        assert f"{version}.".startswith(f"{ranges[name]}."), line
+
+
+def run(script, *arguments):
+    command = [sys.executable, ROOT / "scripts" / script, *arguments]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # models this small are slower on more
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=one_thread)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_demo_in_a_short_form(tmp_path):
+    out = run("demo.py", "--steps", "20", "--output", tmp_path)
+    assert "qk_head_dim" in out and "Reloaded in a fresh process: largest difference of the logits 0.00e+00" in out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert "10" in figures["grown"] and "20" in figures["grown"] and "20" in figures["plain"]
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "sample.pt").exists()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_fine_tuning_any_model_on_any_text(tmp_path, folder):
+    text = data_path("text", "tinyshakespeare.txt").read_text()[:60_000]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "play.txt").write_text(text)
+    dataset = tmp_path / "texts" if folder else tmp_path / "texts" / "play.txt"
+    model, output = data_path("models", "stories260K"), tmp_path / "out"
+    options = ["--dataset", dataset, "--output", output, "--steps", "6", "--growth-batches", "2"]
+    out = run("finetune.py", "--model", model, *options)
+    assert "Held-out loss" in out and "8 -> 16" in out and (output / "model.safetensors").exists()
+    if folder:
+        assert "16 -> 24" in run("finetune.py", "--model", output, *options)
+
+
+def test_fresh_batches(tmp_path):
+    text = data_path("text", "tinyshakespeare.txt")
+    model = data_path("models", "stories260K")
+    out = run("fresh_batches.py", "--model", model, "--dataset", text, "--batches", "8")
+    assert out.count("->") == 2 * 3 + 2
+    assert float(re.search(r"lower by ([\d.]+) \(median", out)[1]) > 0.3
