@@ -19,6 +19,21 @@ def augment(hidden_states: Tensor) -> Tensor:
     return torch.cat((hidden_states, hidden_states.new_ones(*hidden_states.shape[:-1], 1)), dim=-1)
 
 
+def moment_sum(inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return `sum_t x_t x_t^T` over the tokens that count: (batch, tokens, d) -> (d, d).
+
+    Args:
+        inputs: (batch, tokens, d), in the precision to sum in; augmented, its last diagonal entry counts the tokens.
+        mask: (batch, tokens), zero for padding; None or another shape (a mask that tells no padding) counts all.
+
+    Source: draft 000 section 2, pooled over sequences in place of the one `X^T X`.
+    """
+    counted = inputs.flatten(0, 1)
+    if mask is not None and mask.shape == inputs.shape[:2]:
+        counted = inputs[mask.to(inputs.device).bool()]
+    return counted.T @ counted
+
+
 def join_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return factors with the bias as last row. Draft 000, remark 1.2.
 

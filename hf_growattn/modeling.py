@@ -5,6 +5,7 @@
 """
 
 import ctypes
+import inspect
 import os
 import shutil
 import sys
@@ -57,7 +58,8 @@ class GrowableModelMixin:
                 return super().save_pretrained(discarded, is_main_process, **kwargs)
         if target.is_file():
             raise ValueError(f"{target} is a file; save_pretrained needs a directory.")
-        hub_kwargs = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "create_pr") if key in kwargs}
+        known = inspect.signature(PreTrainedModel.save_pretrained).parameters
+        hub_kwargs = {key: kwargs.pop(key) for key in list(kwargs) if key not in known}
         partial = target.with_name(f".{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -84,8 +86,8 @@ def attentions(model: nn.Module) -> list[GrowableAttention]:
 
 def growable_configs(model: nn.Module) -> list[GrowableConfigMixin]:
     """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in configs.values() if isinstance(config, GrowableConfigMixin)]
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, GrowableConfigMixin)}.values())
 
 
 def adopt(model: PreTrainedModel) -> None:

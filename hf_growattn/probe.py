@@ -159,11 +159,7 @@ def whitenings(
 
     def add(module, args, kwargs):
         inputs = args[0] if args else kwargs["hidden_states"]
-        inputs = F.augment(inputs.detach().to(_statistics_dtype(inputs)))
-        tokens = inputs.flatten(0, 1)
-        if mask is not None and mask.shape == inputs.shape[:2]:
-            tokens = inputs[mask.to(inputs.device).bool()]
-        sums[module] = sums[module] + tokens.T @ tokens
+        sums[module] = sums[module] + F.moment_sum(F.augment(inputs.detach().to(_statistics_dtype(inputs))), mask)
 
     hooks = [attention.register_forward_pre_hook(add, with_kwargs=True) for attention in attentions]
     total = 0.0
@@ -340,6 +336,9 @@ def _better_side(products: list[tuple[Tensor, Tensor, Tensor, Tensor]], dims: in
 def _recomputing(model: nn.Module) -> Iterator[None]:
     """Keep activation checkpointing at work where the user has it: its layers recompute in training mode only."""
     checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    if not checkpointed:
+        yield
+        return
     # Reentrant checkpoints drop gradients when no input asks for them, and the embeddings are frozen here.
     embeddings = model.get_input_embeddings()
     hook = embeddings.register_forward_hook(lambda module, args, output: output.requires_grad_())

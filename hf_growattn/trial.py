@@ -22,11 +22,11 @@ class Trial:
         try:
             for attention, gradient in zip(chosen, gradients):
                 self.widenings.append(attention.widen(qk_dims=gradient.sigma.shape[-1]))
+            # Both sides scale with the square root of the step, so the factors are made once.
+            self.factors = [g.factors(a.heads("query")) for a, g in zip(chosen, gradients)]
         except BaseException:
             self.undo()
             raise
-        # Both sides scale with the square root of the step, so the factors are made once.
-        self.factors = [g.factors(a.heads("query")) for a, g in zip(chosen, gradients)]
         self.slope = sum(gradient.gain for gradient in gradients)
 
     def take(self, step: float) -> None:

@@ -146,27 +146,32 @@ def save_and_reload(model, tokenizer, sample: torch.Tensor, output: Path) -> flo
 
 
 def picture(grown: Run, plain: Run | None, path: Path) -> None:
-    """Draw the held-out loss by step, and what each layer promised, into one PNG."""
+    """Draw the held-out loss by step, the lead of the grown model, and what each layer promised, into one PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (curves, layers) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    if plain is not None:
+    figure, panels = plt.subplots(1, 3 if plain else 2, figsize=(13 if plain else 9, 3.6), layout="constrained")
+    curves, layers = panels[0], panels[-1]
+    growth = max(grown.held_out) // 2
+    if plain:
         curves.plot(*zip(*sorted(plain.held_out.items())), label="without growth", color="tab:gray")
+        steps = sorted(grown.held_out.keys() & plain.held_out.keys())
+        panels[1].plot(steps, [plain.held_out[s] - grown.held_out[s] for s in steps], marker=".", color="tab:blue")
+        panels[1].axhline(0, color="tab:gray", linewidth=1)
+        panels[1].axvline(growth, color="tab:blue", linestyle=":", linewidth=1)
+        panels[1].set(xlabel="step", ylabel="nats a token", title="Lead of the grown model, held out")
     curves.plot(*zip(*sorted(grown.held_out.items())), label="with growth", color="tab:blue")
-    curves.axvline(max(grown.held_out) // 2, color="tab:blue", linestyle=":", linewidth=1)
-    curves.set(xlabel="step", ylabel="held-out loss (nats a token)", title="Growth half-way")
+    curves.axvline(growth, color="tab:blue", linestyle=":", linewidth=1)
+    curves.set(xlabel="step", ylabel="nats a token", title="Held-out loss, growth half-way")
     curves.legend()
     report = grown.report
     index = range(len(report.layers))
     layers.bar(index, [report.step_size * layer.slope for layer in report.layers], color="tab:blue")
     layers.set_xticks(index, [f"{layer.layer}\n{layer.starvation:.2f}" for layer in report.layers])
-    layers.set(
-        xlabel="layer, and its starvation", ylabel="predicted gain (nats)", title="Where the loss asked for width"
-    )
-    figure.savefig(path, dpi=120)
+    layers.set(xlabel="layer, and its starvation", ylabel="nats a token", title="Predicted gain")
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

@@ -26,6 +26,15 @@ def test_square_roots_and_ridge():
     torch.testing.assert_close(moment - spd(6), 0.05 * spd(6).trace() / 6 * torch.eye(6, dtype=torch.float64))
 
 
+def test_moments_are_pooled_over_tokens_that_count():
+    inputs, mask = F.augment(normal(2, 5, 3)), torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
+    rows = torch.cat((inputs[0, :3], inputs[1, 1:]))
+    torch.testing.assert_close(F.moment_sum(inputs, mask), rows.T @ rows)
+    assert F.moment_sum(inputs, mask)[-1, -1] == 7
+    everything = inputs.reshape(10, 4)
+    torch.testing.assert_close(F.moment_sum(inputs), everything.T @ everything)
+
+
 def test_bias_is_the_last_row():
     weight, bias, x = normal(2, 3, 5), normal(2, 3, seed=2), normal(7, 5, seed=3)
     factors = F.join_bias(weight, bias)

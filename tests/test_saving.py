@@ -60,6 +60,18 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
+def test_pushing_passes_every_wish_on(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "transformers.PreTrainedModel.push_to_hub", lambda self, *args, **kwargs: calls.append((args, kwargs))
+    )
+    grown(4).save_pretrained(tmp_path / "m", push_to_hub=True, token="secret", private=True, commit_message="grown")
+    wishes = {"token": "secret", "private": True, "commit_message": "grown"}
+    assert calls == [(("m",), wishes)] and (tmp_path / "m" / "model.safetensors").exists()
+    grown(4).save_pretrained(tmp_path / "m", push_to_hub=True, repo_id="me/grown")
+    assert calls[1] == (("me/grown",), {"token": None})
+
+
 def test_exchanging_without_the_system_call(tmp_path, monkeypatch):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
