@@ -187,11 +187,12 @@ class Grower:
                     trial.undo()
                 else:
                     trial.take(step)
+                    self.model.sync_config()
                     if self.optimizer is not None:
                         swap_parameters(self.optimizer, trial.resizes())
-                    self.model.sync_config()
             except BaseException:
                 trial.undo()
+                self.model.sync_config()
                 raise
         return GrowthReport(
             loss_before=loss_before,

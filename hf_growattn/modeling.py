@@ -72,10 +72,12 @@ class GrowableModelMixin:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
 
     def sync_config(self) -> None:
-        """Write the widths of the live layers into every config of the model tree."""
-        widths = {a.layer_idx: {"qk_head_dim": a.qk_head_dim, "v_head_dim": a.v_head_dim} for a in attentions(self)}
+        """Write the widths of the live layers into every config of the model tree: of those that grew, if any."""
+        grown = [attention for attention in attentions(self) if is_grown(attention)]
         for config in growable_configs(self):
-            config.per_layer_config = {layer: dict(layer_widths) for layer, layer_widths in widths.items()}
+            config.per_layer_config = {
+                a.layer_idx: {"qk_head_dim": a.qk_head_dim, "v_head_dim": a.v_head_dim} for a in grown
+            } or None
 
 
 def attentions(model: nn.Module) -> list[GrowableAttention]:
@@ -126,7 +128,7 @@ def _is_stock_self_attention(module: nn.Module, row: Architecture) -> bool:
 
 
 def is_grown(model: nn.Module) -> bool:
-    """Whether any layer is wider than its stock width."""
+    """Whether any layer in a module is wider than its stock width."""
     return any((a.qk_head_dim, a.v_head_dim) != (stock_head_dim(a.config),) * 2 for a in attentions(model))
 
 
