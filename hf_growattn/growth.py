@@ -47,8 +47,8 @@ class GrowthConfig:
                 raise ValueError(f"{name} must be a whole number, at least {least}; got {value!r}.")
         if not self.ridge > 0:
             raise ValueError(f"ridge must be positive, such as 0.05; got {self.ridge!r}.")
-        if self.layers is not None and len(self.layers) == 0:
-            raise ValueError("layers is empty; name at least one layer, or leave it None for all.")
+        if self.layers is not None and not (isinstance(self.layers, Sequence) and len(self.layers)):
+            raise ValueError(f"layers must be a list of at least one index, or None for all; got {self.layers!r}.")
 
 
 @dataclass(frozen=True)

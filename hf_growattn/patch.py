@@ -53,14 +53,14 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         The same object. A model that is not patched is returned as it is.
 
     Raises:
-        ValueError: a layer has grown, so no stock class fits its weights; `export_model` is for that.
+        ValueError: a layer has grown, so no stock class fits its weights; that takes an export (`export_model`, to come).
     """
     if not isinstance(model, GrowableModelMixin):
         return model
     if is_grown(model):
         raise ValueError(
             "This model has grown, and its weights no longer fit the stock class. Save it as it is with "
-            "model.save_pretrained, or write a stock checkpoint with export_model."
+            "model.save_pretrained; a stock checkpoint is a matter for export_model, which is still to come."
         )
     for config in growable_configs(model):
         config.per_layer_config = None

@@ -121,7 +121,8 @@ def test_wrapped_projections():
         ({"qk_dims": 2, "ridge": 0.0}, "ridge"),
         ({"qk_dims": 2, "ridge": float("nan")}, "ridge"),
         ({"qk_dims": 2, "oversampling": -1}, "oversampling"),
-        ({"qk_dims": 2, "layers": []}, "layers is empty"),
+        ({"qk_dims": 2, "layers": []}, "layers must be a list"),
+        ({"qk_dims": 2, "layers": 3}, "layers must be a list"),
     ],
 )
 def test_config_values(arguments, match):
