@@ -58,13 +58,15 @@ class LayerGrowth:
     Attributes:
         layer: index.
         qk_head_dim, v_head_dim: width before and after.
-        slope: first-order decrease of the loss per unit of step, over all heads.
+        predicted_gain: first-order decrease of the loss at the step that was taken, over all heads; 0 after a rollback.
+        slope: the same per unit of step.
         starvation: share of the gradient, in the metric of the logits, that the old dims cannot follow (0 to 1).
     """
 
     layer: int
     qk_head_dim: tuple[int, int]
     v_head_dim: tuple[int, int]
+    predicted_gain: float
     slope: float
     starvation: float
 
@@ -98,7 +100,7 @@ class GrowthReport:
     @property
     def predicted_gain(self) -> float:
         """First-order decrease of the loss at the step that was taken."""
-        return self.step_size * sum(layer.slope for layer in self.layers)
+        return sum(layer.predicted_gain for layer in self.layers)
 
     def __str__(self) -> str:
         table = Table("layer", "qk_head_dim", "v_head_dim", "starvation", "predicted gain")
@@ -108,7 +110,7 @@ class GrowthReport:
                 _change(*layer.qk_head_dim),
                 _change(*layer.v_head_dim),
                 f"{layer.starvation:.2f}",
-                f"{self.step_size * layer.slope:.4f}" if self.applied else "-",
+                f"{layer.predicted_gain:.4f}" if self.applied else "-",
             )
         if self.applied:
             outcome = (
@@ -203,6 +205,7 @@ class Grower:
                     layer=attention.layer_idx,
                     qk_head_dim=(widening.qk_before, attention.qk_head_dim),
                     v_head_dim=(widening.v_before, attention.v_head_dim),
+                    predicted_gain=step * gradient.gain,
                     slope=gradient.gain,
                     starvation=gradient.starvation,
                 )

@@ -53,7 +53,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         The same object. A model that is not patched is returned as it is.
 
     Raises:
-        ValueError: a layer has grown, so no stock class fits its weights; that takes an export (`export_model`, to come).
+        ValueError: a layer has grown, and no stock class fits its weights; `export_model`, to come, is for that.
     """
     if not isinstance(model, GrowableModelMixin):
         return model

@@ -168,7 +168,7 @@ def picture(grown: Run, plain: Run | None, path: Path) -> None:
     curves.legend()
     report = grown.report
     index = range(len(report.layers))
-    layers.bar(index, [report.step_size * layer.slope for layer in report.layers], color="tab:blue")
+    layers.bar(index, [layer.predicted_gain for layer in report.layers], color="tab:blue")
     layers.set_xticks(index, [f"{layer.layer}\n{layer.starvation:.2f}" for layer in report.layers])
     layers.set(xlabel="layer, and its starvation", ylabel="nats a token", title="Predicted gain")
     figure.savefig(path, dpi=110)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import real_batches, real_model
 from families import HEADS, VARIANTS, build, lm_batches, padded, tokens
-from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.modeling import attentions
@@ -243,10 +243,11 @@ def test_checkpoints_are_safetensors_with_a_config_of_our_own(reloaded):
     assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.partial"))
 
 
-@pytest.mark.parametrize("name", ["llama-2", "stories260K"])
-def test_a_stock_llama_refuses_the_weights(reloaded, name):
+@pytest.mark.parametrize("name", ["llama-2", "stories260K", "gpt2-2"])
+def test_a_stock_class_refuses_the_weights(reloaded, name):
+    stock = GPT2LMHeadModel if name == "gpt2-2" else LlamaForCausalLM
     with pytest.raises(Exception, match=r"mismatch|shape|per_layer_config"):
-        LlamaForCausalLM.from_pretrained(reloaded[0] / name)
+        stock.from_pretrained(reloaded[0] / name)
 
 
 def test_growing_again_after_reloading(reloaded):
