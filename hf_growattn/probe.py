@@ -67,13 +67,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     requires_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     extensions = [(m, m.extension) for m in model.modules() if isinstance(m, GrowableAttention)]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    random_state = torch.random.fork_rng(devices=[device.index for device in devices])
-    with random_state, torch.compiler.set_stance("force_eager"):
+    # Probes would recompile a compiled model for a few passes; what attention itself compiles goes on being compiled.
+    compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    with torch.random.fork_rng(devices=[device.index for device in devices]):
         try:
+            for module, _ in compiled:
+                module._compiled_call_impl = None
             model.eval()
             model.requires_grad_(False)
             yield
         finally:
+            for module, call in compiled:
+                module._compiled_call_impl = call
             for module, mode in training:
                 module.training = mode
             for parameter, flag in requires_grad:

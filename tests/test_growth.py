@@ -279,13 +279,17 @@ def test_accelerate_with_one_process():
     optimizer.step()
 
 
-def test_the_users_model_may_be_compiled():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_users_model_may_be_compiled(in_place):
     model = patch_model(build("llama-2"))
-    compiled = torch.compile(model)
+    if in_place:
+        model.compile()
+    compiled = model if in_place else torch.compile(model)
     batch = lm_batches()[0]
     compiled(**batch, use_cache=False)
     report = Grower(compiled, GrowthConfig(qk_dims=4)).grow(lm_batches())
     assert report.applied
-    expected = model(**batch, use_cache=False).loss
+    expected = model.forward(**batch, use_cache=False).loss
+    assert in_place == (model._compiled_call_impl is not None)
     torch.testing.assert_close(compiled(**batch, use_cache=False).loss, expected, rtol=1e-5, atol=0)
     torch._dynamo.reset()
