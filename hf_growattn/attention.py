@@ -122,7 +122,8 @@ class GrowableAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
 
         implementation = self.config._attn_implementation
-        v_width, query, key, value = value.shape[-1], *self._pad_to_equal_widths(implementation, query, key, value)
+        v_width = value.shape[-1]
+        query, key, value = self._pad_to_equal_widths(implementation, query, key, value)
         dropout = getattr(self, row.attention_dropout)
         dropout = dropout.p if isinstance(dropout, nn.Dropout) else dropout
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self.eager_attention)
@@ -138,21 +139,20 @@ class GrowableAttention(nn.Module):
         )
         attn_output = attn_output[..., :v_width]  # (batch, tokens, heads, v_head_dim)
         attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        attn_output = getattr(self, row.output)(attn_output)
+        attn_output = self.projection("output")(attn_output)
         if row.output_dropout is not None:
             attn_output = getattr(self, row.output_dropout)(attn_output)
         return attn_output, attn_weights
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(batch, tokens, hidden_size) -> queries, keys and values, each (batch, its heads, tokens, its width)."""
-        row, batch_shape = self.architecture, hidden_states.shape[:-1]
-        if row.fused:
-            sizes = [self.heads(role) * self.width(role) for role in ("query", "key", "value")]
-            projected = getattr(self, row.query)(hidden_states).split(sizes, dim=-1)
+        roles, batch_shape = ("query", "key", "value"), hidden_states.shape[:-1]
+        if self.architecture.fused:
+            sizes = [self.heads(role) * self.width(role) for role in roles]
+            projected = self.projection("query")(hidden_states).split(sizes, dim=-1)
         else:
-            projected = (getattr(self, name)(hidden_states) for name in (row.query, row.key, row.value))
-        widths = (self.qk_head_dim, self.qk_head_dim, self.v_head_dim)
-        return tuple(x.view(*batch_shape, -1, width).transpose(1, 2) for x, width in zip(projected, widths))
+            projected = [self.projection(role)(hidden_states) for role in roles]
+        return tuple(x.view(*batch_shape, -1, self.width(role)).transpose(1, 2) for x, role in zip(projected, roles))
 
     def _rotate_old_dims(self, query, key, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate the leading dims that the family's rotary embedding covers; new dims stay as they are."""

@@ -162,15 +162,16 @@ def _take_place(partial: Path, target: Path) -> None:
         os.rename(partial, target)
         return
     replaced = {entry.name for entry in partial.iterdir()}
-    kept = [entry for entry in target.iterdir() if entry.name not in replaced and not _is_weights(entry.name)]
+    others = [entry for entry in target.iterdir() if entry.name not in replaced]
     if os.path.ismount(target) or Path.cwd().is_relative_to(target):
-        stale = [entry for entry in target.iterdir() if entry.name not in replaced and _is_weights(entry.name)]
         for entry in sorted(partial.iterdir(), key=lambda entry: not _is_weights(entry.name)):
             os.replace(entry, target / entry.name)
-        for entry in stale:
+        for entry in filter(lambda entry: _is_weights(entry.name), others):
             entry.unlink()
         return
-    for entry in kept:
+    for entry in others:
+        if _is_weights(entry.name):
+            continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, partial / entry.name, copy_function=_link_or_copy, symlinks=True)
         else:

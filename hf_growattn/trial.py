@@ -17,7 +17,7 @@ class Trial:
     """New dims in place, with zero weights until `take` writes a step; `undo` puts the old parameters back."""
 
     def __init__(self, chosen: list[GrowableAttention], gradients: list[PatternGradient]):
-        self.chosen, self.gradients = chosen, gradients
+        self.chosen = chosen
         self.widenings: list[Widening] = []
         try:
             for attention, gradient in zip(chosen, gradients):
