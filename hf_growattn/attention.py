@@ -66,7 +66,8 @@ class GrowableAttention(nn.Module):
         qk_head_dim: width `d_k` of one head's queries and keys, after growth.
         v_head_dim: width `d_v` of one head's values, after growth.
         scaling: the softmax scale `s`, kept from the stock module: it never follows a width (draft 004).
-        extension: None, or a module that lengthens queries, keys and values for as long as it is set.
+        extension: None, or a module that lengthens queries, keys and values for as long as it is set, and whose
+            `output` turns what comes out of the added value dims into an addition to this module's output.
     """
 
     architecture: Architecture
@@ -137,9 +138,12 @@ class GrowableAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        attn_output = attn_output[..., :v_width]  # (batch, tokens, heads, v_head_dim)
+        # (batch, tokens, heads, v_head_dim), and beside it what an extension added
+        attn_output, added = attn_output[..., :v_width].split((self.v_head_dim, v_width - self.v_head_dim), dim=-1)
         attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
         attn_output = self.projection("output")(attn_output)
+        if added.shape[-1]:
+            attn_output = attn_output + self.extension.output(added)
         if row.output_dropout is not None:
             attn_output = getattr(self, row.output_dropout)(attn_output)
         return attn_output, attn_weights
@@ -197,19 +201,31 @@ class GrowableAttention(nn.Module):
 
     def weight(self, role: str) -> torch.Tensor:
         """A view on a role's live weight, (heads, width, hidden_size); for "output" that is `W_O` itself per head."""
-        module = self.projection(role)
+        return self._weight_view(role, self.projection(role).weight.detach())
+
+    def weight_gradient(self, role: str) -> torch.Tensor:
+        """A view on the gradient of a role's weight, in the shape of `weight`."""
+        return self._weight_view(role, self.projection(role).weight.grad)
+
+    def _weight_view(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         axis = self._axis(role)
         start, size = self._block(role)
-        view = module.weight.detach().narrow(axis, start, size).unflatten(axis, (self.heads(role), self.width(role)))
+        view = tensor.narrow(axis, start, size).unflatten(axis, (self.heads(role), self.width(role)))
         return view.permute(1, 2, 0) if axis == 1 else view
 
     def bias(self, role: str) -> torch.Tensor | None:
-        """A view on a role's live bias, (heads, width); None where the projection has none. Not for "output"."""
+        """A view on a role's live bias, (heads, width); None where the dims have none, as those of "output"."""
         bias = self.projection(role).bias
-        if bias is None:
-            return None
+        return None if bias is None or role == "output" else self._bias_view(role, bias.detach())
+
+    def bias_gradient(self, role: str) -> torch.Tensor | None:
+        """A view on the gradient of a role's bias, in the shape of `bias`; None where there is no such bias."""
+        bias = self.projection(role).bias
+        return None if bias is None or role == "output" else self._bias_view(role, bias.grad)
+
+    def _bias_view(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         start, size = self._block(role)
-        return bias.detach().narrow(0, start, size).unflatten(0, (self.heads(role), self.width(role)))
+        return tensor.narrow(0, start, size).unflatten(0, (self.heads(role), self.width(role)))
 
     def widen(self, qk_dims: int = 0, v_dims: int = 0) -> Widening:
         """Append zero dims to every head: the function stays, and new parameters take the old ones' place.

@@ -1,13 +1,18 @@
 """The mathematics of growing attention, as pure functions on tensors.
 
-Symbols: `H` query heads in `G` groups of `g = H / G`, one key head a group (GQA); `d` features of the attention's input
-`X`, one more where a projection has a bias (the augmented `X' = [X | 1]`); `a` features on the query side, `b` on the
-key side; `d_k` width of a head's queries and keys; `p` new dims. A pattern is `W_Q W_K^T` (a x b), the logits are
-`S = s X W_Q W_K^T X^T` with `s` the softmax scale, and `G = dL/dS`. Everything is first order in the new pattern `Z`,
-in the metric `||dS||^2 ~ tr(C_q Z C_k Z^T)` of the second moments `C_q`, `C_k` of the attention's input.
+A head has two bottlenecks. Its pattern `W_Q W_K^T` says which tokens attend to which; its message `W_V W_O` says what
+they pass on. Both are a product of a *stacked* side, one factor for each query head (`W_Q`, `W_O`), and a *shared*
+side, one factor for each key/value head (`W_K`, `W_V`), which a group of query heads share under GQA.
 
-Sources: draft 000 (growing by low-rank regression) and draft 001 (first-order steps in the logits), mended: the moments
-are pooled over sequences, the regression whitens before it truncates, and the step descends.
+Symbols: `H` query heads in `G` groups of `g = H / G`; `a` features on the stacked side, `b` on the shared side (those of
+the attention's input `X`, one more where a projection has a bias: the augmented `X' = [X | 1]`); `k` width of a head, the
+old `d_k` or `d_v`; `p` new dims. `T` (a x b) is the gradient of a head's pattern or message `Z`: the loss changes by
+`<T, Z>`, with `T = s sum_n X_n^T G_n X_n` for patterns (`s` the softmax scale, `G = dL/dS` the gradient of the logits)
+and `T = sum (dL/dY)^T A X` for messages (`A` the attention weights, `Y` the output). Steps are measured in the metric
+`tr(C_a Z C_b Z^T)` of second moments, that of the logits or of the output they move.
+
+Sources: draft 000 (growing by low-rank regression), draft 001 (first-order steps in the logits) and draft 004 (the
+scale), mended: moments are pooled over sequences, the regression whitens before it truncates, and the step descends.
 """
 
 import torch
@@ -28,10 +33,19 @@ def moment_sum(inputs: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Source: draft 000 section 2, pooled over sequences in place of the one `X^T X`.
     """
-    counted = inputs.flatten(0, 1)
-    if mask is not None and mask.shape == inputs.shape[:2]:
-        counted = inputs[mask.to(inputs.device).bool()]
+    counted = _counted(inputs, mask)
     return counted.T @ counted
+
+
+def square_sum(states: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return `sum_t ||y_t||^2` over the tokens that count, (batch, tokens, d) -> scalar; the mask as in `moment_sum`."""
+    return _counted(states, mask).square().sum()
+
+
+def _counted(states: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None and mask.shape == states.shape[:2]:
+        return states[mask.to(states.device).bool()]
+    return states.flatten(0, 1)
 
 
 def join_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,10 +83,15 @@ def square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
 
 
-def stack_groups(per_head: Tensor, groups: int) -> Tensor:
-    """Stack the query heads of each group along the query side: (H, a, n) -> (G, g a, n).
+def apply_root(root: Tensor, factors: Tensor) -> Tensor:
+    """Return `root @ factors`, (..., n, k); a root of no dimension is a multiple of the identity."""
+    return root @ factors if root.dim() else root * factors
 
-    The heads of a group share one key head, so they share the key side of a direction.
+
+def stack_groups(per_head: Tensor, groups: int) -> Tensor:
+    """Stack the query heads of each group along the stacked side: (H, a, n) -> (G, g a, n).
+
+    The heads of a group share one key/value head, so they share the shared side of a direction.
     """
     return per_head.reshape(groups, -1, per_head.shape[-1])
 
@@ -82,18 +101,18 @@ def unstack_groups(stacked: Tensor, heads: int) -> Tensor:
     return stacked.reshape(heads, -1, stacked.shape[-1])
 
 
-def whiten(cross: Tensor, query_whitening: Tensor, key_whitening: Tensor, groups: int) -> Tensor:
-    """Return `M = C_q^(-1/2) T C_k^(-1/2)`, stacked over each group: (H, a, b) -> (G, g a, b).
+def whiten(cross: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor, groups: int) -> Tensor:
+    """Return `M = C_a^(-1/2) T C_b^(-1/2)`, stacked over each group: (H, a, b) -> (G, g a, b).
 
     Args:
-        cross: `T = s sum_n X_n^T G_n X_n` of every head, (H, a, b); the loss changes by `<T, Z>` for a new pattern `Z`.
-        query_whitening: `C_q^(-1/2)`, (a, a).
-        key_whitening: `C_k^(-1/2)`, (b, b).
-        groups: number of key heads `G`.
+        cross: `T` of every head, (H, a, b).
+        stacked_whitening: `C_a^(-1/2)`, (a, a), or a scalar.
+        shared_whitening: `C_b^(-1/2)`, (b, b).
+        groups: number of key/value heads `G`.
 
     Source: draft 000 section 2, with the whitening that its truncation needs.
     """
-    return stack_groups(query_whitening @ cross @ key_whitening, groups)
+    return stack_groups(apply_root(stacked_whitening, cross) @ shared_whitening, groups)
 
 
 def column_basis(factors: Tensor) -> Tensor:
@@ -111,21 +130,21 @@ def project_out(matrix: Tensor, basis: Tensor) -> Tensor:
     return matrix - basis @ (basis.transpose(-1, -2) @ matrix)
 
 
-def bottleneck(whitened: Tensor, query_basis: Tensor, key_basis: Tensor) -> Tensor:
-    """Return what the old dims cannot do: `(I - P_Q) M (I - P_K)`, (G, g a, b).
+def bottleneck(whitened: Tensor, stacked_basis: Tensor, shared_basis: Tensor) -> Tensor:
+    """Return what the old dims cannot do: `(I - P_a) M (I - P_b)`, (G, g a, b).
 
-    `P_Q` and `P_K` project on the whitened columns of `W_Q` (stacked over a group) and of `W_K`. Small changes of those
-    reach exactly `{P_Q M' + M'' P_K}`, so this is the part of the gradient that only new dims can follow.
+    `P_a` and `P_b` project on the whitened columns of the old factors (stacked over a group on the stacked side). Small
+    changes of those reach exactly `{P_a M' + M'' P_b}`, so this is the part of the gradient that only new dims follow.
 
     Args:
         whitened: `M`, (G, g a, b).
-        query_basis: `column_basis(C_q^(1/2) W_Q)`, (G, g a, d_k).
-        key_basis: `column_basis(C_k^(1/2) W_K)`, (G, b, d_k).
+        stacked_basis: `column_basis(C_a^(1/2) W_a)`, (G, g a, k).
+        shared_basis: `column_basis(C_b^(1/2) W_b)`, (G, b, k).
 
     Source: the tangent space of draft 001 eq. 1.1, in the whitened metric.
     """
-    right = project_out(whitened.transpose(-1, -2), key_basis).transpose(-1, -2)
-    return project_out(right, query_basis)
+    right = project_out(whitened.transpose(-1, -2), shared_basis).transpose(-1, -2)
+    return project_out(right, stacked_basis)
 
 
 def best_directions(whitened: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +156,7 @@ def best_directions(whitened: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor
     return u[..., :dims], sigma[..., :dims], vh[..., :dims, :].transpose(-1, -2)
 
 
-def directions_from_products(basis: Tensor, products: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
+def directions_from_products(basis: Tensor, products: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the best directions of `M` that lie in the span of a few known inputs.
 
     Args:
@@ -146,15 +165,17 @@ def directions_from_products(basis: Tensor, products: Tensor, dims: int) -> tupl
         dims: how many directions to return.
 
     Returns:
-        `U, sigma, V` as `best_directions` returns them, for `M` restricted to the span, so `u_i^T M v_i = sigma_i`.
+        `U, sigma, V` as `best_directions` returns them, for `M` restricted to the span, so `u_i^T M v_i = sigma_i`; and
+        `V` in terms of the inputs, `V = Z weights`, (G, n, p).
     """
-    left, values, right = torch.linalg.svd(basis, full_matrices=False)
+    _, values, right = torch.linalg.svd(basis, full_matrices=False)
     # Nearly dependent inputs are dropped: dividing by their small singular values would multiply rounding errors.
     kept = values > 1e-3 * values[..., :1]
     inverse = torch.where(kept, 1 / values.clamp_min(torch.finfo(values.dtype).tiny), 0)
-    orthonormal = left * kept.unsqueeze(-2)
-    u, sigma, v = best_directions(products @ (right.transpose(-1, -2) * inverse.unsqueeze(-2)), dims)
-    return u, sigma, orthonormal @ v
+    orthonormal = right.transpose(-1, -2) * inverse.unsqueeze(-2)
+    u, sigma, v = best_directions(products @ orthonormal, dims)
+    weights = orthonormal @ v
+    return u, sigma, basis @ weights, weights
 
 
 def first_order_gain(sigma: Tensor) -> Tensor:
@@ -162,20 +183,158 @@ def first_order_gain(sigma: Tensor) -> Tensor:
     return sigma.square().sum(-1)
 
 
-def pattern_factors(
-    u: Tensor, sigma: Tensor, v: Tensor, query_whitening: Tensor, key_whitening: Tensor, heads: int
+def step_factors(
+    u: Tensor, sigma: Tensor, v: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the new columns of `W_Q` (H, a, p) and `W_K` (G, b, p), whose pattern is a step of size 1.
+    """Return the new columns of the stacked (H, a, p) and the shared side (G, b, p), whose product is a step of size 1.
 
-    `W_Q_new W_K_new^T = -C_q^(-1/2) U Sigma V^T C_k^(-1/2)`, each side with the square root of `Sigma`. For a step of
-    size `gamma` multiply both by `sqrt(gamma)`.
+    `W_a W_b^T = -C_a^(-1/2) U Sigma V^T C_b^(-1/2)`, each side with the square root of `Sigma`. For a step of size
+    `gamma` multiply both by `sqrt(gamma)`.
 
     Args:
         u, sigma, v: whitened directions, (G, g a, p), (G, p), (G, b, p).
-        query_whitening, key_whitening: `C_q^(-1/2)` (a, a) and `C_k^(-1/2)` (b, b).
+        stacked_whitening, shared_whitening: `C_a^(-1/2)` (a, a) or a scalar, and `C_b^(-1/2)` (b, b).
         heads: number of query heads `H`.
 
     Source: draft 000 section 2, whitened, and descending.
     """
     magnitude = sigma.sqrt().unsqueeze(-2)
-    return query_whitening @ unstack_groups(u * magnitude, heads), -(key_whitening @ (v * magnitude))
+    return apply_root(stacked_whitening, unstack_groups(u * magnitude, heads)), -(shared_whitening @ (v * magnitude))
+
+
+def balance(stacked: Tensor, shared: Tensor, stacked_rms: Tensor, shared_rms: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale each pair of columns against each other, their product kept, so that both sides stand out alike.
+
+    Afterwards each column's rms is the same multiple of the rms of the existing weights of its side: an optimizer whose
+    steps have one size for all weights then turns neither side faster than the other.
+
+    Args:
+        stacked, shared: new columns, (H, a, p) and (G, b, p); a column of either side may be zero and then stays even.
+        stacked_rms, shared_rms: root mean squares of the existing weights, scalars.
+    """
+    groups = len(shared)
+    on_stacked = stack_groups(stacked, groups).square().mean(-2).sqrt() / stacked_rms  # (G, p)
+    on_shared = shared.square().mean(-2).sqrt() / shared_rms
+    scale = torch.where((on_stacked > 0) & (on_shared > 0), (on_shared / on_stacked).sqrt(), 1.0)
+    per_head = scale.repeat_interleave(len(stacked) // groups, 0).unsqueeze(-2)
+    return stacked * per_head, shared / scale.unsqueeze(-2)
+
+
+def tangent_step(
+    stacked_gradient: Tensor, shared_gradient: Tensor, stacked: Tensor, shared: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the steepest step of size 1 of the existing factors, whitened: (G, g a, k) and (G, b, k).
+
+    The changes `dW_a`, `dW_b` move the product by `dW_a W_b^T + W_a dW_b^T = -(P_a M + M P_b - P_a M P_b)`, the part of
+    the gradient that small changes of the factors can follow. Each takes half of what both could do.
+
+    Args:
+        stacked_gradient: `M W_b`, the whitened gradient of the loss in `W_a`, (G, g a, k).
+        shared_gradient: `M^T W_a`, the same in `W_b`, (G, b, k).
+        stacked, shared: the whitened factors `W_a` (G, g a, k) and `W_b` (G, b, k).
+
+    Source: draft 001 section 1.1, whose `-T W_K`, `-T^T W_Q` are not steepest in the logits.
+    """
+
+    def half(gradient: Tensor, own: Tensor, other: Tensor) -> Tensor:
+        step = gradient @ torch.linalg.pinv(other.transpose(-1, -2) @ other, hermitian=True)
+        basis = column_basis(own)
+        return -(step - basis @ (basis.transpose(-1, -2) @ step) / 2)
+
+    return half(stacked_gradient, stacked, shared), half(shared_gradient, shared, stacked)
+
+
+def product_norm(left: Tensor, right: Tensor) -> Tensor:
+    """Return `||L R^T||_F` summed over groups, without the product: (G, n, k), (G, m, k) -> scalar."""
+    return ((left.transpose(-1, -2) @ left) * (right.transpose(-1, -2) @ right)).sum().clamp_min(0).sqrt()
+
+
+def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, shared: Tensor) -> Tensor:
+    """Return `||dS_quad|| / ||dS_lin||` of a step of the existing factors, from the factors and moments alone.
+
+    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened; for a step of size `gamma` the ratio is
+    `gamma` times as large. New dims by themselves are linear in the step: both of their sides carry its square root.
+
+    Args:
+        stacked_step, shared_step: whitened `dW_a` (G, g a, k) and `dW_b` (G, b, k).
+        stacked, shared: the whitened factors, in the same shapes.
+
+    Source: draft 001 section 1.5, the direct form, in the pooled metric.
+    """
+    linear = product_norm(torch.cat((stacked, stacked_step), -1), torch.cat((shared_step, shared), -1))
+    return product_norm(stacked_step, shared_step) / linear.clamp_min(torch.finfo(linear.dtype).tiny)
+
+
+def balanced_factors(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the best factors of `L R^T` with `rank` columns, each with the square root of the singular values.
+
+    Args:
+        left, right: whitened, (G, n, k) and (G, m, k), for any `k`; their product is never formed.
+
+    Returns:
+        (G, n, rank) and (G, m, rank); zero columns where the product has a smaller rank.
+
+    Source: draft 000 section 2 and draft 001 problem B, with `Sigma_k'` on both sides.
+    """
+    left_basis, left_core = torch.linalg.qr(left)
+    right_basis, right_core = torch.linalg.qr(right)
+    u, sigma, vh = torch.linalg.svd(left_core @ right_core.transpose(-1, -2))
+    magnitude = sigma[..., :rank].sqrt().unsqueeze(-2)
+    factors = (left_basis @ u[..., :rank] * magnitude, right_basis @ vh[..., :rank, :].transpose(-1, -2) * magnitude)
+    missing = rank - factors[0].shape[-1]
+    return tuple(torch.nn.functional.pad(factor, (0, max(missing, 0))) for factor in factors)
+
+
+def decreasing(values: Tensor) -> Tensor:
+    """Return the non-increasing sequence nearest to `values` in the mean square, (p,): neighbours out of order pool."""
+    pools: list[list[float]] = []  # [sum, count]
+    for value in values.tolist():
+        pools.append([value, 1])
+        while len(pools) > 1 and pools[-2][0] * pools[-1][1] < pools[-1][0] * pools[-2][1]:
+            total, count = pools.pop()
+            pools[-1][0] += total
+            pools[-1][1] += count
+    return values.new_tensor([total / count for total, count in pools for _ in range(int(count))])
+
+
+def allocate(gains: list[list[float]], costs: list[list[int]], budget: int) -> list[int]:
+    """Spend a budget greedily, by gain per cost; each block gives its chunks in order, and none that gains nothing.
+
+    Args:
+        gains: for each block the gain of each chunk of dims.
+        costs: in the same shape, the cost of each chunk.
+        budget: what all chunks together may cost.
+
+    Returns:
+        How many chunks of each block to take.
+    """
+    taken = [0] * len(gains)
+    while True:
+        offers = [
+            (gains[i][n] / costs[i][n], i)
+            for i, n in enumerate(taken)
+            if n < len(gains[i]) and gains[i][n] > 0 and costs[i][n] <= budget
+        ]
+        if not offers:
+            return taken
+        best = max(offers, key=lambda offer: (offer[0], -offer[1]))[1]
+        budget -= costs[best][taken[best]]
+        taken[best] += 1
+
+
+def logit_variance(head_dim: int, new_dims: int = 0, new_variance: float = 1.0, recompute_scale: bool = False) -> float:
+    """Return the variance of a scaled logit `s q.k` whose entries are independent, with zero mean and unit variance.
+
+    `Var(q.k) = d_k`, so `s = d_k^(-1/2)` gives 1 before growth. New dims whose products `q_i k_i` have another variance
+    add it; a scale recomputed from the new width shrinks every logit, those of the old dims too, even when the new dims
+    are zero. That is why the scale is kept.
+
+    Args:
+        head_dim: `d_k` before growth.
+        new_dims: dims that are added.
+        new_variance: variance of the product of a new query and key entry; 0 for dims that were just added.
+        recompute_scale: take `s` from the new width instead of keeping it.
+
+    Source: draft 004, proposition 5.
+    """
+    return (head_dim + new_dims * new_variance) / (head_dim + new_dims if recompute_scale else head_dim)

@@ -1,132 +1,34 @@
-"""Measure, widen, try, and keep or roll back: `Grower`, its config and its report."""
+"""Measure, widen, try, and keep or roll back: `Grower`."""
 
 import contextlib
-import io
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .attention import GrowableAttention
+from .estimators import compared_gradients
+from .gradients import (
+    SKETCH_PASSES,
+    ExistingStep,
+    Gradient,
+    exact_gradients,
+    measure_moments,
+    sketched_gradients,
+    tangent_steps,
+)
 from .modeling import GrowableModelMixin, attentions
 from .optimizer import check_optimizer, swap_parameters
-from .probe import SKETCH_PASSES, PatternGradient, exact_gradients, sketched_gradients, undisturbed, whitenings
-from .trial import StepSearch, Trial
+from .plan import GrowthConfig, plan
+from .probe import PATTERNS, mean_loss, undisturbed
+from .report import GrowthReport, LayerGrowth
+from .trial import Change, StepSearch, Trial
 
 _TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class GrowthConfig:
-    """What to grow, and how to measure.
-
-    Attributes:
-        qk_dims: dims to add to the queries and keys of each head.
-        layers: indices of the layers to grow; None grows every layer.
-        ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
-        oversampling: probe dims beyond `qk_dims` in the sketch.
-        seed: of the sketch's random inputs.
-    """
-
-    qk_dims: int
-    layers: Sequence[int] | None = None
-    ridge: float = 0.05
-    oversampling: int = 8
-    seed: int = 0
-
-    def __post_init__(self):
-        for name, value, least in (("qk_dims", self.qk_dims, 1), ("oversampling", self.oversampling, 0)):
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be a whole number, at least {least}; got {value!r}.")
-        if not self.ridge > 0:
-            raise ValueError(f"ridge must be positive, such as 0.05; got {self.ridge!r}.")
-        if self.layers is not None and not (isinstance(self.layers, Sequence) and len(self.layers)):
-            raise ValueError(f"layers must be a list of at least one index, or None for all; got {self.layers!r}.")
-
-
-@dataclass(frozen=True)
-class LayerGrowth:
-    """One layer of a growth.
-
-    Attributes:
-        layer: index.
-        qk_head_dim, v_head_dim: width before and after.
-        predicted_gain: first-order decrease of the loss at the step that was taken, over all heads; 0 after a rollback.
-        slope: the same per unit of step.
-        starvation: share of the gradient, in the metric of the logits, that the old dims cannot follow (0 to 1).
-    """
-
-    layer: int
-    qk_head_dim: tuple[int, int]
-    v_head_dim: tuple[int, int]
-    predicted_gain: float
-    slope: float
-    starvation: float
-
-
-@dataclass(frozen=True)
-class GrowthReport:
-    """What a growth measured and did; prints as a table.
-
-    Attributes:
-        loss_before, loss_after: mean loss of the growth batches, in the loss's own unit; equal if nothing was kept.
-        step_size: the common step `gamma` of all layers; 0 if everything was rolled back.
-        layers: one entry for each layer that was measured.
-        added_parameters: number of weights added.
-        line_search: mean loss of the growth batches at every step that was tried.
-        seconds: wall time of each phase.
-    """
-
-    loss_before: float
-    loss_after: float
-    step_size: float
-    layers: list[LayerGrowth]
-    added_parameters: int
-    line_search: dict[float, float]
-    seconds: dict[str, float]
-
-    @property
-    def applied(self) -> bool:
-        """Whether the growth was kept."""
-        return self.step_size > 0
-
-    @property
-    def predicted_gain(self) -> float:
-        """First-order decrease of the loss at the step that was taken."""
-        return sum(layer.predicted_gain for layer in self.layers)
-
-    def __str__(self) -> str:
-        table = Table("layer", "qk_head_dim", "v_head_dim", "starvation", "predicted gain")
-        for layer in self.layers:
-            table.add_row(
-                str(layer.layer),
-                _change(*layer.qk_head_dim),
-                _change(*layer.v_head_dim),
-                f"{layer.starvation:.2f}",
-                f"{layer.predicted_gain:.4f}" if self.applied else "-",
-            )
-        if self.applied:
-            outcome = (
-                f"Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the growth batches "
-                f"(first order promised {self.predicted_gain:.4f}), step size {self.step_size:.3g}, "
-                f"{self.added_parameters:,} parameters added."
-            )
-        else:
-            outcome = (
-                f"Rolled back: no step lowers the loss of {self.loss_before:.4f} on the growth batches. "
-                "The model is as it was."
-            )
-        timing = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
-        text = io.StringIO()
-        Console(file=text, width=100).print(table)
-        return f"{text.getvalue()}{outcome}\nTime: {timing}."
 
 
 class Grower:
@@ -158,37 +60,46 @@ class Grower:
         self.optimizer = getattr(optimizer, "optimizer", optimizer)
 
     def grow(self, batches: Iterable) -> "GrowthReport":
-        """Widen the chosen layers along the best directions, by the step that lowers the loss of these batches most.
+        """Widen along the best directions that hold on unseen batches, by the steps that lower the loss most.
 
-        If no step lowers it, and also after an exception, model and optimizer are as they were, to the bit. Gradients,
-        training modes, `requires_grad` flags and the random state stay as they were in any case.
+        If nothing holds or no step lowers the loss, and also after an exception, model and optimizer are as they were,
+        to the bit. Gradients, training modes, `requires_grad` flags and the random state stay as they were in any case.
 
         Args:
             batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids` (batch, tokens), which are
-                their own labels. They are read once, and kept for the passes over them.
+                their own labels. They are read once, and kept for the passes over them. Each half of them judges what
+                the other found, so there must be two sequences at least; a few dozen batches are better.
 
         Raises:
-            ValueError: no batches, no loss or none that is finite, weights that cannot be trained (frozen, quantized,
-                on the meta device, inference tensors), an optimizer without the model's parameters, or a layer that
-                does not exist or is as wide as it can be. The message names the fix.
+            ValueError: no batches or a single sequence, no loss or none that is finite, weights that cannot be trained
+                (frozen, quantized, on the meta device, inference tensors), an optimizer without the model's parameters,
+                or a layer that does not exist or is as wide as it can be. The message names the fix.
         """
         chosen = self._chosen_layers()
         if self.optimizer is not None:
             check_optimizer(self.optimizer, self._parameters(chosen))
-        batches = _as_dicts(batches)
+        halves = _halves(_as_dicts(batches))
+        batches = halves[0] + halves[1]
         seconds: dict[str, float] = {}
         with tqdm(desc="growth: measuring", total=0, disable=None, leave=False) as bar:
-            loss_before, gradients = self._measure(chosen, batches, bar, seconds)
+            loss_before, changes = self._measure(chosen, halves, bar, seconds)
             bar.set_description("growth: searching the step")
-            trial = Trial(chosen, gradients)
-            search = StepSearch(trial, self.model, batches, loss_before, bar)
+            kept = [change for change in changes if change.dims or change.existing]
+            with _timed(seconds, "solving"):
+                trial = Trial(kept)
+
+            def measure() -> float:
+                bar.total += len(batches)
+                return mean_loss(self.model, batches, bar.update)
+
+            search = StepSearch(trial, measure, loss_before)
             try:
                 with _timed(seconds, "line search"), undisturbed(self.model):
-                    step, loss_after = search.run()
-                if step == 0:
+                    steps, loss_after = self._steps(search)
+                if not any(steps):
                     trial.undo()
                 else:
-                    trial.take(step)
+                    trial.take(steps)
                     self.model.sync_config()
                     if self.optimizer is not None:
                         swap_parameters(self.optimizer, trial.resizes())
@@ -196,47 +107,56 @@ class Grower:
                 trial.undo()
                 self.model.sync_config()
                 raise
+        taken = dict(zip(map(id, kept), steps))
         return GrowthReport(
             loss_before=loss_before,
             loss_after=loss_after,
-            step_size=step,
-            layers=[
-                LayerGrowth(
-                    layer=attention.layer_idx,
-                    qk_head_dim=(widening.qk_before, attention.qk_head_dim),
-                    v_head_dim=(widening.v_before, attention.v_head_dim),
-                    predicted_gain=step * gradient.gain,
-                    slope=gradient.gain,
-                    starvation=gradient.starvation,
-                )
-                for attention, widening, gradient in zip(chosen, trial.widenings, gradients)
-            ],
-            added_parameters=trial.added_parameters() if step > 0 else 0,
+            layers=[_layer_growth(change, taken.get(id(change), 0.0)) for change in changes],
+            added_parameters=trial.added_parameters(),
             line_search=search.tried,
             seconds=seconds,
         )
 
+    def _steps(self, search: StepSearch) -> tuple[list[float], float]:
+        if self.config.estimator == "random":  # no direction to search along: the dims wait for training
+            return [1.0] * len(search.trial.changes), search.loss_before
+        return search.run(self.config.refine)
+
     def _measure(
-        self, chosen: list[GrowableAttention], batches: list[dict], bar: tqdm, seconds: dict[str, float]
-    ) -> tuple[float, list[PatternGradient]]:
-        """Return the mean loss of the batches and what new dims of each chosen layer could do about it."""
-        config = self.config
-        sketched = config.qk_dims + config.oversampling < self.model.config.hidden_size
-        bar.total = (1 + (SKETCH_PASSES if sketched else 1)) * len(batches)
+        self, chosen: list[GrowableAttention], halves: tuple[list[dict], list[dict]], bar: tqdm, seconds: dict[str, float]
+    ) -> tuple[float, list[Change]]:
+        """Return the mean loss of the batches and what to do to each block of the chosen layers."""
+        config, batches = self.config, halves[0] + halves[1]
+        bar.total = (1 + SKETCH_PASSES + config.update_existing) * len(batches)
         with undisturbed(self.model):
             with _timed(seconds, "moments"):
-                roots, loss = whitenings(self.model, chosen, batches, config.ridge, bar.update)
+                blocks, loss = measure_moments(
+                    self.model, chosen, config.chosen_kinds, batches, config.ridge, bar.update
+                )
             with _timed(seconds, "probe"):
-                arguments = (self.model, chosen, roots, batches, config.qk_dims)
-                if sketched:
-                    gradients = sketched_gradients(*arguments, config.oversampling, config.seed, bar.update)
-                else:
-                    gradients = exact_gradients(*arguments, bar.update)
-        return loss, gradients
+                gradients = self._gradients(blocks, halves, bar)
+                existing: list[ExistingStep | None] = [None] * len(blocks)
+                if config.update_existing or config.method == "refactor":
+                    existing = tangent_steps(self.model, blocks, batches, bar.update)
+        changes = plan(config, gradients, self.model.num_parameters())
+        for change, step in zip(changes, existing):
+            change.existing, change.refactor = step, config.method == "refactor" and change.dims > 0
+        return loss, changes
+
+    def _gradients(self, blocks, halves: tuple[list[dict], list[dict]], bar: tqdm) -> list[Gradient]:
+        config = self.config
+        dims = max(config.most_dims(block) for block in blocks)
+        if config.estimator != "whitened":
+            arguments = (self.model, blocks, halves, dims, config.ridge, config.seed, bar.update)
+            return compared_gradients(config.estimator, *arguments)
+        if dims + config.oversampling < self.model.config.hidden_size:
+            return sketched_gradients(self.model, blocks, halves, dims, config.oversampling, config.seed, bar.update)
+        return exact_gradients(self.model, blocks, halves, dims, bar.update)
 
     def _chosen_layers(self) -> list[GrowableAttention]:
+        config = self.config
         by_layer = {attention.layer_idx: attention for attention in attentions(self.model)}
-        layers = list(by_layer) if self.config.layers is None else list(dict.fromkeys(self.config.layers))
+        layers = list(by_layer) if config.layers is None else list(dict.fromkeys(config.layers))
         for layer in layers:
             if layer not in by_layer:
                 raise ValueError(f"There is no layer {layer!r}: this model has the layers 0 to {max(by_layer)}.")
@@ -246,20 +166,34 @@ class Grower:
         for name, parameter in self._parameters(chosen).items():
             _check_trainable(name, parameter)
         for attention in chosen:
-            widest = self.model.config.hidden_size
-            if attention.qk_head_dim + self.config.qk_dims > widest:
+            if config.method == "refactor" and attention.rotate is not None and PATTERNS in config.chosen_kinds:
                 raise ValueError(
-                    f"Layer {attention.layer_idx} has qk_head_dim={attention.qk_head_dim}; {self.config.qk_dims} more "
-                    f"would exceed hidden_size={widest}, beyond which a pattern gains no rank. Choose fewer qk_dims, "
-                    "or other layers."
+                    f"Layer {attention.layer_idx} rotates its queries and keys, so its pattern is another matrix at "
+                    'every offset and has no factors to replace. Use method="append", or grow messages (v_dims) alone.'
                 )
+            self._check_room(attention)
         return chosen
 
+    def _check_room(self, attention: GrowableAttention) -> None:
+        """Raise a ValueError if fixed widths ask for more than the layer can use."""
+        config, widest = self.config, self.model.config.hidden_size
+        for name, dims, limit in (
+            ("qk", config.qk_dims, config.max_qk_head_dim),
+            ("v", config.v_dims, config.max_v_head_dim),
+        ):
+            width = getattr(attention, f"{name}_head_dim")
+            if limit is None and dims and width + dims > widest:
+                raise ValueError(
+                    f"Layer {attention.layer_idx} has {name}_head_dim={width}; {dims} more would exceed "
+                    f"hidden_size={widest}, beyond which a head gains no rank. Choose fewer {name}_dims, set "
+                    f"max_{name}_head_dim, or choose other layers."
+                )
+
     def _parameters(self, chosen: list[GrowableAttention]) -> dict[str, nn.Parameter]:
-        """The parameters that widening queries and keys resizes, by name."""
+        """The parameters that growth may resize or write, by name."""
         parameters = {}
         for attention in chosen:
-            for role in ("query", "key"):
+            for role in (role for kind in self.config.chosen_kinds for role in (kind.stacked, kind.shared)):
                 module, name = attention.projection(role), getattr(attention.architecture, role)
                 if not isinstance(module, (nn.Linear, Conv1D)):
                     raise ValueError(
@@ -267,8 +201,27 @@ class Grower:
                         "Merge adapters into the weights, and load the model without quantization."
                     )
                 for part, parameter in module.named_parameters(recurse=False):
-                    parameters[f"{name}.{part} of layer {attention.layer_idx}"] = parameter
+                    if role != "output" or part == "weight":
+                        parameters[f"{name}.{part} of layer {attention.layer_idx}"] = parameter
         return parameters
+
+
+def _layer_growth(change: Change, step: float) -> LayerGrowth:
+    gradient, block = change.gradient, change.gradient.block
+    width = block.attention.width(block.kind.shared)
+    held = change.held.tolist() + [False] * (len(gradient.validated) - change.dims)
+    return LayerGrowth(
+        layer=block.attention.layer_idx,
+        kind=block.kind.name,
+        width=(width - (change.dims if step > 0 else 0), width),
+        step_size=step,
+        in_sample=tuple(gradient.in_sample.tolist()),
+        validated=tuple(gradient.validated.tolist()),
+        held=tuple(held),
+        starvation=gradient.starvation,
+        existing_slope=change.existing.slope if change.existing else 0.0,
+        quadratic_ratio=step * change.quadratic_ratio,
+    )
 
 
 @contextlib.contextmanager
@@ -295,6 +248,27 @@ def _as_dicts(batches: Iterable) -> list[dict]:
     return listed
 
 
+def _halves(batches: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Split the batches in two, every other one; a single batch is split by its rows."""
+    if len(batches) > 1:
+        return batches[0::2], batches[1::2]
+    batch = batches[0]
+    rows = max((len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()), default=0)
+    if rows < 2:
+        raise ValueError(
+            "There is one batch of a single sequence; growth needs two sequences at least, so that one can judge what "
+            "the other found. Pass a few dozen of your training batches."
+        )
+
+    def part(start: int, stop: int) -> dict:
+        return {
+            key: value[start:stop] if torch.is_tensor(value) and value.dim() and len(value) == rows else value
+            for key, value in batch.items()
+        }
+
+    return [part(0, rows // 2)], [part(rows // 2, rows)]
+
+
 def _check_trainable(name: str, parameter: nn.Parameter) -> None:
     """Raise a ValueError that names the fix if a parameter cannot be grown and trained."""
     if parameter.is_meta:
@@ -305,7 +279,3 @@ def _check_trainable(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"{name} has dtype {parameter.dtype}, so the model is quantized: load it in bf16 or fp32.")
     if not parameter.requires_grad:
         raise ValueError(f"{name} is frozen, so new dims could not be trained: call requires_grad_(True) on it first.")
-
-
-def _change(before: int, after: int) -> str:
-    return f"{before} -> {after}" if after != before else str(before)

@@ -1,52 +1,150 @@
 """Try a growth on a living model: new dims in place, a search for the step, and the way back."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from torch import nn
-from tqdm.auto import tqdm
+import torch
+from torch import Tensor
 
 from . import functional as F
 from .attention import GrowableAttention, Resize, Widening
-from .probe import PatternGradient, mean_loss
+from .gradients import ExistingStep, Gradient
+from .probe import PATTERNS
 
 _MOST_STEPS = 200  # of one direction of the search: more than the exponents of fp32 span
 _SMALLEST_PROMISE = 1e-7  # of the loss: below it, fp32 cannot tell an improvement from rounding
+_TRUSTED_RATIO = 0.1  # second order over first order of a step up to which the linear model is trusted at the start
+
+
+@dataclass
+class Change:
+    """What to do to one block.
+
+    Attributes:
+        gradient: what was measured there.
+        dims: how many new dims to append.
+        held: which of them have a gain that held on unseen batches, (dims,); the others start without effect.
+        existing: the step of the existing factors, or None to leave them.
+        refactor: write the best factors of old and new together instead of appending the new ones.
+    """
+
+    gradient: Gradient
+    dims: int
+    held: Tensor
+    existing: ExistingStep | None = None
+    refactor: bool = False
+
+    @property
+    def slope(self) -> float:
+        """First-order decrease of the loss per unit of step, on the batches that were measured."""
+        new = self.gradient.in_sample[: self.dims][self.held].sum().item()
+        return new + (self.existing.slope if self.existing else 0.0)
+
+    @property
+    def quadratic_ratio(self) -> float:
+        """`||dS_quad|| / ||dS_lin||` of a step of size 1, in proportion for others; new dims alone are linear."""
+        return self.existing.quadratic_ratio if self.existing else 0.0
+
+
+class _Write:
+    """The weights of one block as a function of the step; the live ones are those of the widened module."""
+
+    def __init__(self, change: Change):
+        block, roots = change.gradient.block, change.gradient.block.roots
+        self.change, self.block = change, block
+        self.old = block.old_factors()
+        self.whitened = block.whitened_factors()
+        gradient, dims = change.gradient, change.dims
+        u, sigma, v = gradient.u[..., :dims], gradient.sigma[..., :dims] * change.held, gradient.v[..., :dims]
+        self.directions = u, sigma, v
+        # Both sides scale with the square root of the step, so the factors are made once.
+        new = F.step_factors(u, sigma, v, roots.stacked_whitening, roots.shared_whitening, block.heads)
+        sizes = [factors.square().mean().sqrt() for factors in self.old]
+        self.new = F.balance(*new, *sizes)
+        # Dims without a gain that held start like LoRA: one side zero, the other as large as the existing weights.
+        idle = roots.shared_whitening @ v * ~change.held
+        self.idle = idle / idle.square().mean(-2, keepdim=True).sqrt().clamp_min(1e-30) * sizes[1] * ~change.held
+
+    def at(self, step: float) -> tuple[Tensor, Tensor]:
+        """All columns of the stacked (H, a, k + p) and the shared side (G, b, k + p) for a step `gamma`."""
+        if self.change.refactor:
+            return self._refactored(step)
+        old_stacked, old_shared = self.old
+        if self.change.existing is not None and step > 0:
+            d_stacked, d_shared = self._unwhitened(self.change.existing.stacked, self.change.existing.shared)
+            old_stacked, old_shared = old_stacked + step * d_stacked, old_shared + step * d_shared
+        new_stacked, new_shared = self.new
+        new_shared = new_shared * step**0.5 + (self.idle if step > 0 else 0)
+        return torch.cat((old_stacked, new_stacked * step**0.5), -1), torch.cat((old_shared, new_shared), -1)
+
+    def _refactored(self, step: float) -> tuple[Tensor, Tensor]:
+        (stacked, shared), (u, sigma, v) = self.whitened, self.directions
+        left, right = [stacked, -step * u * sigma.unsqueeze(-2)], [shared, v]
+        if self.change.existing is not None:
+            left += [step * self.change.existing.stacked, stacked]
+            right += [shared, step * self.change.existing.shared]
+        rank = stacked.shape[-1] + self.change.dims
+        return self._unwhitened(*F.balanced_factors(torch.cat(left, -1), torch.cat(right, -1), rank))
+
+    def _unwhitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        roots, heads = self.block.roots, self.block.heads
+        return F.apply_root(roots.stacked_whitening, F.unstack_groups(stacked, heads)), roots.shared_whitening @ shared
+
+    def take(self, step: float) -> None:
+        kind, attention = self.block.kind, self.block.attention
+        touched = slice(None) if self.change.refactor or self.change.existing is not None else slice(-self.change.dims, None)
+        if touched.start == 0:  # no new dims, and the old ones stay
+            return
+        for role, factors in zip((kind.stacked, kind.shared), self.at(step)):
+            live = attention.weight(role)
+            weight, bias = F.split_bias(factors, live.shape[-1])
+            live[:, touched] = weight[:, touched].to(live.dtype)
+            if bias is not None:
+                attention.bias(role)[:, touched] = bias[:, touched].to(live.dtype)
 
 
 class Trial:
-    """New dims in place, with zero weights until `take` writes a step; `undo` puts the old parameters back."""
+    """All changes in place, without effect until `take` writes the steps; `undo` puts the old weights back."""
 
-    def __init__(self, chosen: list[GrowableAttention], gradients: list[PatternGradient]):
-        self.chosen = chosen
+    def __init__(self, changes: list[Change]):
+        self.changes = changes
+        self.writes: list[_Write] = []
         self.widenings: list[Widening] = []
         try:
-            for attention, gradient in zip(chosen, gradients):
-                self.widenings.append(attention.widen(qk_dims=gradient.sigma.shape[-1]))
-            # Both sides scale with the square root of the step, so the factors are made once.
-            self.factors = [g.factors(a.heads("query")) for a, g in zip(chosen, gradients)]
+            self.writes = [_Write(change) for change in changes]
+            by_attention: dict[GrowableAttention, dict[str, int]] = {}
+            for change in changes:
+                block = change.gradient.block
+                width = "qk_dims" if block.kind is PATTERNS else "v_dims"
+                by_attention.setdefault(block.attention, {})[width] = change.dims
+            for attention, dims in by_attention.items():
+                self.widenings.append(attention.widen(**dims))
         except BaseException:
             self.undo()
             raise
-        self.slope = sum(gradient.gain for gradient in gradients)
 
-    def take(self, step: float) -> None:
-        """Write the new weights for a step `gamma`; 0 makes them zero, which keeps the function."""
-        for attention, factors in zip(self.chosen, self.factors):
-            for role, new in zip(("query", "key"), factors):
-                live = attention.weight(role)
-                weight, bias = F.split_bias(new * step**0.5, live.shape[-1])
-                live[:, -weight.shape[1] :] = weight
-                if bias is not None:
-                    attention.bias(role)[:, -bias.shape[1] :] = bias
+    def take(self, steps: list[float]) -> None:
+        """Write the weights for a step `gamma` of each change; zeros keep the function."""
+        for write, step in zip(self.writes, steps):
+            write.take(step)
 
     def undo(self) -> None:
-        """Put the very same old parameters back."""
+        """Put the very same old parameters back, with the values they had."""
+        if len(self.widenings) == len({write.block.attention for write in self.writes}):
+            self.take([0.0] * len(self.writes))  # parameters that did not change their size hold their old values
         for widening in self.widenings:
             widening.undo()
+        self.widenings = []
 
     def resizes(self) -> list[Resize]:
-        """Every parameter that changed its size."""
-        return [resize for widening in self.widenings for resize in widening.resizes]
+        """Every parameter that changed its size; those that were factored anew carry no momentum over."""
+        refactored = {write.block.attention for write in self.writes if write.change.refactor}
+        return [
+            replace(resize, positions=resize.positions[:0]) if widening.attention in refactored else resize
+            for widening in self.widenings
+            for resize in widening.resizes
+        ]
 
     def added_parameters(self) -> int:
         """Number of weights that the widening added."""
@@ -54,43 +152,83 @@ class Trial:
 
 
 class StepSearch:
-    """Geometric search for the step with the lowest mean loss, all layers at once, forward passes only.
+    """Geometric search for the steps with the lowest mean loss, forward passes only.
+
+    First one common step for all changes, then one factor for each kind, then, where asked, one for each change.
+
+    Args:
+        trial: the changes, in place.
+        measure: returns the mean loss of the batches for the weights as they are.
+        loss_before: mean loss without the changes.
 
     Attributes:
-        tried: the loss at every step that was tried.
+        tried: the loss at every common step that was tried.
+        evaluations: how many times the loss was measured.
     """
 
-    def __init__(self, trial: Trial, model: nn.Module, batches: list[dict], loss_before: float, bar: tqdm):
-        self.trial, self.model, self.batches, self.bar = trial, model, batches, bar
-        self.loss_before = loss_before
+    def __init__(self, trial: Trial, measure: Callable[[], float], loss_before: float):
+        self.trial, self.measure, self.loss_before = trial, measure, loss_before
         self.tried: dict[float, float] = {}
+        self.evaluations = 0
 
-    def run(self) -> tuple[float, float]:
-        """Return the best step and its loss; step 0 and the loss before if no step lowers it."""
-        if not self.trial.slope > 0:
-            return 0.0, self.loss_before
-        step = 0.01 * abs(self.loss_before) / self.trial.slope  # promises 1 % of the loss
-        while not self._loss(step) < self.loss_before:
+    def run(self, refine: bool = False) -> tuple[list[float], float]:
+        """Return the best step of each change and the loss there; steps of 0 and the loss before if none lowers it."""
+        changes = self.trial.changes
+        slope = sum(change.slope for change in changes)
+        none = [0.0] * len(changes), self.loss_before
+        if not slope > 0:
+            return none
+        step = 0.01 * abs(self.loss_before) / slope  # promises 1 % of the loss
+        ratio = max(change.quadratic_ratio for change in changes)
+        if step * ratio > _TRUSTED_RATIO:
+            step = _TRUSTED_RATIO / ratio
+        while not self._common(step) < self.loss_before:
             step /= 4
-            if step * self.trial.slope < _SMALLEST_PROMISE * abs(self.loss_before):
-                return 0.0, self.loss_before
-        for factor in (4.0, 2.0, 2.0**0.5):
-            step = self._improve(step, factor)
-        return step, self.tried[step]
+            if step * slope < _SMALLEST_PROMISE * abs(self.loss_before):
+                return none
+        step = _descend(self._common, step, (4.0, 2.0, 2.0**0.5))
+        steps, loss = [step] * len(changes), self.tried[step]
+        kinds = list(dict.fromkeys(change.gradient.block.kind for change in changes))
+        groups = [[change.gradient.block.kind is kind for change in changes] for kind in kinds] if len(kinds) > 1 else []
+        if refine:
+            groups += [[change is other for change in changes] for other in changes]
+        for group in groups:
+            steps, loss = self._scaled(steps, loss, group)
+        return steps, loss
 
-    def _improve(self, step: float, factor: float) -> float:
-        """Multiply the step by the factor, then divide it, for as long as that lowers the loss; no grid ends."""
+    def _common(self, step: float) -> float:
+        if step not in self.tried:
+            self.tried[step] = self._loss([step] * len(self.trial.changes))
+        return self.tried[step]
+
+    def _scaled(self, steps: list[float], loss: float, group: list[bool]) -> tuple[list[float], float]:
+        """Multiply the steps of a group of changes by the factor that lowers the loss most."""
+        losses = {1.0: loss}
+
+        def scaled(factor: float) -> list[float]:
+            return [step * factor if inside else step for step, inside in zip(steps, group)]
+
+        def loss_at(factor: float) -> float:
+            if factor not in losses:
+                losses[factor] = self._loss(scaled(factor))
+            return losses[factor]
+
+        best = _descend(loss_at, 1.0, (4.0, 2.0))
+        return scaled(best), losses[best]
+
+    def _loss(self, steps: list[float]) -> float:
+        self.trial.take(steps)
+        self.evaluations += 1
+        loss = self.measure()
+        return loss if math.isfinite(loss) else math.inf
+
+
+def _descend(loss_at: Callable[[float], float], step: float, factors: tuple[float, ...]) -> float:
+    """Multiply the step by each factor, then divide it, for as long as that lowers the loss; no grid ends."""
+    for factor in factors:
         for ratio in (factor, 1 / factor):
             for _ in range(_MOST_STEPS):
-                if not self._loss(step * ratio) < self._loss(step):
+                if not loss_at(step * ratio) < loss_at(step):
                     break
                 step *= ratio
-        return step
-
-    def _loss(self, step: float) -> float:
-        if step not in self.tried:
-            self.trial.take(step)
-            self.bar.total += len(self.batches)
-            loss = mean_loss(self.model, self.batches, self.bar.update)
-            self.tried[step] = loss if math.isfinite(loss) else math.inf
-        return self.tried[step]
+    return step

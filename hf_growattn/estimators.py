@@ -1,0 +1,113 @@
+"""Other ways to choose directions, for comparison only: the drafts' own, the plain gradient, and chance.
+
+All of them look at the whole gradient, so they are for small models; none projects out what the old dims can do.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from . import functional as F
+from .gradients import Block, Gradient, measure_moments, starvation_of, whole_gradients
+
+ESTIMATORS = ("whitened", "pooled-truncated", "per-sequence", "gradient", "random")
+
+
+def compared_gradients(
+    name: str,
+    model: nn.Module,
+    blocks: list[Block],
+    halves: tuple[list[dict], list[dict]],
+    dims: int,
+    ridge: float,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Gradient]:
+    """Return every block's directions by one of the `ESTIMATORS` other than "whitened".
+
+    Per-sequence, pooled-truncated and gradient differ in what they truncate: the mean over sequences of
+    `X_n^+ G_n X_n^+T`, the pooled `C_a^-1 T C_b^-1` (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022).
+    "random" draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside
+    `undisturbed`.
+    """
+    whole = whole_gradients(model, blocks, halves, tick)
+    weights = [len(half) / (len(halves[0]) + len(halves[1])) for half in halves]
+    targets: list[list[Tensor]]
+    if name == "per-sequence":
+        targets = _sequence_targets(model, blocks, halves, ridge)
+    else:
+        targets = [[_target(name, block, part) for part in parts] for block, parts in zip(blocks, whole)]
+    generator = torch.Generator().manual_seed(seed)
+    gradients = []
+    for block, parts, target in zip(blocks, whole, targets):
+        if name == "random":
+            gradients.append(_random(block, dims, generator))
+            continue
+        together = weights[0] * parts[0] + weights[1] * parts[1]
+        u, sigma, v = _whitened_directions(block, weights[0] * target[0] + weights[1] * target[1], dims)
+        validated = 0.0
+        for half in (0, 1):
+            own = _whitened_directions(block, target[half], dims)
+            validated = validated + _gain(*own, parts[1 - half]) / 2
+        stacked, shared = (F.column_basis(factors) for factors in block.whitened_factors())
+        residuals = [F.bottleneck(part, stacked, shared) for part in parts]
+        starvation = starvation_of((residuals[0] * residuals[1]).sum(), (parts[0] * parts[1]).sum())
+        gradients.append(Gradient(block, u, sigma, v, _gain(u, sigma, v, together), validated, starvation))
+    return gradients
+
+
+def _gain(u: Tensor, sigma: Tensor, v: Tensor, whitened: Tensor) -> Tensor:
+    """First-order decrease of the loss per unit of step of each dim, over all heads, (p,)."""
+    return (sigma * (u * (whitened @ v)).sum(-2)).sum(0)
+
+
+def _per_head(block: Block, stacked: Tensor, whitening: Tensor) -> Tensor:
+    """Apply a root of the stacked side to a stacked matrix, (G, g a, n)."""
+    return F.stack_groups(F.apply_root(whitening, F.unstack_groups(stacked, block.heads)), block.groups)
+
+
+def _target(name: str, block: Block, whitened: Tensor) -> Tensor:
+    """What an estimator truncates, (G, g a, b), from the whitened gradient."""
+    roots = block.roots
+    if name == "pooled-truncated":
+        return _per_head(block, whitened, roots.stacked_whitening) @ roots.shared_whitening
+    return _per_head(block, whitened, roots.stacked_root) @ roots.shared_root
+
+
+def _sequence_targets(model: nn.Module, blocks: list[Block], halves, ridge: float) -> list[list[Tensor]]:
+    """Mean over the sequences of each half of the pooled-truncated target with that sequence's moments."""
+    attentions = list(dict.fromkeys(block.attention for block in blocks))
+    kinds = list(dict.fromkeys(block.kind for block in blocks))
+    targets: list[list[Tensor]] = [[] for _ in blocks]
+    for half in halves:
+        rows = [{key: value[i : i + 1] for key, value in batch.items()} for batch in half for i in range(_rows(batch))]
+        sums: list[Tensor | float] = [0.0] * len(blocks)
+        for row in rows:
+            own, _ = measure_moments(model, attentions, kinds, [row], ridge)
+            for index, (block, (part,)) in enumerate(zip(own, whole_gradients(model, own, ([row],)))):
+                sums[index] = sums[index] + _target("pooled-truncated", block, part)
+        for target, total in zip(targets, sums):
+            target.append(total / len(rows))
+    return targets
+
+
+def _rows(batch: dict) -> int:
+    return len(next(value for value in batch.values() if torch.is_tensor(value)))
+
+
+def _whitened_directions(block: Block, target: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best directions of an unwhitened target, in whitened coordinates, with unit columns."""
+    u, sigma, v = F.best_directions(target, dims)
+    u, v = _per_head(block, u, block.roots.stacked_root), block.roots.shared_root @ v
+    sizes = u.norm(dim=-2, keepdim=True), v.norm(dim=-2, keepdim=True)
+    tiny = torch.finfo(u.dtype).tiny
+    return u / sizes[0].clamp_min(tiny), sigma * (sizes[0] * sizes[1]).squeeze(-2), v / sizes[1].clamp_min(tiny)
+
+
+def _random(block: Block, dims: int, generator: torch.Generator) -> Gradient:
+    stacked, shared = block.whitened_factors()
+    drawn = torch.randn((*shared.shape[:2], dims), generator=generator, dtype=shared.dtype).to(shared.device)
+    zero = shared.new_zeros(dims)
+    v = block.roots.shared_root @ drawn
+    return Gradient(block, stacked.new_zeros(*stacked.shape[:2], dims), v.new_zeros(len(v), dims), v, zero, zero, 0.0)

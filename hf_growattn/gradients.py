@@ -1,0 +1,408 @@
+"""What new dims could do about the loss: directions, their gain, and how much of it holds on batches they did not see.
+
+The batches are split in two halves. Each half finds directions of its own, and the other half says what they are worth:
+that is the validated gain. The directions to grow along come from both halves together.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from . import functional as F
+from .attention import GrowableAttention
+from .probe import Kind, KindProbe, Probe, backward, batch_loss, set_extension
+
+SKETCH_PASSES = 3
+
+
+@dataclass
+class Roots:
+    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: shared side (b, b), stacked side (a, a) or scalars."""
+
+    stacked_root: Tensor
+    stacked_whitening: Tensor
+    shared_root: Tensor
+    shared_whitening: Tensor
+
+
+@dataclass
+class Block:
+    """One kind of bottleneck of one layer: the unit that is measured, allocated and grown."""
+
+    attention: GrowableAttention
+    kind: Kind
+    roots: Roots
+
+    @property
+    def heads(self) -> int:
+        """Query heads `H`."""
+        return self.attention.heads("query")
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads `G`."""
+        return self.attention.heads("key")
+
+    def old_factors(self) -> tuple[Tensor, Tensor]:
+        """The live factors with their biases: stacked (H, a, k), shared (G, b, k), in the statistics' precision."""
+        sides = []
+        for role in (self.kind.stacked, self.kind.shared):
+            factors = F.join_bias(self.attention.weight(role), self.attention.bias(role))
+            sides.append(factors.to(self.roots.shared_root.dtype))
+        return tuple(sides)
+
+    def whitened_factors(self) -> tuple[Tensor, Tensor]:
+        """The live factors in the metric of the steps: stacked over groups (G, g a, k), shared (G, b, k)."""
+        stacked, shared = self.old_factors()
+        whitened = F.apply_root(self.roots.stacked_root, stacked)
+        return F.stack_groups(whitened, self.groups), self.roots.shared_root @ shared
+
+
+def measure_moments(
+    model: nn.Module,
+    attentions: list[GrowableAttention],
+    kinds: list[Kind],
+    batches: list[dict],
+    ridge: float,
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[list[Block], float]:
+    """Pool the second moments of every attention's input over all tokens that are not padding.
+
+    One forward pass over the batches. Queries, keys and values see the same tokens, so they share the moment, each with
+    a constant feature where its projection has a bias. For messages it stands in for the moment of the attended
+    tokens `A X`, which differs from head to head; their stacked side is measured in units of the rms norm of the
+    attention's output, so that a step changes logits by so many nats and outputs by such a share. Call inside
+    `undisturbed`.
+
+    Args:
+        batches: dicts for `model(**batch)`; a two-dimensional "attention_mask" tells padding.
+        ridge: fraction of the mean eigenvalue to add.
+
+    Returns:
+        One block for each layer and kind, in this order, and the mean loss of the batches.
+    """
+    sums: dict[GrowableAttention, Tensor | float] = dict.fromkeys(attentions, 0.0)
+    outputs: dict[GrowableAttention, Tensor | float] = dict.fromkeys(attentions, 0.0)
+    mask: Tensor | None = None
+
+    def add(module, args, kwargs, output):
+        inputs = args[0] if args else kwargs["hidden_states"]
+        inputs, attended = (x.detach().to(_statistics_dtype(x)) for x in (inputs, output[0]))
+        sums[module] = sums[module] + F.moment_sum(F.augment(inputs), mask)
+        outputs[module] = outputs[module] + F.square_sum(attended, mask)
+
+    hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
+    total = 0.0
+    try:
+        with torch.no_grad():
+            for index, batch in enumerate(batches):
+                mask = batch.get("attention_mask")
+                total += batch_loss(model, batch, index).item()
+                tick()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    blocks = []
+    for attention in attentions:
+        moment = sums[attention] / sums[attention][-1, -1]  # the constant feature has counted the tokens
+        roots = _InputRoots(moment, ridge)
+        size = (outputs[attention] / sums[attention][-1, -1]).sqrt()
+        for kind in kinds:
+            shared = roots[attention.bias(kind.shared) is not None]
+            if kind.stacked == "output":
+                stacked = 1 / size, size
+            else:
+                stacked = roots[attention.bias(kind.stacked) is not None]
+            blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
+    return blocks, total / len(batches)
+
+
+class _InputRoots(dict):
+    """`C^(1/2)` and `C^(-1/2)` of a layer's input, with (True) or without (False) the constant feature, as needed."""
+
+    def __init__(self, moment: Tensor, ridge: float):
+        super().__init__()
+        self.moment, self.ridge = moment, ridge
+
+    def __missing__(self, biased: bool) -> tuple[Tensor, Tensor]:
+        moment = self.moment if biased else self.moment[:-1, :-1]
+        self[biased] = F.square_roots(F.ridged(moment, self.ridge))
+        return self[biased]
+
+
+def _statistics_dtype(tensor: Tensor) -> torch.dtype:
+    """fp64 stays; everything else is measured in fp32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Gradient:
+    """What new dims of one block could do, to first order.
+
+    Attributes:
+        block: where.
+        u, sigma, v: whitened directions beyond the old dims, best first: (G, g a, p), (G, p), (G, b, p).
+        in_sample: decrease of the loss per unit of step of each dim, over all heads, on the batches it comes from: (p,).
+        validated: decrease of the loss per unit of step of each dim, over all heads, that holds on unseen batches: (p,).
+        starvation: share of the whitened gradient that the old dims cannot follow, between 0 and 1.
+    """
+
+    block: Block
+    u: Tensor
+    sigma: Tensor
+    v: Tensor
+    in_sample: Tensor
+    validated: Tensor
+    starvation: float
+
+
+class _Measurement:
+    """One block under the probe: whitened inputs go in, whitened products with each half's gradient come out."""
+
+    def __init__(self, block: Block):
+        self.block = block
+        stacked, shared = block.whitened_factors()
+        self.stacked_basis, self.shared_basis = F.column_basis(stacked), F.column_basis(shared)
+
+    def gaussian(self, basis: Tensor, rank: int, generator: torch.Generator) -> Tensor:
+        """Random whitened inputs for the side of a basis, (G, its features, rank)."""
+        return torch.randn((*basis.shape[:2], rank), generator=generator, dtype=basis.dtype).to(basis.device)
+
+    def probe(self, shared_inputs: Tensor, stacked_inputs: Tensor | None) -> KindProbe:
+        """Return a probe for `M shared_inputs` and `M^T stacked_inputs`; with None for the second, the first alone."""
+        block, stacked_probe = self.block, None
+        if stacked_inputs is not None:
+            per_head = F.unstack_groups(stacked_inputs, block.heads)
+            stacked_probe = F.apply_root(block.roots.stacked_whitening, per_head)
+        features = self.stacked_basis.shape[1] * block.groups // block.heads
+        self.installed = KindProbe(block.roots.shared_whitening @ shared_inputs, stacked_probe, block.heads, features)
+        return self.installed
+
+    def read(self, batches: int) -> tuple[Tensor, Tensor]:
+        """Return `M shared_inputs` (G, g a, r) and `M^T stacked_inputs` (G, b, r') of the mean loss, and start anew."""
+        probe, roots = self.installed, self.block.roots
+        products = F.apply_root(roots.stacked_whitening, probe.zero_stacked.grad / batches)
+        mirrored = roots.shared_whitening @ (probe.zero_shared.grad / batches)
+        probe.zero_stacked.grad = probe.zero_shared.grad = None
+        return F.stack_groups(products, self.block.groups), mirrored
+
+
+def _install(measurements: list[_Measurement], inputs: list[tuple[Tensor, Tensor | None]]) -> None:
+    """Set the probes of all blocks, those of one attention module together."""
+    by_attention: dict[GrowableAttention, dict[str, KindProbe]] = {}
+    for measurement, (shared, stacked) in zip(measurements, inputs):
+        block = measurement.block
+        by_attention.setdefault(block.attention, {})[block.kind.name] = measurement.probe(shared, stacked)
+    for attention, probes in by_attention.items():
+        set_extension(attention, Probe(**probes))
+
+
+@dataclass
+class _Side:
+    """Products with the residual gradient from one side, for both halves of the batches.
+
+    Attributes:
+        inputs: (G, n, c), the columns that half 0 chose, then those of half 1, for each pass in turn.
+        products: of half 0 and of half 1, each (G, m, c).
+        owned: columns that half 0 chose without having seen half 1, and the reverse: two boolean masks, (c,).
+    """
+
+    inputs: Tensor
+    products: tuple[Tensor, Tensor]
+    owned: tuple[Tensor, Tensor]
+
+    def directions(self, weights: tuple[float, float], dims: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Best directions of both halves together: left (G, m, p), values (G, p), right (G, n, p)."""
+        products = weights[0] * self.products[0] + weights[1] * self.products[1]
+        return F.directions_from_products(self.inputs, products, dims)[:3]
+
+    def validated(self, half: int, dims: int) -> tuple[Tensor, Tensor]:
+        """Directions of one half: their own values, and what the other half says of them, each (G, p)."""
+        columns = self.owned[half]
+        left, values, _, weights = F.directions_from_products(
+            self.inputs[..., columns], self.products[half][..., columns], dims
+        )
+        other = self.products[1 - half][..., columns] @ weights
+        return values, (left * other).sum(-2)
+
+
+def _gradient(block: Block, sides: list[_Side], sizes: tuple[int, int], dims: int, starvation: float) -> Gradient:
+    """Choose for each group the side that gains more; the second of two sides holds the mirrored products."""
+    weights = (sizes[0] / sum(sizes), sizes[1] / sum(sizes))
+    u, sigma, v = sides[0].directions(weights, dims)
+    halves = [sides[0].validated(half, dims) for half in (0, 1)]
+    if len(sides) == 2:
+        v2, sigma2, u2 = sides[1].directions(weights, dims)
+        better = (F.first_order_gain(sigma) >= F.first_order_gain(sigma2))[:, None]
+        u, v = torch.where(better[..., None], u, u2), torch.where(better[..., None], v, v2)
+        sigma = torch.where(better, sigma, sigma2)
+        for half in (0, 1):
+            own, other = halves[half]
+            own2, other2 = sides[1].validated(half, dims)
+            better = (F.first_order_gain(own) >= F.first_order_gain(own2))[:, None]
+            halves[half] = torch.where(better, own, own2), torch.where(better, other, other2)
+    validated = sum((own * other).sum(0) for own, other in halves) / 2
+    return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, starvation)
+
+
+def starvation_of(residual: Tensor, total: Tensor) -> float:
+    """Return the starvation from two inner products of one half's gradient with the other's: noise adds to neither."""
+    return (residual / total).clamp(0, 1).sqrt().item() if total > 0 else 0.0
+
+
+def exact_gradients(
+    model: nn.Module,
+    blocks: list[Block],
+    halves: tuple[list[dict], list[dict]],
+    dims: int,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Gradient]:
+    """Return every block's best directions from its whole gradient, `r = d`, in one pass over the batches.
+
+    Memory and time grow with `heads * hidden_size` per token: for small models, and as the test of the sketch. Call
+    inside `undisturbed`.
+    """
+    sizes = (len(halves[0]), len(halves[1]))
+    gradients = []
+    for block, (first, second) in zip(blocks, whole_gradients(model, blocks, halves, tick)):
+        stacked, shared = (F.column_basis(factors) for factors in block.whitened_factors())
+        residuals = F.bottleneck(first, stacked, shared), F.bottleneck(second, stacked, shared)
+        starvation = starvation_of((residuals[0] * residuals[1]).sum(), (first * second).sum())
+        everything = torch.ones(first.shape[-1], dtype=torch.bool, device=first.device)
+        identity = torch.eye(first.shape[-1]).to(first).expand(block.groups, -1, -1)
+        side = _Side(identity, residuals, (everything, everything))
+        gradients.append(_gradient(block, [side], sizes, dims, starvation))
+    return gradients
+
+
+def whole_gradients(
+    model: nn.Module,
+    blocks: list[Block],
+    halves: tuple[list[dict], ...],
+    tick: Callable[[], None] = lambda: None,
+) -> list[list[Tensor]]:
+    """Return the whitened gradient `M` of every block for each part of the batches, each (G, g a, b)."""
+    measurements = [_Measurement(block) for block in blocks]
+    inputs = [(torch.eye(m.shared_basis.shape[1]).to(m.shared_basis).expand(m.block.groups, -1, -1), None) for m in measurements]
+    _install(measurements, inputs)
+    whole: list[list[Tensor]] = [[] for _ in blocks]
+    for batches in halves:
+        backward(model, batches, tick)
+        for measurement, parts in zip(measurements, whole):
+            parts.append(measurement.read(len(batches))[0])
+    return whole
+
+
+@dataclass
+class ExistingStep:
+    """A step of size 1 of one block's existing factors.
+
+    Attributes:
+        stacked, shared: whitened changes, (G, g a, k) and (G, b, k).
+        slope: first-order decrease of the loss.
+        quadratic_ratio: `||dS_quad|| / ||dS_lin||`, in proportion to the size of the step.
+    """
+
+    stacked: Tensor
+    shared: Tensor
+    slope: float
+    quadratic_ratio: float
+
+
+def tangent_steps(
+    model: nn.Module, blocks: list[Block], batches: list[dict], tick: Callable[[], None] = lambda: None
+) -> list["ExistingStep"]:
+    """Return the steepest step of each block's existing factors.
+
+    Read off the ordinary gradients of the weights in one pass: without rotation they are `T W_K` and `T^T W_Q`. Where
+    the old dims rotate, `T` depends on the offset; their true gradients are used, so the step descends, in a metric that
+    leaves the rotation out. Call inside `undisturbed`.
+    """
+    for block in blocks:
+        for role in (block.kind.stacked, block.kind.shared):
+            block.attention.projection(role).requires_grad_(True)
+    backward(model, batches, tick)
+    steps = []
+    for block in blocks:
+        whitened = []
+        for role, whitening in (
+            (block.kind.stacked, block.roots.stacked_whitening),
+            (block.kind.shared, block.roots.shared_whitening),
+        ):
+            gradient = F.join_bias(block.attention.weight_gradient(role), block.attention.bias_gradient(role))
+            whitened.append(F.apply_root(whitening, gradient.to(block.roots.shared_root.dtype) / len(batches)))
+        gradients = F.stack_groups(whitened[0], block.groups), whitened[1]
+        factors = block.whitened_factors()
+        changes = F.tangent_step(*gradients, *factors)
+        slope = -sum((gradient * change).sum().item() for gradient, change in zip(gradients, changes))
+        steps.append(ExistingStep(*changes, slope, F.quadratic_ratio(*changes, *factors).item()))
+    model.requires_grad_(False)
+    model.zero_grad(set_to_none=True)
+    return steps
+
+
+def sketched_gradients(
+    model: nn.Module,
+    blocks: list[Block],
+    halves: tuple[list[dict], list[dict]],
+    dims: int,
+    oversampling: int,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Gradient]:
+    """Return every block's best directions from a randomized SVD with power iteration, `r = dims + oversampling`.
+
+    Three passes over the batches, each probing both sides: the products of one pass are the inputs of the other side
+    in the next. Either half iterates half of the columns on its own, and all columns are measured on both halves; so
+    what one half chose, the other can judge unseen. The first pass also estimates the norms behind the starvation, from
+    its Gaussian inputs. Call inside `undisturbed`.
+
+    Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4, with both sides iterated at once.
+    """
+    measurements = [_Measurement(block) for block in blocks]
+    own_rank, generator = -(-(dims + oversampling) // 2), torch.Generator().manual_seed(seed)
+    inputs = []
+    for m in measurements:
+        shared = m.gaussian(m.shared_basis, 2 * own_rank, generator)
+        inputs.append((shared, F.project_out(m.gaussian(m.stacked_basis, 2 * own_rank, generator), m.stacked_basis)))
+    known: list[list[tuple]] = [[] for _ in blocks]
+    starvations = []
+    for sweep in range(SKETCH_PASSES):
+        _install(measurements, inputs)
+        raw: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
+        for batches in halves:
+            backward(model, batches, tick)
+            for measurement, read in zip(measurements, raw):
+                read.append(measurement.read(len(batches)))
+        for index, m in enumerate(measurements):
+            right = [F.project_out(products, m.stacked_basis) for products, _ in raw[index]]
+            left = [F.project_out(mirrored, m.shared_basis) for _, mirrored in raw[index]]
+            if sweep == 0:
+                (first, _), (second, _) = raw[index]
+                starvations.append(starvation_of((left[0] * left[1]).sum(), (first * second).sum()))
+            else:
+                known[index].append((*inputs[index], right, left))
+            # The next inputs lie beyond the old dims, since both residuals do; each half goes on from its own columns.
+            own = slice(0, own_rank), slice(own_rank, None)
+            inputs[index] = tuple(
+                torch.cat([F.column_basis(side[half][..., own[half]]) for half in (0, 1)], dim=-1)
+                for side in (left, right)
+            )
+    sizes = (len(halves[0]), len(halves[1]))
+    return [_from_products(*each, own_rank, sizes, dims) for each in zip(blocks, known, starvations)]
+
+
+def _from_products(
+    block: Block, known: list[tuple], starvation: float, own_rank: int, sizes: tuple[int, int], dims: int
+) -> Gradient:
+    """Put the passes' columns together, side by side, and solve."""
+    shared_inputs, stacked_inputs, rights, lefts = zip(*known)
+    first = torch.arange(2 * own_rank, device=shared_inputs[0].device).repeat(len(known)) < own_rank
+    owned = (first, ~first)
+    sides = [
+        _Side(torch.cat(inputs, -1), tuple(torch.cat([p[half] for p in products], -1) for half in (0, 1)), owned)
+        for inputs, products in ((shared_inputs, rights), (stacked_inputs, lefts))
+    ]
+    return _gradient(block, sides, sizes, dims, starvation)

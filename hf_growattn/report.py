@@ -1,0 +1,117 @@
+"""What a growth measured and did: `GrowthReport`, which prints as a table."""
+
+import io
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class LayerGrowth:
+    """One kind of bottleneck of one layer in a growth.
+
+    Attributes:
+        layer: index.
+        kind: "patterns" (`qk_head_dim`) or "messages" (`v_head_dim`).
+        width: `qk_head_dim` or `v_head_dim` before and after.
+        step_size: the step `gamma` that was taken here; 0 after a rollback and where nothing grew.
+        in_sample: first-order decrease of the loss per unit of step, for each direction that was measured, over all
+            heads, on the growth batches themselves.
+        validated: the same on batches that the direction was not chosen from; may be negative.
+        held: for each direction whether it was grown.
+        starvation: share of the gradient, in the metric of the logits or outputs, that the old dims cannot follow (0 to
+            1).
+        existing_slope: first-order decrease of the loss per unit of step by the existing weights, where they are moved.
+        quadratic_ratio: draft 001 section 1.5, at the step that was taken: how much of the step is beyond first order in
+            it. Only moving the existing weights makes it more than 0.
+    """
+
+    layer: int
+    kind: str
+    width: tuple[int, int]
+    step_size: float
+    in_sample: tuple[float, ...]
+    validated: tuple[float, ...]
+    held: tuple[bool, ...]
+    starvation: float
+    existing_slope: float = 0.0
+    quadratic_ratio: float = 0.0
+
+    @property
+    def in_sample_gain(self) -> float:
+        """First-order decrease of the loss on the growth batches at the step that was taken, in the loss's unit."""
+        return self.step_size * (sum(g for g, held in zip(self.in_sample, self.held) if held) + self.existing_slope)
+
+    @property
+    def predicted_gain(self) -> float:
+        """First-order decrease of the loss that new batches should show, from the validated gains of the new dims."""
+        return self.step_size * sum(g for g, held in zip(self.validated, self.held) if held)
+
+
+@dataclass(frozen=True)
+class GrowthReport:
+    """What a growth measured and did; prints as a table.
+
+    Attributes:
+        loss_before, loss_after: mean loss of the growth batches, in the loss's own unit; equal if nothing was kept.
+        layers: one entry for each layer and kind that was measured.
+        added_parameters: number of weights added.
+        line_search: mean loss of the growth batches at every common step that was tried.
+        seconds: wall time of each phase.
+    """
+
+    loss_before: float
+    loss_after: float
+    layers: list[LayerGrowth]
+    added_parameters: int
+    line_search: dict[float, float]
+    seconds: dict[str, float]
+
+    @property
+    def applied(self) -> bool:
+        """Whether the growth was kept."""
+        return any(layer.step_size > 0 for layer in self.layers)
+
+    @property
+    def in_sample_gain(self) -> float:
+        """First-order decrease of the loss on the growth batches at the steps that were taken."""
+        return sum(layer.in_sample_gain for layer in self.layers)
+
+    @property
+    def predicted_gain(self) -> float:
+        """First-order decrease of the loss that new batches should show at the steps that were taken."""
+        return sum(layer.predicted_gain for layer in self.layers)
+
+    def __str__(self) -> str:
+        table = Table("layer", "kind", "width", "starvation", "directions", "gain", "validated gain", "step")
+        for layer in self.layers:
+            before, after = layer.width
+            grown = layer.step_size > 0
+            table.add_row(
+                str(layer.layer),
+                layer.kind,
+                f"{before} -> {after}" if after != before else str(before),
+                f"{layer.starvation:.2f}",
+                f"{sum(layer.held)} of {len(layer.held)}",
+                f"{layer.in_sample_gain:.4f}" if grown else "-",
+                f"{layer.predicted_gain:.4f}" if grown else "-",
+                f"{layer.step_size:.3g}" if grown else "-",
+            )
+        timing = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
+        text = io.StringIO()
+        Console(file=text, width=110).print(table)
+        return f"{text.getvalue()}{self._outcome()}\nTime: {timing}."
+
+    def _outcome(self) -> str:
+        if self.applied:
+            return (
+                f"Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the growth batches (first order promised "
+                f"{self.in_sample_gain:.4f} there, {self.predicted_gain:.4f} on new ones), "
+                f"{self.added_parameters:,} parameters added."
+            )
+        if not any(any(layer.held) for layer in self.layers):
+            reason = "no direction's gain holds on batches that it was not chosen from"
+        else:
+            reason = f"no step lowers the loss of {self.loss_before:.4f} on the growth batches"
+        return f"Nothing was grown: {reason}. The model is as it was."
