@@ -41,8 +41,11 @@ def compared_gradients(
     generator = torch.Generator().manual_seed(seed)
     gradients = []
     for block, parts, target in zip(blocks, whole, targets):
+        stacked, shared = (F.column_basis(factors) for factors in block.whitened_factors())
+        residuals = [F.bottleneck(part, stacked, shared) for part in parts]
+        starvation = starvation_of((residuals[0] * residuals[1]).sum(), (parts[0] * parts[1]).sum())
         if name == "random":
-            gradients.append(_random(block, dims, generator))
+            gradients.append(_random(block, dims, generator, starvation))
             continue
         together = weights[0] * parts[0] + weights[1] * parts[1]
         u, sigma, v = _whitened_directions(block, weights[0] * target[0] + weights[1] * target[1], dims)
@@ -50,9 +53,6 @@ def compared_gradients(
         for half in (0, 1):
             own = _whitened_directions(block, target[half], dims)
             validated = validated + _gain(*own, parts[1 - half]) / 2
-        stacked, shared = (F.column_basis(factors) for factors in block.whitened_factors())
-        residuals = [F.bottleneck(part, stacked, shared) for part in parts]
-        starvation = starvation_of((residuals[0] * residuals[1]).sum(), (parts[0] * parts[1]).sum())
         gradients.append(Gradient(block, u, sigma, v, _gain(u, sigma, v, together), validated, starvation))
     return gradients
 
@@ -105,9 +105,11 @@ def _whitened_directions(block: Block, target: Tensor, dims: int) -> tuple[Tenso
     return u / sizes[0].clamp_min(tiny), sigma * (sizes[0] * sizes[1]).squeeze(-2), v / sizes[1].clamp_min(tiny)
 
 
-def _random(block: Block, dims: int, generator: torch.Generator) -> Gradient:
+def _random(block: Block, dims: int, generator: torch.Generator, starvation: float) -> Gradient:
     stacked, shared = block.whitened_factors()
     drawn = torch.randn((*shared.shape[:2], dims), generator=generator, dtype=shared.dtype).to(shared.device)
     zero = shared.new_zeros(dims)
     v = block.roots.shared_root @ drawn
-    return Gradient(block, stacked.new_zeros(*stacked.shape[:2], dims), v.new_zeros(len(v), dims), v, zero, zero, 0.0)
+    return Gradient(
+        block, stacked.new_zeros(*stacked.shape[:2], dims), v.new_zeros(len(v), dims), v, zero, zero, starvation
+    )

@@ -4,12 +4,12 @@ A head has two bottlenecks. Its pattern `W_Q W_K^T` says which tokens attend to 
 they pass on. Both are a product of a *stacked* side, one factor for each query head (`W_Q`, `W_O`), and a *shared*
 side, one factor for each key/value head (`W_K`, `W_V`), which a group of query heads share under GQA.
 
-Symbols: `H` query heads in `G` groups of `g = H / G`; `a` features on the stacked side, `b` on the shared side (those of
-the attention's input `X`, one more where a projection has a bias: the augmented `X' = [X | 1]`); `k` width of a head, the
-old `d_k` or `d_v`; `p` new dims. `T` (a x b) is the gradient of a head's pattern or message `Z`: the loss changes by
-`<T, Z>`, with `T = s sum_n X_n^T G_n X_n` for patterns (`s` the softmax scale, `G = dL/dS` the gradient of the logits)
-and `T = sum (dL/dY)^T A X` for messages (`A` the attention weights, `Y` the output). Steps are measured in the metric
-`tr(C_a Z C_b Z^T)` of second moments, that of the logits or of the output they move.
+Symbols: `H` query heads in `G` groups of `g = H / G`; `a` features on the stacked side, `b` on the shared side (those
+of the attention's input `X`, one more where a projection has a bias: the augmented `X' = [X | 1]`); `k` width of a
+head, the old `d_k` or `d_v`; `p` new dims. `T` (a x b) is the gradient of a head's pattern or message `Z`: the loss
+changes by `<T, Z>`, with `T = s sum_n X_n^T G_n X_n` for patterns (`s` the softmax scale, `G = dL/dS` the gradient of
+the logits) and `T = sum (dL/dY)^T A X` for messages (`A` the attention weights, `Y` the output). Steps are measured in
+the metric `tr(C_a Z C_b Z^T)` of second moments, that of the logits or of the output they move.
 
 Sources: draft 000 (growing by low-rank regression), draft 001 (first-order steps in the logits) and draft 004 (the
 scale), mended: moments are pooled over sequences, the regression whitens before it truncates, and the step descends.
@@ -38,7 +38,7 @@ def moment_sum(inputs: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def square_sum(states: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return `sum_t ||y_t||^2` over the tokens that count, (batch, tokens, d) -> scalar; the mask as in `moment_sum`."""
+    """Return `sum_t ||y_t||^2` over the tokens that count: (batch, tokens, d) -> scalar; masked as `moment_sum`."""
     return _counted(states, mask).square().sum()
 
 
@@ -252,8 +252,8 @@ def product_norm(left: Tensor, right: Tensor) -> Tensor:
 def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, shared: Tensor) -> Tensor:
     """Return `||dS_quad|| / ||dS_lin||` of a step of the existing factors, from the factors and moments alone.
 
-    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened; for a step of size `gamma` the ratio is
-    `gamma` times as large. New dims by themselves are linear in the step: both of their sides carry its square root.
+    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened; for a step of size `gamma` the ratio
+    is `gamma` times as large. New dims by themselves are linear in the step: both of their sides carry its square root.
 
     Args:
         stacked_step, shared_step: whitened `dW_a` (G, g a, k) and `dW_b` (G, b, k).

@@ -12,129 +12,10 @@ from torch import Tensor, nn
 
 from . import functional as F
 from .attention import GrowableAttention
-from .probe import Kind, KindProbe, Probe, backward, batch_loss, set_extension
+from .blocks import Block
+from .probe import KindProbe, Probe, backward, set_extension
 
 SKETCH_PASSES = 3
-
-
-@dataclass
-class Roots:
-    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: shared side (b, b), stacked side (a, a) or scalars."""
-
-    stacked_root: Tensor
-    stacked_whitening: Tensor
-    shared_root: Tensor
-    shared_whitening: Tensor
-
-
-@dataclass
-class Block:
-    """One kind of bottleneck of one layer: the unit that is measured, allocated and grown."""
-
-    attention: GrowableAttention
-    kind: Kind
-    roots: Roots
-
-    @property
-    def heads(self) -> int:
-        """Query heads `H`."""
-        return self.attention.heads("query")
-
-    @property
-    def groups(self) -> int:
-        """Key/value heads `G`."""
-        return self.attention.heads("key")
-
-    def old_factors(self) -> tuple[Tensor, Tensor]:
-        """The live factors with their biases: stacked (H, a, k), shared (G, b, k), in the statistics' precision."""
-        sides = []
-        for role in (self.kind.stacked, self.kind.shared):
-            factors = F.join_bias(self.attention.weight(role), self.attention.bias(role))
-            sides.append(factors.to(self.roots.shared_root.dtype))
-        return tuple(sides)
-
-    def whitened_factors(self) -> tuple[Tensor, Tensor]:
-        """The live factors in the metric of the steps: stacked over groups (G, g a, k), shared (G, b, k)."""
-        stacked, shared = self.old_factors()
-        whitened = F.apply_root(self.roots.stacked_root, stacked)
-        return F.stack_groups(whitened, self.groups), self.roots.shared_root @ shared
-
-
-def measure_moments(
-    model: nn.Module,
-    attentions: list[GrowableAttention],
-    kinds: list[Kind],
-    batches: list[dict],
-    ridge: float,
-    tick: Callable[[], None] = lambda: None,
-) -> tuple[list[Block], float]:
-    """Pool the second moments of every attention's input over all tokens that are not padding.
-
-    One forward pass over the batches. Queries, keys and values see the same tokens, so they share the moment, each with
-    a constant feature where its projection has a bias. For messages it stands in for the moment of the attended
-    tokens `A X`, which differs from head to head; their stacked side is measured in units of the rms norm of the
-    attention's output, so that a step changes logits by so many nats and outputs by such a share. Call inside
-    `undisturbed`.
-
-    Args:
-        batches: dicts for `model(**batch)`; a two-dimensional "attention_mask" tells padding.
-        ridge: fraction of the mean eigenvalue to add.
-
-    Returns:
-        One block for each layer and kind, in this order, and the mean loss of the batches.
-    """
-    sums: dict[GrowableAttention, Tensor | float] = dict.fromkeys(attentions, 0.0)
-    outputs: dict[GrowableAttention, Tensor | float] = dict.fromkeys(attentions, 0.0)
-    mask: Tensor | None = None
-
-    def add(module, args, kwargs, output):
-        inputs = args[0] if args else kwargs["hidden_states"]
-        inputs, attended = (x.detach().to(_statistics_dtype(x)) for x in (inputs, output[0]))
-        sums[module] = sums[module] + F.moment_sum(F.augment(inputs), mask)
-        outputs[module] = outputs[module] + F.square_sum(attended, mask)
-
-    hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
-    total = 0.0
-    try:
-        with torch.no_grad():
-            for index, batch in enumerate(batches):
-                mask = batch.get("attention_mask")
-                total += batch_loss(model, batch, index).item()
-                tick()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    blocks = []
-    for attention in attentions:
-        moment = sums[attention] / sums[attention][-1, -1]  # the constant feature has counted the tokens
-        roots = _InputRoots(moment, ridge)
-        size = (outputs[attention] / sums[attention][-1, -1]).sqrt()
-        for kind in kinds:
-            shared = roots[attention.bias(kind.shared) is not None]
-            if kind.stacked == "output":
-                stacked = 1 / size, size
-            else:
-                stacked = roots[attention.bias(kind.stacked) is not None]
-            blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
-    return blocks, total / len(batches)
-
-
-class _InputRoots(dict):
-    """`C^(1/2)` and `C^(-1/2)` of a layer's input, with (True) or without (False) the constant feature, as needed."""
-
-    def __init__(self, moment: Tensor, ridge: float):
-        super().__init__()
-        self.moment, self.ridge = moment, ridge
-
-    def __missing__(self, biased: bool) -> tuple[Tensor, Tensor]:
-        moment = self.moment if biased else self.moment[:-1, :-1]
-        self[biased] = F.square_roots(F.ridged(moment, self.ridge))
-        return self[biased]
-
-
-def _statistics_dtype(tensor: Tensor) -> torch.dtype:
-    """fp64 stays; everything else is measured in fp32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 @dataclass
@@ -144,8 +25,8 @@ class Gradient:
     Attributes:
         block: where.
         u, sigma, v: whitened directions beyond the old dims, best first: (G, g a, p), (G, p), (G, b, p).
-        in_sample: decrease of the loss per unit of step of each dim, over all heads, on the batches it comes from: (p,).
-        validated: decrease of the loss per unit of step of each dim, over all heads, that holds on unseen batches: (p,).
+        in_sample: decrease of the loss per unit of step of each dim, over all heads, on its own batches: (p,).
+        validated: the same on batches that the direction was not chosen from: (p,).
         starvation: share of the whitened gradient that the old dims cannot follow, between 0 and 1.
     """
 
@@ -271,10 +152,15 @@ def exact_gradients(
         residuals = F.bottleneck(first, stacked, shared), F.bottleneck(second, stacked, shared)
         starvation = starvation_of((residuals[0] * residuals[1]).sum(), (first * second).sum())
         everything = torch.ones(first.shape[-1], dtype=torch.bool, device=first.device)
-        identity = torch.eye(first.shape[-1]).to(first).expand(block.groups, -1, -1)
+        identity = _identity(shared).expand(block.groups, -1, -1)
         side = _Side(identity, residuals, (everything, everything))
         gradients.append(_gradient(block, [side], sizes, dims, starvation))
     return gradients
+
+
+def _identity(basis: Tensor) -> Tensor:
+    """The identity on the features of a basis, (G, b, k) -> (b, b)."""
+    return torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device)
 
 
 def whole_gradients(
@@ -285,7 +171,10 @@ def whole_gradients(
 ) -> list[list[Tensor]]:
     """Return the whitened gradient `M` of every block for each part of the batches, each (G, g a, b)."""
     measurements = [_Measurement(block) for block in blocks]
-    inputs = [(torch.eye(m.shared_basis.shape[1]).to(m.shared_basis).expand(m.block.groups, -1, -1), None) for m in measurements]
+    inputs = [
+        (torch.eye(m.shared_basis.shape[1]).to(m.shared_basis).expand(m.block.groups, -1, -1), None)
+        for m in measurements
+    ]
     _install(measurements, inputs)
     whole: list[list[Tensor]] = [[] for _ in blocks]
     for batches in halves:
@@ -317,8 +206,8 @@ def tangent_steps(
     """Return the steepest step of each block's existing factors.
 
     Read off the ordinary gradients of the weights in one pass: without rotation they are `T W_K` and `T^T W_Q`. Where
-    the old dims rotate, `T` depends on the offset; their true gradients are used, so the step descends, in a metric that
-    leaves the rotation out. Call inside `undisturbed`.
+    the old dims rotate, `T` depends on the offset; their true gradients are used, so the step descends, in a metric
+    that leaves the rotation out. Call inside `undisturbed`.
     """
     for block in blocks:
         for role in (block.kind.stacked, block.kind.shared):

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -23,12 +23,13 @@ from .gradients import (
 )
 from .modeling import GrowableModelMixin, attentions
 from .optimizer import check_optimizer, swap_parameters
-from .plan import GrowthConfig, plan
+from .plan import GrowthConfig, candidates, spend
 from .probe import PATTERNS, mean_loss, undisturbed
 from .report import GrowthReport, LayerGrowth
 from .trial import Change, StepSearch, Trial
 
 _TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SEARCH_BATCHES = 16  # enough to find a step on; what it gains is then measured on all batches
 
 
 class Grower:
@@ -87,19 +88,13 @@ class Grower:
             kept = [change for change in changes if change.dims or change.existing]
             with _timed(seconds, "solving"):
                 trial = Trial(kept)
-
-            def measure() -> float:
-                bar.total += len(batches)
-                return mean_loss(self.model, batches, bar.update)
-
-            search = StepSearch(trial, measure, loss_before)
+            search = StepSearch(trial, self._few(batches, bar))
             try:
                 with _timed(seconds, "line search"), undisturbed(self.model):
-                    steps, loss_after = self._steps(search)
+                    steps, loss_after = self._steps(search, batches, loss_before, bar)
                 if not any(steps):
                     trial.undo()
                 else:
-                    trial.take(steps)
                     self.model.sync_config()
                     if self.optimizer is not None:
                         swap_parameters(self.optimizer, trial.resizes())
@@ -117,13 +112,39 @@ class Grower:
             seconds=seconds,
         )
 
-    def _steps(self, search: StepSearch) -> tuple[list[float], float]:
+    def _few(self, batches: list[dict], bar: tqdm) -> Callable[[], float]:
+        """Return what measures the mean loss of a few of the batches, from all over them."""
+        few = batches[:: -(-len(batches) // _SEARCH_BATCHES)]
+
+        def measure() -> float:
+            bar.total += len(few)
+            return mean_loss(self.model, few, bar.update)
+
+        return measure
+
+    def _steps(
+        self, search: StepSearch, batches: list[dict], loss_before: float, bar: tqdm
+    ) -> tuple[list[float], float]:
+        """Find the steps on a few batches and write them; zeros if the loss of all batches does not fall."""
+        nothing = [0.0] * len(search.trial.changes), loss_before
         if self.config.estimator == "random":  # no direction to search along: the dims wait for training
-            return [1.0] * len(search.trial.changes), search.loss_before
-        return search.run(self.config.refine)
+            steps = [1.0] * len(search.trial.changes)
+            search.trial.take(steps)
+            return steps, loss_before
+        steps, _ = search.run(self.config.refine)
+        if not any(steps):
+            return nothing
+        search.trial.take(steps)
+        bar.total += len(batches)
+        loss_after = mean_loss(self.model, batches, bar.update)
+        return (steps, loss_after) if loss_after < loss_before else nothing
 
     def _measure(
-        self, chosen: list[GrowableAttention], halves: tuple[list[dict], list[dict]], bar: tqdm, seconds: dict[str, float]
+        self,
+        chosen: list[GrowableAttention],
+        halves: tuple[list[dict], list[dict]],
+        bar: tqdm,
+        seconds: dict[str, float],
     ) -> tuple[float, list[Change]]:
         """Return the mean loss of the batches and what to do to each block of the chosen layers."""
         config, batches = self.config, halves[0] + halves[1]
@@ -138,10 +159,38 @@ class Grower:
                 existing: list[ExistingStep | None] = [None] * len(blocks)
                 if config.update_existing or config.method == "refactor":
                     existing = tangent_steps(self.model, blocks, batches, bar.update)
-        changes = plan(config, gradients, self.model.num_parameters())
+        changes = candidates(config, gradients)
+        if config.budget is not None:
+            with _timed(seconds, "pricing"):
+                prices = self._prices(changes, self._few(batches, bar))
+            changes = spend(config, changes, prices, self.model.num_parameters())
         for change, step in zip(changes, existing):
             change.existing, change.refactor = step, config.method == "refactor" and change.dims > 0
         return loss, changes
+
+    def _prices(self, changes: list[Change], measure: Callable[[], float]) -> list[float]:
+        """What a unit of slope is worth in each change's kind: its share of what all candidates gain at once.
+
+        All candidates are grown together for a moment. Their gain is divided between the kinds by the Shapley value,
+        the mean of what a kind adds first and what it adds last, and then among directions by their slopes.
+        """
+        kept = [change for change in changes if change.dims]
+        trial = Trial(kept)
+        try:
+            with undisturbed(self.model):
+                search = StepSearch(trial, measure)
+                steps, after = search.run()
+                gains = {}
+                for kind in self.config.chosen_kinds if any(steps) else ():
+                    alone = [step if change.gradient.block.kind is kind else 0.0 for step, change in zip(steps, kept)]
+                    gains[kind] = search.loss_before - search.loss_at(alone)
+        finally:
+            trial.undo()
+        if len(gains) == 2:
+            both, (first, second) = search.loss_before - after, gains.values()
+            gains = dict(zip(gains, ((both + first - second) / 2, (both + second - first) / 2)))
+        slopes = {kind: sum(c.slope for c in kept if c.gradient.block.kind is kind) for kind in gains}
+        return [gains[c.gradient.block.kind] / slopes[c.gradient.block.kind] if gains else 0.0 for c in changes]
 
     def _gradients(self, blocks, halves: tuple[list[dict], list[dict]], bar: tqdm) -> list[Gradient]:
         config = self.config

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from . import functional as F
 from .estimators import ESTIMATORS
 from .gradients import Block, Gradient
@@ -56,7 +58,14 @@ class GrowthConfig:
     seed: int = 0
 
     def __post_init__(self):
-        least = {"qk_dims": 0, "v_dims": 0, "multiple_of": 1, "oversampling": 0, "max_qk_head_dim": 1, "max_v_head_dim": 1}
+        least = {
+            "qk_dims": 0,
+            "v_dims": 0,
+            "multiple_of": 1,
+            "oversampling": 0,
+            "max_qk_head_dim": 1,
+            "max_v_head_dim": 1,
+        }
         for name, smallest in least.items():
             value = getattr(self, name)
             if not (name.startswith("max") and value is None) and (type(value) is not int or value < smallest):
@@ -109,31 +118,42 @@ def parameters_of_a_dim(block: Block) -> int:
     return stacked.shape[0] * stacked.shape[1] + shared.shape[0] * shared.shape[1]
 
 
-def plan(config: GrowthConfig, gradients: list[Gradient], parameters: int) -> list[Change]:
-    """Decide how many dims each block gets, and which of its directions are grown.
+def candidates(config: GrowthConfig, gradients: list[Gradient]) -> list[Change]:
+    """Return all that the config admits: with fixed widths that is the plan, with a budget the choice it has."""
+    changes = []
+    for gradient in gradients:
+        dims = config.most_dims(gradient.block)
+        changes.append(Change(gradient, dims, _smooth(gradient)[:dims] > 0))
+    return changes
 
-    With fixed widths every block gets its dims, and directions whose gain does not hold start without effect. With a
-    budget, chunks of `multiple_of` dims are bought by validated gain per weight; neighbouring directions whose gains are
-    out of order share their mean, since one direction's measured gain is mostly noise.
+
+def spend(config: GrowthConfig, changes: list[Change], prices: list[float], parameters: int) -> list[Change]:
+    """Choose among the candidates what the budget buys, by validated gain for each added weight.
 
     Args:
+        prices: for each change the step its kind would take, which makes gains of different kinds comparable.
         parameters: number of the model's weights, of which a fractional budget is a share.
     """
-    smooth = [F.decreasing(gradient.validated) for gradient in gradients]
-    most = [config.most_dims(gradient.block) for gradient in gradients]
-    if config.budget is None:
-        dims = most
-    else:
-        budget = config.budget if isinstance(config.budget, int) else int(config.budget * parameters)
-        chunks = [_chunks(g.block.attention.width(g.block.kind.shared), n, config.multiple_of) for g, n in zip(gradients, most)]
-        gains = [[values[a:b].sum().item() for a, b in spans] for values, spans in zip(smooth, chunks)]
-        costs = [[(b - a) * parameters_of_a_dim(g.block) for a, b in spans] for g, spans in zip(gradients, chunks)]
-        taken = F.allocate(gains, costs, budget)
-        dims = [spans[count - 1][1] if count else 0 for spans, count in zip(chunks, taken)]
-    return [Change(gradient, n, values[:n] > 0) for gradient, n, values in zip(gradients, dims, smooth)]
+    budget = config.budget if isinstance(config.budget, int) else int(config.budget * parameters)
+    gains, costs, ends = [], [], []
+    for change, price in zip(changes, prices):
+        block, values = change.gradient.block, _smooth(change.gradient)
+        width = block.attention.width(block.kind.shared)
+        stops = [n for n in range(1, change.dims + 1) if (width + n) % config.multiple_of == 0]
+        spans = list(zip([0, *stops], stops))
+        gains.append([price * values[start:stop].sum().item() for start, stop in spans])
+        costs.append([(stop - start) * _parameters_of_a_dim(block) for start, stop in spans])
+        ends.append([0, *stops])
+    taken = F.allocate(gains, costs, budget)
+    dims = [stops[count] for stops, count in zip(ends, taken)]
+    return [Change(change.gradient, n, change.held[:n]) for change, n in zip(changes, dims)]
 
 
-def _chunks(width: int, most: int, multiple_of: int) -> list[tuple[int, int]]:
-    """Spans of new dims that end at multiples: the first may be shorter."""
-    ends = [n for n in range(1, most + 1) if (width + n) % multiple_of == 0]
-    return list(zip([0, *ends], ends))
+def _smooth(gradient: Gradient) -> Tensor:
+    """Validated gains in order: neighbours out of order share their mean, since one direction's alone is mostly noise."""
+    return F.decreasing(gradient.validated)
+
+
+def _parameters_of_a_dim(block: Block) -> int:
+    """Weights that one more dim of every head adds to a block."""
+    return sum(side.shape[0] * side.shape[1] for side in block.old_factors())

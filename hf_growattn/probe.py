@@ -61,7 +61,9 @@ class KindProbe(nn.Module):
     def __init__(self, shared_probe: Tensor, stacked_probe: Tensor | None, heads: int, stacked_features: int):
         super().__init__()
         self.shared_probe = shared_probe
-        self.stacked_probe = shared_probe.new_zeros(heads, stacked_features, 0) if stacked_probe is None else stacked_probe
+        self.stacked_probe = (
+            shared_probe.new_zeros(heads, stacked_features, 0) if stacked_probe is None else stacked_probe
+        )
         self.zero_stacked = nn.Parameter(shared_probe.new_zeros(heads, stacked_features, shared_probe.shape[-1]))
         self.zero_shared = nn.Parameter(shared_probe.new_zeros(*shared_probe.shape[:2], self.stacked_probe.shape[-1]))
 
@@ -78,7 +80,9 @@ class KindProbe(nn.Module):
         rank = self.zero_stacked.shape[-1]
         zero = self.zero_stacked.transpose(-1, -2).flatten(0, 1)  # (H r, a)
         fixed = self.stacked_probe.transpose(-1, -2).flatten(0, 1)
-        return _ZeroProjection.apply(added[..., :rank].flatten(-2).detach(), zero) + added[..., rank:].flatten(-2) @ fixed
+        return (
+            _ZeroProjection.apply(added[..., :rank].flatten(-2).detach(), zero) + added[..., rank:].flatten(-2) @ fixed
+        )
 
 
 def _by_head(inputs: Tensor, factors: Tensor) -> Tensor:

@@ -93,7 +93,9 @@ class _Write:
 
     def take(self, step: float) -> None:
         kind, attention = self.block.kind, self.block.attention
-        touched = slice(None) if self.change.refactor or self.change.existing is not None else slice(-self.change.dims, None)
+        touched = (
+            slice(None) if self.change.refactor or self.change.existing is not None else slice(-self.change.dims, None)
+        )
         if touched.start == 0:  # no new dims, and the old ones stay
             return
         for role, factors in zip((kind.stacked, kind.shared), self.at(step)):
@@ -158,22 +160,21 @@ class StepSearch:
 
     Args:
         trial: the changes, in place.
-        measure: returns the mean loss of the batches for the weights as they are.
-        loss_before: mean loss without the changes.
+        measure: returns the mean loss for the weights as they are.
 
     Attributes:
+        loss_before: the loss without the changes.
         tried: the loss at every common step that was tried.
-        evaluations: how many times the loss was measured.
     """
 
-    def __init__(self, trial: Trial, measure: Callable[[], float], loss_before: float):
-        self.trial, self.measure, self.loss_before = trial, measure, loss_before
+    def __init__(self, trial: Trial, measure: Callable[[], float]):
+        self.trial, self.measure = trial, measure
         self.tried: dict[float, float] = {}
-        self.evaluations = 0
 
     def run(self, refine: bool = False) -> tuple[list[float], float]:
         """Return the best step of each change and the loss there; steps of 0 and the loss before if none lowers it."""
         changes = self.trial.changes
+        self.loss_before = self.loss_at([0.0] * len(changes))
         slope = sum(change.slope for change in changes)
         none = [0.0] * len(changes), self.loss_before
         if not slope > 0:
@@ -189,7 +190,9 @@ class StepSearch:
         step = _descend(self._common, step, (4.0, 2.0, 2.0**0.5))
         steps, loss = [step] * len(changes), self.tried[step]
         kinds = list(dict.fromkeys(change.gradient.block.kind for change in changes))
-        groups = [[change.gradient.block.kind is kind for change in changes] for kind in kinds] if len(kinds) > 1 else []
+        groups = (
+            [[change.gradient.block.kind is kind for change in changes] for kind in kinds] if len(kinds) > 1 else []
+        )
         if refine:
             groups += [[change is other for change in changes] for other in changes]
         for group in groups:
@@ -198,7 +201,7 @@ class StepSearch:
 
     def _common(self, step: float) -> float:
         if step not in self.tried:
-            self.tried[step] = self._loss([step] * len(self.trial.changes))
+            self.tried[step] = self.loss_at([step] * len(self.trial.changes))
         return self.tried[step]
 
     def _scaled(self, steps: list[float], loss: float, group: list[bool]) -> tuple[list[float], float]:
@@ -208,17 +211,17 @@ class StepSearch:
         def scaled(factor: float) -> list[float]:
             return [step * factor if inside else step for step, inside in zip(steps, group)]
 
-        def loss_at(factor: float) -> float:
+        def scaled_loss(factor: float) -> float:
             if factor not in losses:
-                losses[factor] = self._loss(scaled(factor))
+                losses[factor] = self.loss_at(scaled(factor))
             return losses[factor]
 
-        best = _descend(loss_at, 1.0, (4.0, 2.0))
+        best = _descend(scaled_loss, 1.0, (4.0, 2.0))
         return scaled(best), losses[best]
 
-    def _loss(self, steps: list[float]) -> float:
+    def loss_at(self, steps: list[float]) -> float:
+        """Return the mean loss with these steps, one for each change; infinity if it is not finite."""
         self.trial.take(steps)
-        self.evaluations += 1
         loss = self.measure()
         return loss if math.isfinite(loss) else math.inf
 
