@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from . import functional as F
-from .gradients import Block, Gradient, measure_moments, starvation_of, whole_gradients
+from .blocks import Block, measure_moments
+from .gradients import Gradient, starvation_of, whole_gradients
 
 ESTIMATORS = ("whitened", "pooled-truncated", "per-sequence", "gradient", "random")
 

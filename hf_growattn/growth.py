@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .attention import GrowableAttention
+from .blocks import measure_moments
 from .estimators import compared_gradients
 from .gradients import (
     SKETCH_PASSES,
     ExistingStep,
     Gradient,
     exact_gradients,
-    measure_moments,
     sketched_gradients,
     tangent_steps,
 )

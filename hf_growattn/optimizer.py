@@ -37,8 +37,8 @@ def swap_parameters(optimizer: torch.optim.Optimizer, resizes) -> None:
     """Put new parameters in the places of old ones, in one step: groups, order and state stay.
 
     Args:
-        resizes: records with `old`, `new` (parameters), `axis` and `positions`; `GrowableAttention.widen` gives them. No
-            positions mean that the old entries have no successors: momentum starts anew.
+        resizes: records with `old`, `new` (parameters), `axis` and `positions`; `GrowableAttention.widen` gives them.
+            No positions mean that the old entries have no successors: momentum starts anew.
     """
     new_of = {id(resize.old): resize.new for resize in resizes}
     # Everything that can fail for want of memory comes first.

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from . import functional as F
+from .blocks import Block
 from .estimators import ESTIMATORS
-from .gradients import Block, Gradient
+from .gradients import Gradient
 from .probe import MESSAGES, PATTERNS, Kind
 from .trial import Change
 
@@ -34,7 +35,7 @@ class GrowthConfig:
         refine: search a step for each layer and kind after the common one.
         estimator: where directions come from. "whitened" is the method; the others are there to compare.
         ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
-        oversampling: probe dims beyond the wanted ones in the sketch.
+        oversampling: probe dims beyond the wanted ones in the sketch, half of them for either half of the batches.
         seed: of the sketch's random inputs.
 
     Raises:
@@ -54,7 +55,7 @@ class GrowthConfig:
     refine: bool = False
     estimator: str = "whitened"
     ridge: float = 0.05
-    oversampling: int = 8
+    oversampling: int = 16
     seed: int = 0
 
     def __post_init__(self):
@@ -150,7 +151,7 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
 
 
 def _smooth(gradient: Gradient) -> Tensor:
-    """Validated gains in order: neighbours out of order share their mean, since one direction's alone is mostly noise."""
+    """Validated gains in order: neighbours out of order share their mean, since one alone is mostly noise."""
     return F.decreasing(gradient.validated)
 
 

@@ -23,8 +23,8 @@ class LayerGrowth:
         starvation: share of the gradient, in the metric of the logits or outputs, that the old dims cannot follow (0 to
             1).
         existing_slope: first-order decrease of the loss per unit of step by the existing weights, where they are moved.
-        quadratic_ratio: draft 001 section 1.5, at the step that was taken: how much of the step is beyond first order in
-            it. Only moving the existing weights makes it more than 0.
+        quadratic_ratio: draft 001 section 1.5, at the step that was taken: how much of it is beyond first order. Only
+            moving the existing weights makes it more than 0.
     """
 
     layer: int

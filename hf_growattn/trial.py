@@ -93,11 +93,8 @@ class _Write:
 
     def take(self, step: float) -> None:
         kind, attention = self.block.kind, self.block.attention
-        touched = (
-            slice(None) if self.change.refactor or self.change.existing is not None else slice(-self.change.dims, None)
-        )
-        if touched.start == 0:  # no new dims, and the old ones stay
-            return
+        everything = self.change.refactor or self.change.existing is not None
+        touched = slice(0 if everything else self.old[0].shape[-1], None)
         for role, factors in zip((kind.stacked, kind.shared), self.at(step)):
             live = attention.weight(role)
             weight, bias = F.split_bias(factors, live.shape[-1])

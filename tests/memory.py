@@ -13,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
 from hf_growattn.modeling import attentions
-from hf_growattn.probe import sketched_gradients, undisturbed, whitenings
+from hf_growattn.blocks import measure_moments
+from hf_growattn.gradients import sketched_gradients
+from hf_growattn.probe import MESSAGES, PATTERNS, undisturbed
 
 BATCH, TOKENS, HEADS = 2, 2048, 8
 
@@ -44,6 +46,6 @@ if sys.argv[1] == "training":
     model(**batch).loss.backward()
 else:
     with undisturbed(model):
-        roots, _ = whitenings(model, attentions(model), [batch], ridge=0.05)
-        sketched_gradients(model, attentions(model), roots, [batch], dims=8, oversampling=8, seed=0)
+        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], [batch], ridge=0.05)
+        sketched_gradients(model, blocks, ([batch], [batch]), dims=8, oversampling=8, seed=0)
 print(json.dumps({"work": peak() - before, "square": BATCH * HEADS * TOKENS**2 * 4}))

@@ -85,7 +85,7 @@ def test_growth_lowers_the_loss_and_says_so(name):
     report = Grower(model, GrowthConfig(qk_dims=4)).grow(batches_for(name))
     assert report.applied and report.loss_after < report.loss_before
     assert report.loss_before - report.loss_after > 0.01 * report.loss_before
-    assert [layer.qk_head_dim[1] - layer.qk_head_dim[0] for layer in report.layers] == [4] * len(report.layers)
+    assert [layer.width[1] - layer.width[0] for layer in report.layers] == [4] * len(report.layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -253,5 +253,5 @@ def test_a_stock_class_refuses_the_weights(reloaded, name):
 def test_growing_again_after_reloading(reloaded):
     model = AutoModelForCausalLM.from_pretrained(reloaded[0] / "llama-5-bias")
     report = Grower(model, GrowthConfig(qk_dims=2, layers=[1])).grow(lm_batches())
-    assert report.layers[0].qk_head_dim == (20, 22)
+    assert report.layers[0].width == (20, 22)
     assert [a.qk_head_dim for a in attentions(model)] == [20, 22, 20, 20, 23]

@@ -8,10 +8,14 @@ from conftest import real_batches
 from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.functional import pattern_factors
+from hf_growattn.blocks import measure_moments
+from hf_growattn.functional import step_factors
+from hf_growattn.gradients import exact_gradients
 from hf_growattn.modeling import attentions
-from hf_growattn.probe import exact_gradients, mean_loss, undisturbed, whitenings
-from hf_growattn.trial import StepSearch, Trial
+from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
+from hf_growattn.trial import Change, StepSearch, Trial
+
+FIXED = dict(qk_dims=4, v_dims=4)
 
 
 def fingerprint(model, optimizer=None):
@@ -49,36 +53,42 @@ def fp64_loss(logits, labels, **kwargs):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+def everything(model, batches, kinds=(PATTERNS, MESSAGES), dims=4):
+    """A trial of the best directions, held or not, and the loss without them."""
+    with undisturbed(model):
+        blocks, before = measure_moments(model, attentions(model), list(kinds), batches, 0.05)
+        gradients = exact_gradients(model, blocks, (batches[0::2], batches[1::2]), dims=dims)
+    held = torch.ones(dims, dtype=torch.bool)
+    return Trial([Change(gradient, dims, held) for gradient in gradients]), before
+
+
+@pytest.mark.parametrize(
+    "kinds", [(PATTERNS,), (MESSAGES,), (PATTERNS, MESSAGES)], ids=lambda k: k[-1].name + str(len(k))
+)
 @pytest.mark.parametrize("variant", ["llama-2", "llama-5-bias", "gpt2-2"])
-def test_first_order_is_right_in_fp64(variant):
+def test_first_order_is_right_in_fp64(variant, kinds):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches()
     model.loss_function = fp64_loss
-    with undisturbed(model):
-        roots, before = whitenings(model, attentions(model), batches, ridge=0.05)
-        gradients = exact_gradients(model, attentions(model), roots, batches, dims=4)
-    trial = Trial(attentions(model), gradients)
+    trial, before = everything(model, batches, kinds)
+    slope, count = sum(change.slope for change in trial.changes), len(trial.changes)
     for promise in (1e-4, 3e-5):  # Llama's norms round to fp32, so smaller changes drown
-        step = promise / trial.slope
-        trial.take(step)
+        trial.take([promise / slope] * count)
         with undisturbed(model):
             measured = before - mean_loss(model, batches)
         print(f"{variant}: promised {promise}, measured {measured / promise:.5f} of it")
         assert measured == pytest.approx(promise, rel=0.01)
-    trial.take(0.0)
+    trial.take([0.0] * count)
     with undisturbed(model):
         assert mean_loss(model, batches) == pytest.approx(before, rel=1e-9)
 
 
 def test_first_order_is_right_on_the_real_model(real_llama):
-    model, batches = real_llama, [{"input_ids": x, "labels": x} for x in real_batches(8)]
-    with undisturbed(model):
-        roots, before = whitenings(model, attentions(model), batches, ridge=0.05)
-        gradients = exact_gradients(model, attentions(model), roots, batches, dims=8)
-    trial = Trial(attentions(model), gradients)
+    batches = [{"input_ids": x, "labels": x} for x in real_batches(8)]
+    trial, before = everything(real_llama, batches, dims=8)
     promise = 1e-3 * before
-    trial.take(promise / trial.slope)
-    with undisturbed(model):
-        measured = before - mean_loss(model, batches)
+    trial.take([promise / sum(change.slope for change in trial.changes)] * len(trial.changes))
+    with undisturbed(real_llama):
+        measured = before - mean_loss(real_llama, batches)
     print(f"promised {promise:.6f}, measured {measured:.6f}")
     assert measured == pytest.approx(promise, rel=0.01)
 
@@ -96,42 +106,52 @@ def test_the_real_model_gets_better_on_fresh_text(real_llama):
 
 def test_sketch_and_exact_growth_come_out_alike(real_llama):
     other, batches = copy.deepcopy(real_llama), real_batches(4)
-    sketched = Grower(real_llama, GrowthConfig(qk_dims=4)).grow(batches)
-    exact = Grower(other, GrowthConfig(qk_dims=4, oversampling=64)).grow(batches)
+    sketched = Grower(real_llama, GrowthConfig(**FIXED)).grow(batches)
+    exact = Grower(other, GrowthConfig(**FIXED, oversampling=64)).grow(batches)
     gained = [report.loss_before - report.loss_after for report in (sketched, exact)]
     assert gained[0] > 0.9 * gained[1]
 
 
 @pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
 def test_growing_is_deterministic(variant):
-    reports = [Grower(patch_model(build(variant)), GrowthConfig(qk_dims=2)).grow(lm_batches()) for _ in range(2)]
+    config = GrowthConfig(qk_dims=2, v_dims=2, update_existing=True)
+    reports = [Grower(patch_model(build(variant)), config).grow(lm_batches()) for _ in range(2)]
     assert reports[0].line_search == reports[1].line_search
 
 
-def test_layers_picks_some():
+@pytest.mark.parametrize("dims", [dict(qk_dims=3), dict(v_dims=3), dict(qk_dims=3, v_dims=2)])
+def test_layers_and_dims_pick_what_grows(dims):
     model = patch_model(build("llama-5-bias"))
     before = dict(model.named_parameters())
-    report = Grower(model, GrowthConfig(qk_dims=3, layers=[3, 1])).grow(lm_batches())
-    assert [layer.layer for layer in report.layers] == [3, 1]
-    assert [a.qk_head_dim for a in attentions(model)] == [16, 19, 16, 19, 16]
+    report = Grower(model, GrowthConfig(**dims, layers=[3, 1])).grow(lm_batches())
+    assert report.applied
+    assert [layer.layer for layer in report.layers] == [layer for layer in (3, 1) for _ in dims]
+    qk, v = dims.get("qk_dims", 0), dims.get("v_dims", 0)
+    widths = [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)]
+    assert widths == [(16, 16), (16 + qk, 16 + v), (16, 16), (16 + qk, 16 + v), (16, 16)]
     changed = {name for name, p in model.named_parameters() if p is not before[name]}
-    assert changed == {
-        f"model.layers.{i}.self_attn.{n}.{part}"
-        for i in (1, 3)
-        for n in ("q_proj", "k_proj")
-        for part in ("weight", "bias")
-    }
+    names = [n for n in ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias") if qk]
+    names += [n for n in ("v_proj.weight", "v_proj.bias", "o_proj.weight") if v]
+    assert changed == {f"model.layers.{i}.self_attn.{name}" for i in (1, 3) for name in names}
 
 
 def test_report_holds_and_prints_what_happened():
     model = patch_model(build("llama-5-bias"))
     count = model.num_parameters()
-    report = Grower(model, GrowthConfig(qk_dims=4)).grow(lm_batches())
-    assert report.added_parameters == model.num_parameters() - count == 5 * 4 * 6 * (48 + 1)
-    assert report.predicted_gain == pytest.approx(report.step_size * sum(layer.slope for layer in report.layers))
-    assert report.line_search[report.step_size] == report.loss_after == min(report.line_search.values())
-    assert all(0 <= layer.starvation <= 1 and layer.slope > 0 for layer in report.layers)
-    assert set(report.seconds) == {"moments", "probe", "line search"}
+    report = Grower(model, GrowthConfig(**FIXED)).grow(lm_batches())
+    patterns, messages = 4 * 6 * (48 + 1), 4 * (4 * 48 + 2 * (48 + 1))
+    assert report.added_parameters == model.num_parameters() - count == 5 * (patterns + messages)
+    steps = [layer.step_size for layer in report.layers]
+    assert all(steps) and len({*steps[0::2]}) == len({*steps[1::2]}) == 1  # one for each kind
+    for layer in report.layers:
+        assert 0 <= layer.starvation <= 1 and layer.quadratic_ratio == layer.existing_slope == 0
+        assert layer.width == (16, 20) and len(layer.in_sample) == len(layer.validated) == len(layer.held) == 4
+        assert list(layer.in_sample) == sorted(layer.in_sample, reverse=True)
+        held = [value for value, kept in zip(layer.validated, layer.held) if kept]
+        assert layer.predicted_gain == pytest.approx(layer.step_size * sum(held))
+    assert report.predicted_gain == pytest.approx(sum(layer.predicted_gain for layer in report.layers))
+    assert report.loss_after < report.loss_before
+    assert set(report.seconds) == {"moments", "probe", "solving", "line search"}
     text = str(report)
     assert "16 -> 20" in text and f"{report.loss_after:.4f}" in text and "parameters added" in text
     batches = lm_batches()
@@ -139,29 +159,51 @@ def test_report_holds_and_prints_what_happened():
         assert mean_loss(model, batches) == pytest.approx(report.loss_after, rel=1e-5)
 
 
+class _Curve:
+    """Stands for a trial: a loss with one minimum, at a step of its own for each change."""
+
+    def __init__(self, best, kinds):
+        self.best = best
+        block = lambda kind: type("Block", (), {"kind": kind})  # noqa: E731
+        gradient = lambda kind: type("Gradient", (), {"block": block(kind)})  # noqa: E731
+        self.changes = [
+            type("Change", (), {"slope": 2 / b, "quadratic_ratio": 0.0, "gradient": gradient(kind)})
+            for b, kind in zip(best, kinds)
+        ]
+
+    def take(self, steps):
+        self.steps = steps
+
+    def measure(self):
+        return 1 + sum((1 - step / best) ** 2 for step, best in zip(self.steps, self.best))
+
+
 def test_no_grid_ends_the_search():
     """Steps of 1e-9 and of 1e9 are found alike: the search has no ends, only a curve that turns."""
-
-    class Curve:
-        slope = 1.0
-
-        def take(self, step):
-            self.step = step
-
-    class Bar:
-        total = 0
-
-        def update(self):
-            pass
-
     for best in (1e-9, 1e-3, 1.0, 1e9):
-        trial = Curve()
-        trial.slope = 2 / best
-        search = StepSearch(trial, None, [], 1.0, Bar())
-        losses = search.tried
-        search._loss = lambda step, best=best, losses=losses: losses.setdefault(step, (1 - step / best) ** 2)
-        step, loss = search.run()
-        assert step == pytest.approx(best, rel=0.3) and loss < 0.1
+        curve = _Curve([best], [PATTERNS])
+        (step,), loss = StepSearch(curve, curve.measure).run()
+        assert step == pytest.approx(best, rel=0.3) and loss < 1.1
+
+
+def test_each_kind_and_then_each_layer_finds_its_own_step():
+    best, kinds = [1.0, 2.0, 3e-4, 6e-4], [PATTERNS, PATTERNS, MESSAGES, MESSAGES]
+    curve = _Curve(best, kinds)
+    steps, loss = StepSearch(curve, curve.measure).run()
+    assert steps[0] == steps[1] and steps[2] == steps[3] and steps[0] == pytest.approx(1.2, rel=0.5)
+    assert steps[2] == pytest.approx(3.6e-4, rel=0.5)
+    refined, lower = StepSearch(curve, curve.measure).run(refine=True)
+    assert lower < loss
+    for step, wanted in zip(refined, best):
+        assert step == pytest.approx(wanted, rel=0.5)
+
+
+def test_the_search_starts_where_the_linear_model_is_trusted():
+    curve = _Curve([1.0], [PATTERNS])
+    curve.changes[0].quadratic_ratio = 1e4
+    search = StepSearch(curve, curve.measure)
+    search.run()
+    assert next(iter(search.tried)) == pytest.approx(0.1 / 1e4)
 
 
 @pytest.mark.parametrize("variant", ["llama-2", "llama-5-bias", "gpt2-2"])
@@ -175,19 +217,21 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
     model.train()
 
     def uphill(*args):  # every step along these makes the loss worse
-        new_q, new_k = pattern_factors(*args)
-        return new_q, -new_k
+        stacked, shared = step_factors(*args)
+        return stacked, -shared
 
-    monkeypatch.setattr("hf_growattn.functional.pattern_factors", uphill)
-    report = Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(lm_batches())
-    assert not report.applied and report.step_size == 0 and report.predicted_gain == 0
+    monkeypatch.setattr("hf_growattn.functional.step_factors", uphill)
+    report = Grower(model, GrowthConfig(**FIXED), optimizer).grow(lm_batches())
+    assert not report.applied and report.predicted_gain == 0
     assert report.loss_after == report.loss_before and report.added_parameters == 0
-    assert "Rolled back" in str(report) and len(report.line_search) > 3
+    assert "no step lowers the loss" in str(report) and len(report.line_search) > 3
     assert same(fingerprint(model, optimizer), before)
     assert torch.equal(model.eval()(**lm_batches()[0]).logits, logits)
 
 
-@pytest.mark.parametrize("phase", ["whitenings", "sketched_gradients", "StepSearch", "swap_parameters", "Trial"])
+@pytest.mark.parametrize(
+    "phase", ["measure_moments", "sketched_gradients", "tangent_steps", "StepSearch", "swap_parameters", "Trial"]
+)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
 def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, monkeypatch):
     import hf_growattn.growth as growth
@@ -205,14 +249,19 @@ def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, mon
             return original(*args, **kwargs)
         if phase == "StepSearch":
             search = original(*args, **kwargs)
-            search.bar = type("Bar", (), {"total": 0, "update": _fail_at(7, error)})()
+            measure, calls = search.measure, iter(range(100))
+            search.measure = lambda: measure() if next(calls) < 7 else _raise(error)
             return search
         raise error("on purpose")
 
     monkeypatch.setattr(growth, phase, failing)
     with pytest.raises(error):
-        Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(lm_batches())
+        Grower(model, GrowthConfig(**FIXED, update_existing=True), optimizer).grow(lm_batches())
     assert same(fingerprint(model, optimizer), before)
+
+
+def _raise(error):
+    raise error("on purpose")
 
 
 def _fail_at(call, error):
@@ -224,7 +273,7 @@ def _fail_at(call, error):
         calls.append(args)
         if len(calls) == call:
             raise error("on purpose")
-        return _resize(*args) if len(args) == 5 else None
+        return _resize(*args)
 
     return maybe
 

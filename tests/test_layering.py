@@ -13,10 +13,19 @@ MAY_IMPORT = {
     "configuration": {"architectures"},
     "modeling": {"configuration", "attention", "architectures"},
     "patch": {"modeling", "configuration", "attention", "architectures"},
+    "views": {"modeling", "attention", "architectures", "functional"},
     "probe": {"attention", "functional"},
-    "trial": {"probe", "attention", "functional"},
-    "growth": {"trial", "probe", "functional", "optimizer", "modeling", "attention"},
-    "__init__": {"attention", "growth", "patch"},
+    "blocks": {"probe", "attention", "functional"},
+    "gradients": {"blocks", "probe", "attention", "functional"},
+    "estimators": {"gradients", "blocks", "functional"},
+    "trial": {"gradients", "probe", "attention", "functional"},
+    "plan": {"trial", "estimators", "gradients", "blocks", "probe", "functional"},
+    "report": set(),
+    "growth": {
+        *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
+        *("optimizer", "modeling", "attention"),
+    },
+    "__init__": {"attention", "growth", "patch", "plan", "report"},
 }
 TRAVELLING = ("architectures", "attention", "configuration", "modeling")
 

@@ -14,54 +14,66 @@ from transformers.masking_utils import eager_mask
 
 from hf_growattn import functional as F
 from hf_growattn import patch_model
+from hf_growattn.blocks import measure_moments
+from hf_growattn.gradients import exact_gradients, sketched_gradients, tangent_steps
 from hf_growattn.modeling import attentions
-from hf_growattn.probe import (
-    PatternProbe,
-    batch_loss,
-    exact_gradients,
-    sketched_gradients,
-    undisturbed,
-    whitenings,
-)
+from hf_growattn.probe import MESSAGES, PATTERNS, KindProbe, Probe, batch_loss, undisturbed
 
 VARIANTS = ["llama-2", "llama-5-bias", "gpt2-2", "gpt2-5-scaled"]
 
 
 def _materialised(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Eager attention that keeps its logits, and their gradient, for a test to read."""
+    """Eager attention that keeps its logits, their gradient and its weights for a test to read."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     module.logits = (query @ key.mT * scaling).requires_grad_()
     module.logits.retain_grad()
-    weights = torch.softmax(module.logits + attention_mask, dim=-1)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
+    module.attended = torch.softmax(module.logits + attention_mask, dim=-1)
+    return (module.attended @ value).transpose(1, 2).contiguous(), module.attended
 
 
 AttentionInterface.register("materialised", _materialised)
 AttentionMaskInterface.register("materialised", eager_mask)
 
 
-def cross_from_logits(model, batches):
-    """`T = s sum_n X_n^T G_n X_n` of every head, from materialised logits: a list of (H, d + 1, d + 1)."""
-    inputs = {}
+def _keep(module, args, kwargs, output):
+    module.inputs, module.outputs = args[0] if args else kwargs["hidden_states"], output[0]
+    module.outputs.retain_grad()
+
+
+def crosses(model, batches):
+    """`T` of every head from what is materialised: lists of (H, d + 1, d + 1) for patterns, (H, d, d + 1) for messages.
+
+    Patterns: `s sum_n X_n^T G_n X_n`; messages: `sum_n (dL/dY_n)^T A_n X_n`.
+    """
     layers = attentions(model)
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda module, args, kwargs: inputs.__setitem__(module, args[0] if args else kwargs["hidden_states"]),
-            with_kwargs=True,
-        )
-        for layer in layers
-    ]
+    hooks = [layer.register_forward_hook(_keep, with_kwargs=True) for layer in layers]
     model.set_attn_implementation("materialised")
-    crosses = [0.0] * len(layers)
+    patterns, messages = [0.0] * len(layers), [0.0] * len(layers)
     for batch in batches:
         model(**batch).loss.backward()
         for index, layer in enumerate(layers):
-            x = F.augment(inputs[layer].detach())
-            crosses[index] += layer.scaling * torch.einsum("nia,nhij,njb->hab", x, layer.logits.grad, x) / len(batches)
+            x = F.augment(layer.inputs.detach())
+            patterns[index] += layer.scaling * torch.einsum("nia,nhij,njb->hab", x, layer.logits.grad, x) / len(batches)
+            attended = layer.attended.detach() @ x[:, None]
+            messages[index] += torch.einsum("nia,nhib->hab", layer.outputs.grad, attended) / len(batches)
     for hook in hooks:
         hook.remove()
-    return crosses
+    return {"patterns": patterns, "messages": messages}
+
+
+def halved(batches):
+    return batches[0::2], batches[1::2]
+
+
+def cut(cross, block):
+    """A materialised cross without the constant features that the block's projections lack."""
+    stacked, shared = block.old_factors()
+    return cross[:, : stacked.shape[1], : shared.shape[1]]
+
+
+def measured(model, batches, ridge=0.05, kinds=(PATTERNS, MESSAGES)):
+    return measure_moments(model, attentions(model), list(kinds), batches, ridge)
 
 
 @pytest.mark.parametrize(
@@ -70,127 +82,178 @@ def cross_from_logits(model, batches):
     [("eager", torch.float32), ("sdpa", torch.float32), ("sdpa", torch.float64)],
 )
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_probe_reads_the_gradient_of_the_logits(variant, attention, dtype):
+def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtype):
     batches = lm_batches()
-    expected = cross_from_logits(patch_model(build(variant, dtype=dtype)), batches)
+    expected = crosses(patch_model(build(variant, dtype=dtype)), batches)
     model = patch_model(build(variant, attention=attention, dtype=dtype))
     layers = attentions(model)
-    probes = []
     with undisturbed(model):
         for layer in layers:
-            heads, groups = layer.heads("query"), layer.heads("key")
-            features = layer.config.hidden_size + (layer.bias("query") is not None)
-            identity = torch.eye(features, dtype=dtype)
-            psi = torch.randn(heads, features, 3, dtype=dtype)
-            layer.extension = PatternProbe(identity.expand(groups, -1, -1), psi, heads, features)
-            probes.append(layer.extension)
+            probes = {}
+            for kind in (PATTERNS, MESSAGES):
+                heads, groups, hidden = layer.heads("query"), layer.heads("key"), layer.config.hidden_size
+                stacked = hidden + (layer.bias(kind.stacked) is not None)
+                shared = hidden + (layer.bias(kind.shared) is not None)
+                identity = torch.eye(shared, dtype=dtype).expand(groups, -1, -1)
+                probes[kind.name] = KindProbe(identity, torch.randn(heads, stacked, 3, dtype=dtype), heads, stacked)
+            layer.extension = Probe(**probes)
         plain = [build(variant, attention=attention, dtype=dtype)(**batch).loss for batch in batches]
         for batch, loss in zip(batches, plain):
             probed = batch_loss(model, batch, 0)
             torch.testing.assert_close(probed, loss, rtol=1e-5, atol=0)
             probed.backward()
-    for layer, probe, cross in zip(layers, probes, expected):
-        features = probe.zero_query.shape[1]
-        cross = cross[:, :features, :features]
-        read = probe.zero_query.grad / len(batches)
-        assert (read - cross).norm() <= 1e-5 * cross.norm()
-        mirrored = (cross.mT @ probe.query_probe).unflatten(0, (layer.heads("key"), -1)).sum(1)
-        assert (probe.zero_key.grad / len(batches) - mirrored).norm() <= 1e-5 * mirrored.norm()
+        for index, layer in enumerate(layers):
+            for kind in (PATTERNS, MESSAGES):
+                probe = getattr(layer.extension, kind.name)
+                cross = expected[kind.name][index][:, : probe.zero_stacked.shape[1], : probe.shared_probe.shape[1]]
+                read = probe.zero_stacked.grad / len(batches)
+                assert (read - cross).norm() <= 1e-5 * cross.norm()
+                mirrored = (cross.mT @ probe.stacked_probe).unflatten(0, (layer.heads("key"), -1)).sum(1)
+                assert (probe.zero_shared.grad / len(batches) - mirrored).norm() <= 1e-5 * mirrored.norm()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_exact_directions_are_those_of_the_whitened_gradient(variant):
-    batches = lm_batches()
-    expected = cross_from_logits(patch_model(build(variant)), batches)
+    batches = [*lm_batches(), *lm_batches(seed=31)]  # the halves are lists of three
+    halves = halved(batches)
+    parts = [crosses(patch_model(build(variant)), half) for half in halves]
     model = patch_model(build(variant))
-    layers = attentions(model)
     with undisturbed(model):
-        roots, loss = whitenings(model, layers, batches, ridge=0.05)
-        gradients = exact_gradients(model, layers, roots, batches, dims=4)
+        blocks, loss = measured(model, batches)
+        gradients = exact_gradients(model, blocks, halves, dims=4)
     assert loss == pytest.approx(sum(model(**b).loss.item() for b in batches) / len(batches), rel=1e-6)
-    for layer, root, gradient, cross in zip(layers, roots, gradients, expected):
-        cross = cross[:, : len(root.query_root), : len(root.key_root)]
-        groups = layer.heads("key")
-        whole = F.whiten(cross, root.query_whitening, root.key_whitening, groups)
-        query = F.join_bias(layer.weight("query"), layer.bias("query"))
-        key = F.join_bias(layer.weight("key"), layer.bias("key"))
-        residual = F.bottleneck(
-            whole,
-            F.column_basis(F.stack_groups(root.query_root @ query, groups)),
-            F.column_basis(root.key_root @ key),
-        )
-        torch.testing.assert_close(gradient.sigma, torch.linalg.svdvals(residual)[:, :4], rtol=1e-4, atol=0)
-        assert gradient.starvation == pytest.approx((residual.norm() / whole.norm()).item(), rel=1e-4)
+    for block, gradient in zip(blocks, gradients):
+        layer, roots = attentions(model).index(block.attention), block.roots
+        whole = [
+            F.whiten(
+                cut(part[block.kind.name][layer], block), roots.stacked_whitening, roots.shared_whitening, block.groups
+            )
+            for part in parts
+        ]
+        bases = [F.column_basis(factors) for factors in block.whitened_factors()]
+        first, second = (F.bottleneck(part, *bases) for part in whole)
+        sigma = torch.linalg.svdvals((first + second) / 2)[:, :4]
+        torch.testing.assert_close(gradient.sigma, sigma, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(gradient.in_sample, sigma.square().sum(0), rtol=1e-3, atol=1e-9)
+        # Validated: the directions of one half, judged by the other.
+        validated = 0
+        for own, other in ((first, second), (second, first)):
+            u, s, v = F.best_directions(own, 4)
+            validated = validated + (s * (u * (other @ v)).sum(-2)).sum(0) / 2
+        scale = gradient.in_sample.max().item()
+        torch.testing.assert_close(gradient.validated, validated, rtol=1e-3, atol=1e-3 * scale)
+        agreed = (whole[0] * whole[1]).sum()
+        share = ((first * second).sum() / agreed).clamp(0, 1).sqrt().item() if agreed > 0 else 0
+        assert gradient.starvation == pytest.approx(share, rel=1e-3)
+
+
+@pytest.mark.parametrize("variant", ["gpt2-2", "gpt2-5-scaled", "llama-5-bias"])
+def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
+    """Where nothing rotates the ordinary gradients are `T W_K` and `T^T W_Q`; messages never rotate."""
+    batches = lm_batches()
+    expected = crosses(patch_model(build(variant)), batches)
+    model = patch_model(build(variant))
+    with undisturbed(model):
+        blocks, _ = measured(model, batches)
+        steps = tangent_steps(model, blocks, batches)
+        assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+    for block, step in zip(blocks, steps):
+        assert step.slope > 0
+        if block.kind is PATTERNS and block.attention.rotate is not None:
+            continue
+        layer = attentions(model).index(block.attention)
+        cross = cut(expected[block.kind.name][layer], block)
+        whole = F.whiten(cross, block.roots.stacked_whitening, block.roots.shared_whitening, block.groups)
+        stacked, shared = block.whitened_factors()
+        tangent = whole - F.bottleneck(whole, F.column_basis(stacked), F.column_basis(shared))
+        moved = step.stacked @ shared.mT + stacked @ step.shared.mT
+        assert (moved + tangent).norm() <= 1e-3 * tangent.norm()
+        assert step.slope == pytest.approx(tangent.square().sum().item(), rel=1e-3)
 
 
 def test_moments_leave_padding_out():
     model = patch_model(build("llama-2"))
-    layers = attentions(model)
     with undisturbed(model):
-        both = whitenings(model, layers, [{**padded(), "labels": tokens()}], ridge=0.05)[0]
+        both = measured(model, [{**padded(), "labels": tokens()}])[0]
         alone = padded()
         rows = [
             {"input_ids": alone["input_ids"][i : i + 1, 2 * i :], "labels": tokens()[i : i + 1, 2 * i :]}
             for i in range(3)
         ]
-        apart = whitenings(model, layers, rows, ridge=0.05)[0]
+        apart = measured(model, rows)[0]
     for one, other in zip(both, apart):
-        torch.testing.assert_close(one.query_root, other.query_root, rtol=1e-4, atol=1e-5)
+        for name in ("stacked_root", "shared_root"):
+            torch.testing.assert_close(getattr(one.roots, name), getattr(other.roots, name), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["stories260K", "tinystories-3M-gpt2"])
 def test_sketch_keeps_the_gain(name):
     model = patch_model(real_model(name))
-    layers, batches = attentions(model), [{"input_ids": x, "labels": x} for x in real_batches(4, name)]
+    halves = halved([{"input_ids": x, "labels": x} for x in real_batches(4, name)])
     with undisturbed(model):
-        roots, _ = whitenings(model, layers, batches, ridge=0.05)
-        exact = exact_gradients(model, layers, roots, batches, dims=16)
+        blocks, _ = measured(model, halves[0] + halves[1])
+        exact = exact_gradients(model, blocks, halves, dims=16)
         for dims in (2, 4, 8, 16):
-            sketched = sketched_gradients(model, layers, roots, batches, dims, oversampling=8, seed=dims)
-            kept = [
-                F.first_order_gain(s.sigma) / F.first_order_gain(e.sigma[:, :dims]) for s, e in zip(sketched, exact)
-            ]
-            kept = torch.cat(kept)
-            print(f"{name}: p={dims}, mean {kept.mean():.4f}, least {kept.min():.4f}")
-            assert kept.mean() >= 0.95
-            assert kept.max() <= 1 + 1e-4
-            for one, other in zip(sketched, exact):
-                assert one.starvation == pytest.approx(other.starvation, rel=0.2)
+            sketched = sketched_gradients(model, blocks, halves, dims, oversampling=16, seed=dims)
+            for kind in (PATTERNS, MESSAGES):
+                pairs = [(s, e) for s, e in zip(sketched, exact) if s.block.kind is kind]
+                kept = torch.cat(
+                    [F.first_order_gain(s.sigma) / F.first_order_gain(e.sigma[:, :dims]) for s, e in pairs]
+                )
+                validated = [sum(g.validated[:dims].sum().item() for g in gradients) for gradients in zip(*pairs)]
+                print(
+                    f"{name}: {kind.name}, p={dims}, mean {kept.mean():.4f}, least {kept.min():.4f}, "
+                    f"validated {validated[0] / validated[1]:.3f} of the exact one"
+                )
+                assert kept.mean() >= 0.95
+                assert kept.max() <= 1 + 1e-4
+                assert validated[0] == pytest.approx(validated[1], rel=0.15)
+            starved = [sum(g.starvation for g in gradients) / len(blocks) for gradients in (sketched, exact)]
+            assert starved[0] == pytest.approx(starved[1], rel=0.1)
 
 
 def test_sketched_gain_is_what_the_exact_gradient_gives_its_directions():
-    model = patch_model(build("llama-5-bias"))
-    layers, batches = attentions(model), lm_batches()
-    expected = cross_from_logits(patch_model(build("llama-5-bias")), batches)
+    model, batches = patch_model(build("llama-5-bias")), lm_batches(4)
+    expected = crosses(patch_model(build("llama-5-bias")), batches)
     with undisturbed(model):
-        roots, _ = whitenings(model, layers, batches, ridge=0.05)
-        sketched = sketched_gradients(model, layers, roots, batches, 4, oversampling=4, seed=0)
-    for layer, gradient, cross in zip(layers, sketched, expected):
-        new_q, new_k = gradient.factors(layer.heads("query"))
-        pattern = new_q @ new_k.repeat_interleave(2, 0).mT
-        assert (cross * pattern).sum().item() == pytest.approx(-gradient.gain, rel=1e-3)
+        blocks, _ = measured(model, batches)
+        sketched = sketched_gradients(model, blocks, halved(batches), 4, oversampling=4, seed=0)
+    for gradient in sketched:
+        block = gradient.block
+        roots, layer = block.roots, attentions(model).index(block.attention)
+        stacked, shared = F.step_factors(
+            gradient.u, gradient.sigma, gradient.v, roots.stacked_whitening, roots.shared_whitening, block.heads
+        )
+        product = stacked @ shared.repeat_interleave(2, 0).mT
+        cross = cut(expected[block.kind.name][layer], block)
+        assert (cross * product).sum().item() == pytest.approx(-gradient.in_sample.sum().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
 def test_activation_checkpointing_changes_no_statistic(variant, checkpointing):
     model = patch_model(build(variant)).train()
-    layers, batches = attentions(model), lm_batches()
+    layers, halves = attentions(model), halved(lm_batches())
     if checkpointing is not None:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": checkpointing})
     recomputed = []
     layers[0].register_forward_hook(lambda *args: recomputed.append(1))
     with undisturbed(model):
-        roots, _ = whitenings(model, layers, batches, ridge=0.05)
+        blocks, _ = measured(model, halves[0] + halves[1])
         del recomputed[:]
-        gradients = exact_gradients(model, layers, roots, batches, dims=4)
-    assert len(recomputed) == len(batches) * (1 if checkpointing is None else 2)
+        gradients = exact_gradients(model, blocks, halves, dims=4)
+        assert len(recomputed) == 3 * (1 if checkpointing is None else 2)
+        steps = tangent_steps(model, blocks, halves[0])
     reference = patch_model(build(variant))
     with undisturbed(reference):
-        expected = exact_gradients(reference, attentions(reference), roots, batches, dims=4)
+        blocks, _ = measured(reference, halves[0] + halves[1])
+        expected = exact_gradients(reference, blocks, halves, dims=4)
+        expected_steps = tangent_steps(reference, blocks, halves[0])
     for one, other in zip(gradients, expected):
         torch.testing.assert_close(one.sigma, other.sigma, rtol=1e-4, atol=1e-7)
+    for one, other in zip(steps, expected_steps):
+        assert one.slope == pytest.approx(other.slope, rel=1e-4)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -215,8 +278,9 @@ def test_nothing_is_disturbed(variant, fails):
     batches = batches[:2] if not fails else [batches[0], {"input_ids": tokens() + 1000, "labels": tokens()}]
     try:
         with undisturbed(model):
-            roots, _ = whitenings(model, layers, batches[:1], ridge=0.05)
-            sketched_gradients(model, layers, roots, batches, 2, oversampling=2, seed=0)
+            blocks, _ = measured(model, batches[:1])
+            tangent_steps(model, blocks, batches[:1])
+            sketched_gradients(model, blocks, (batches[:1], batches[1:]), 2, oversampling=2, seed=0)
         assert not fails
     except IndexError:
         assert fails
@@ -235,16 +299,15 @@ def test_nothing_is_disturbed(variant, fails):
 
 
 def test_statistics_are_fp32_whatever_the_model():
-    model = patch_model(build("llama-2", dtype=torch.bfloat16))
-    layers, batches = attentions(model), lm_batches()
-    with undisturbed(model):
-        roots, _ = whitenings(model, layers, batches, ridge=0.05)
-        gradients = exact_gradients(model, layers, roots, batches, dims=4)
-    reference = patch_model(build("llama-2"))
-    with undisturbed(reference):
-        expected = exact_gradients(reference, attentions(reference), roots, batches, dims=4)
-    for root, one, other in zip(roots, gradients, expected):
-        assert root.query_root.dtype == one.sigma.dtype == torch.float32
+    halves = halved(lm_batches())
+    model, reference = patch_model(build("llama-2", dtype=torch.bfloat16)), patch_model(build("llama-2"))
+    gradients = []
+    for one in (model, reference):
+        with undisturbed(one):
+            blocks, _ = measured(one, halves[0] + halves[1])
+            gradients.append(exact_gradients(one, blocks, halves, dims=4))
+    for one, other in zip(*gradients):
+        assert one.block.roots.shared_root.dtype == one.sigma.dtype == torch.float32
         # bf16 keeps 8 bits, and this net of wide random weights amplifies them.
         torch.testing.assert_close(one.sigma, other.sigma, rtol=0.3, atol=0)
 
