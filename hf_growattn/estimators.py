@@ -50,11 +50,10 @@ def compared_gradients(
             continue
         together = weights[0] * parts[0] + weights[1] * parts[1]
         u, sigma, v = _whitened_directions(block, weights[0] * target[0] + weights[1] * target[1], dims)
-        validated = 0.0
-        for half in (0, 1):
-            own = _whitened_directions(block, target[half], dims)
-            validated = validated + _gain(*own, parts[1 - half]) / 2
-        gradients.append(Gradient(block, u, sigma, v, _gain(u, sigma, v, together), validated, starvation))
+        halves = tuple(_whitened_directions(block, part, dims) for part in target)
+        validated = (_gain(*halves[0], parts[1]) + _gain(*halves[1], parts[0])) / 2
+        in_sample = _gain(u, sigma, v, together)
+        gradients.append(Gradient(block, u, sigma, v, in_sample, validated, starvation, halves))
     return gradients
 
 

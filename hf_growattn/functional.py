@@ -237,7 +237,11 @@ def tangent_step(
     """
 
     def half(gradient: Tensor, own: Tensor, other: Tensor) -> Tensor:
-        step = gradient @ torch.linalg.pinv(other.transpose(-1, -2) @ other, hermitian=True)
+        # (W^T W)^+ by way of the singular values of W: the product itself would square its condition.
+        _, values, vh = torch.linalg.svd(other, full_matrices=False)
+        kept = values > values[..., :1] * max(other.shape[-2:]) * torch.finfo(other.dtype).eps
+        inverse = torch.where(kept, values.square().reciprocal(), 0).unsqueeze(-2)
+        step = gradient @ (vh.transpose(-1, -2) * inverse) @ vh
         basis = column_basis(own)
         return -(step - basis @ (basis.transpose(-1, -2) @ step) / 2)
 
@@ -278,7 +282,7 @@ def balanced_factors(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Te
     """
     left_basis, left_core = torch.linalg.qr(left)
     right_basis, right_core = torch.linalg.qr(right)
-    u, sigma, vh = torch.linalg.svd(left_core @ right_core.transpose(-1, -2))
+    u, sigma, vh = torch.linalg.svd(left_core @ right_core.transpose(-1, -2), full_matrices=False)
     magnitude = sigma[..., :rank].sqrt().unsqueeze(-2)
     factors = (left_basis @ u[..., :rank] * magnitude, right_basis @ vh[..., :rank, :].transpose(-1, -2) * magnitude)
     missing = rank - factors[0].shape[-1]

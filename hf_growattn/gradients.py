@@ -28,6 +28,7 @@ class Gradient:
         in_sample: decrease of the loss per unit of step of each dim, over all heads, on its own batches: (p,).
         validated: the same on batches that the direction was not chosen from: (p,).
         starvation: share of the whitened gradient that the old dims cannot follow, between 0 and 1.
+        halves: `u, sigma, v` as either half of the batches alone gives them, to be judged on the other.
     """
 
     block: Block
@@ -37,6 +38,7 @@ class Gradient:
     in_sample: Tensor
     validated: Tensor
     starvation: float
+    halves: tuple[tuple[Tensor, Tensor, Tensor], ...]
 
 
 class _Measurement:
@@ -99,33 +101,37 @@ class _Side:
         products = weights[0] * self.products[0] + weights[1] * self.products[1]
         return F.directions_from_products(self.inputs, products, dims)[:3]
 
-    def validated(self, half: int, dims: int) -> tuple[Tensor, Tensor]:
-        """Directions of one half: their own values, and what the other half says of them, each (G, p)."""
+    def validated(self, half: int, dims: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Directions of one half as `directions` gives them, and their values as the other half sees them, (G, p)."""
         columns = self.owned[half]
-        left, values, _, weights = F.directions_from_products(
+        left, values, right, weights = F.directions_from_products(
             self.inputs[..., columns], self.products[half][..., columns], dims
         )
         other = self.products[1 - half][..., columns] @ weights
-        return values, (left * other).sum(-2)
+        return left, values, right, (left * other).sum(-2)
 
 
 def _gradient(block: Block, sides: list[_Side], sizes: tuple[int, int], dims: int, starvation: float) -> Gradient:
     """Choose for each group the side that gains more; the second of two sides holds the mirrored products."""
     weights = (sizes[0] / sum(sizes), sizes[1] / sum(sizes))
-    u, sigma, v = sides[0].directions(weights, dims)
-    halves = [sides[0].validated(half, dims) for half in (0, 1)]
+    together = [side.directions(weights, dims) for side in sides]
+    halves = [[side.validated(half, dims) for side in sides] for half in (0, 1)]
     if len(sides) == 2:
-        v2, sigma2, u2 = sides[1].directions(weights, dims)
-        better = (F.first_order_gain(sigma) >= F.first_order_gain(sigma2))[:, None]
-        u, v = torch.where(better[..., None], u, u2), torch.where(better[..., None], v, v2)
-        sigma = torch.where(better, sigma, sigma2)
-        for half in (0, 1):
-            own, other = halves[half]
-            own2, other2 = sides[1].validated(half, dims)
-            better = (F.first_order_gain(own) >= F.first_order_gain(own2))[:, None]
-            halves[half] = torch.where(better, own, own2), torch.where(better, other, other2)
-    validated = sum((own * other).sum(0) for own, other in halves) / 2
-    return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, starvation)
+        for found in (together, *halves):
+            found[1] = (found[1][2], found[1][1], found[1][0], *found[1][3:])
+    u, sigma, v = _better(*together)
+    halves = [_better(*found) for found in halves]
+    validated = sum((own * other).sum(0) for _, own, _, other in halves) / 2
+    own = tuple(tuple(found[:3]) for found in halves)
+    return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, starvation, own)
+
+
+def _better(one: tuple[Tensor, ...], other: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+    """For each group the one of two sets of directions `u, sigma, v, ...` that gains more to first order."""
+    if other is None:
+        return one
+    better = F.first_order_gain(one[1]) >= F.first_order_gain(other[1])
+    return tuple(torch.where(better.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other))
 
 
 def starvation_of(residual: Tensor, total: Tensor) -> float:
@@ -186,50 +192,74 @@ def whole_gradients(
 
 @dataclass
 class ExistingStep:
-    """A step of size 1 of one block's existing factors.
+    """A step of size 1 of one block's existing factors, as far as it holds on unseen batches.
 
     Attributes:
         stacked, shared: whitened changes, (G, g a, k) and (G, b, k).
-        slope: first-order decrease of the loss.
+        slope: first-order decrease of the loss on the batches it comes from.
+        validated: the same on batches that it does not come from.
         quadratic_ratio: `||dS_quad|| / ||dS_lin||`, in proportion to the size of the step.
     """
 
     stacked: Tensor
     shared: Tensor
     slope: float
+    validated: float
     quadratic_ratio: float
 
 
 def tangent_steps(
-    model: nn.Module, blocks: list[Block], batches: list[dict], tick: Callable[[], None] = lambda: None
-) -> list["ExistingStep"]:
+    model: nn.Module,
+    blocks: list[Block],
+    halves: tuple[list[dict], list[dict]],
+    tick: Callable[[], None] = lambda: None,
+) -> list[ExistingStep]:
     """Return the steepest step of each block's existing factors.
 
     Read off the ordinary gradients of the weights in one pass: without rotation they are `T W_K` and `T^T W_Q`. Where
     the old dims rotate, `T` depends on the offset; their true gradients are used, so the step descends, in a metric
-    that leaves the rotation out. Call inside `undisturbed`.
+    that leaves the rotation out. The step is shortened to the share of its gain that holds when either half of the
+    batches judges what the other found. Call inside `undisturbed`.
     """
     for block in blocks:
         for role in (block.kind.stacked, block.kind.shared):
             block.attention.projection(role).requires_grad_(True)
-    backward(model, batches, tick)
-    steps = []
-    for block in blocks:
-        whitened = []
-        for role, whitening in (
-            (block.kind.stacked, block.roots.stacked_whitening),
-            (block.kind.shared, block.roots.shared_whitening),
-        ):
-            gradient = F.join_bias(block.attention.weight_gradient(role), block.attention.bias_gradient(role))
-            whitened.append(F.apply_root(whitening, gradient.to(block.roots.shared_root.dtype) / len(batches)))
-        gradients = F.stack_groups(whitened[0], block.groups), whitened[1]
-        factors = block.whitened_factors()
-        changes = F.tangent_step(*gradients, *factors)
-        slope = -sum((gradient * change).sum().item() for gradient, change in zip(gradients, changes))
-        steps.append(ExistingStep(*changes, slope, F.quadratic_ratio(*changes, *factors).item()))
+    read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
+    for batches in halves:
+        backward(model, batches, tick)
+        for block, parts in zip(blocks, read):
+            parts.append(_weight_gradients(block, len(batches)))
+        model.zero_grad(set_to_none=True)
     model.requires_grad_(False)
-    model.zero_grad(set_to_none=True)
-    return steps
+    weights = [len(half) / (len(halves[0]) + len(halves[1])) for half in halves]
+    return [_existing_step(block, parts, weights) for block, parts in zip(blocks, read)]
+
+
+def _weight_gradients(block: Block, batches: int) -> tuple[Tensor, Tensor]:
+    """The whitened gradients of the mean loss in the existing factors: (G, g a, k) and (G, b, k)."""
+    attention, kind, roots = block.attention, block.kind, block.roots
+    stacked, shared = (
+        F.join_bias(attention.weight_gradient(role), attention.bias_gradient(role)).to(roots.shared_root.dtype)
+        / batches
+        for role in (kind.stacked, kind.shared)
+    )
+    return F.stack_groups(F.apply_root(roots.stacked_whitening, stacked), block.groups), roots.shared_whitening @ shared
+
+
+def _existing_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: list[float]) -> ExistingStep:
+    factors = block.whitened_factors()
+
+    def slope(gradients: tuple[Tensor, Tensor], changes: tuple[Tensor, Tensor]) -> float:
+        return -sum((gradient * change).sum().item() for gradient, change in zip(gradients, changes))
+
+    own = [F.tangent_step(*part, *factors) for part in parts]
+    validated = (slope(parts[1], own[0]) + slope(parts[0], own[1])) / 2
+    in_sample = (slope(parts[0], own[0]) + slope(parts[1], own[1])) / 2
+    strength = min(max(validated / in_sample, 0.0), 1.0) if in_sample > 0 else 0.0
+    together = tuple(weights[0] * first + weights[1] * second for first, second in zip(*parts))
+    changes = tuple(strength * change for change in F.tangent_step(*together, *factors))
+    ratio = F.quadratic_ratio(*changes, *factors).item() if strength > 0 else 0.0
+    return ExistingStep(*changes, slope(together, changes), strength * validated, ratio)
 
 
 def sketched_gradients(

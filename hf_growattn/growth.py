@@ -88,7 +88,7 @@ class Grower:
             kept = [change for change in changes if change.dims or change.existing]
             with _timed(seconds, "solving"):
                 trial = Trial(kept)
-            search = StepSearch(trial, self._few(batches, bar))
+            search = StepSearch(trial, self._few(halves, bar))
             try:
                 with _timed(seconds, "line search"), undisturbed(self.model):
                     steps, loss_after = self._steps(search, batches, loss_before, bar)
@@ -112,13 +112,13 @@ class Grower:
             seconds=seconds,
         )
 
-    def _few(self, batches: list[dict], bar: tqdm) -> Callable[[], float]:
-        """Return what measures the mean loss of a few of the batches, from all over them."""
-        few = batches[:: -(-len(batches) // _SEARCH_BATCHES)]
+    def _few(self, halves: tuple[list[dict], ...], bar: tqdm) -> Callable[[int], float]:
+        """Return what measures the mean loss of a few of the batches of one half, from all over them."""
+        few = [half[:: -(-2 * len(half) // _SEARCH_BATCHES)] for half in halves]
 
-        def measure() -> float:
-            bar.total += len(few)
-            return mean_loss(self.model, few, bar.update)
+        def measure(half: int) -> float:
+            bar.total += len(few[half])
+            return mean_loss(self.model, few[half], bar.update)
 
         return measure
 
@@ -158,17 +158,17 @@ class Grower:
                 gradients = self._gradients(blocks, halves, bar)
                 existing: list[ExistingStep | None] = [None] * len(blocks)
                 if config.update_existing or config.method == "refactor":
-                    existing = tangent_steps(self.model, blocks, batches, bar.update)
+                    existing = tangent_steps(self.model, blocks, halves, bar.update)
         changes = candidates(config, gradients)
         if config.budget is not None:
             with _timed(seconds, "pricing"):
-                prices = self._prices(changes, self._few(batches, bar))
+                prices = self._prices(changes, self._few(halves, bar))
             changes = spend(config, changes, prices, self.model.num_parameters())
         for change, step in zip(changes, existing):
             change.existing, change.refactor = step, config.method == "refactor" and change.dims > 0
         return loss, changes
 
-    def _prices(self, changes: list[Change], measure: Callable[[], float]) -> list[float]:
+    def _prices(self, changes: list[Change], measure: Callable[[int], float]) -> list[float]:
         """What a unit of slope is worth in each change's kind: its share of what all candidates gain at once.
 
         All candidates are grown together for a moment. Their gain is divided between the kinds by the Shapley value,
@@ -258,7 +258,7 @@ class Grower:
 def _layer_growth(change: Change, step: float) -> LayerGrowth:
     gradient, block = change.gradient, change.gradient.block
     width = block.attention.width(block.kind.shared)
-    held = change.held.tolist() + [False] * (len(gradient.validated) - change.dims)
+    strength = change.strength.tolist() + [0.0] * (len(gradient.validated) - change.dims)
     return LayerGrowth(
         layer=block.attention.layer_idx,
         kind=block.kind.name,
@@ -266,9 +266,10 @@ def _layer_growth(change: Change, step: float) -> LayerGrowth:
         step_size=step,
         in_sample=tuple(gradient.in_sample.tolist()),
         validated=tuple(gradient.validated.tolist()),
-        held=tuple(held),
+        strength=tuple(strength),
         starvation=gradient.starvation,
         existing_slope=change.existing.slope if change.existing else 0.0,
+        existing_validated=change.existing.validated if change.existing else 0.0,
         quadratic_ratio=step * change.quadratic_ratio,
     )
 

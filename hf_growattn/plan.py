@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from . import functional as F
@@ -124,7 +125,7 @@ def candidates(config: GrowthConfig, gradients: list[Gradient]) -> list[Change]:
     changes = []
     for gradient in gradients:
         dims = config.most_dims(gradient.block)
-        changes.append(Change(gradient, dims, _smooth(gradient)[:dims] > 0))
+        changes.append(Change(gradient, dims, _strength(gradient)[:dims]))
     return changes
 
 
@@ -147,12 +148,18 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
         ends.append([0, *stops])
     taken = F.allocate(gains, costs, budget)
     dims = [stops[count] for stops, count in zip(ends, taken)]
-    return [Change(change.gradient, n, change.held[:n]) for change, n in zip(changes, dims)]
+    return [Change(change.gradient, n, change.strength[:n]) for change, n in zip(changes, dims)]
 
 
 def _smooth(gradient: Gradient) -> Tensor:
     """Validated gains in order: neighbours out of order share their mean, since one alone is mostly noise."""
     return F.decreasing(gradient.validated)
+
+
+def _strength(gradient: Gradient) -> Tensor:
+    """Share of each direction's gain that holds on the half it was not chosen from, between 0 and 1, (p,)."""
+    own = sum(sigma.square().sum(0) for _, sigma, _ in gradient.halves) / 2
+    return (_smooth(gradient) / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp(0, 1)
 
 
 def _parameters_of_a_dim(block: Block) -> int:

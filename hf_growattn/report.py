@@ -19,10 +19,11 @@ class LayerGrowth:
         in_sample: first-order decrease of the loss per unit of step, for each direction that was measured, over all
             heads, on the growth batches themselves.
         validated: the same on batches that the direction was not chosen from; may be negative.
-        held: for each direction whether it was grown.
+        strength: for each direction the share of it that was taken, as much as its gain held; 0 where it was not grown.
         starvation: share of the gradient, in the metric of the logits or outputs, that the old dims cannot follow (0 to
             1).
-        existing_slope: first-order decrease of the loss per unit of step by the existing weights, where they are moved.
+        existing_slope, existing_validated: first-order decrease of the loss per unit of step by the existing weights, if
+            they are moved, on the growth batches and on unseen ones.
         quadratic_ratio: draft 001 section 1.5, at the step that was taken: how much of it is beyond first order. Only
             moving the existing weights makes it more than 0.
     """
@@ -33,20 +34,23 @@ class LayerGrowth:
     step_size: float
     in_sample: tuple[float, ...]
     validated: tuple[float, ...]
-    held: tuple[bool, ...]
+    strength: tuple[float, ...]
     starvation: float
     existing_slope: float = 0.0
+    existing_validated: float = 0.0
     quadratic_ratio: float = 0.0
 
     @property
     def in_sample_gain(self) -> float:
         """First-order decrease of the loss on the growth batches at the step that was taken, in the loss's unit."""
-        return self.step_size * (sum(g for g, held in zip(self.in_sample, self.held) if held) + self.existing_slope)
+        new = sum(gain * strength for gain, strength in zip(self.in_sample, self.strength))
+        return self.step_size * (new + self.existing_slope)
 
     @property
     def predicted_gain(self) -> float:
         """First-order decrease of the loss that new batches should show, from the validated gains of the new dims."""
-        return self.step_size * sum(g for g, held in zip(self.validated, self.held) if held)
+        new = sum(gain * strength for gain, strength in zip(self.validated, self.strength))
+        return self.step_size * (new + self.existing_validated)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class GrowthReport:
                 layer.kind,
                 f"{before} -> {after}" if after != before else str(before),
                 f"{layer.starvation:.2f}",
-                f"{sum(layer.held)} of {len(layer.held)}",
+                f"{sum(s > 0 for s in layer.strength)} of {len(layer.strength)}",
                 f"{layer.in_sample_gain:.4f}" if grown else "-",
                 f"{layer.predicted_gain:.4f}" if grown else "-",
                 f"{layer.step_size:.3g}" if grown else "-",
@@ -110,7 +114,7 @@ class GrowthReport:
                 f"{self.in_sample_gain:.4f} there, {self.predicted_gain:.4f} on new ones), "
                 f"{self.added_parameters:,} parameters added."
             )
-        if not any(any(layer.held) for layer in self.layers):
+        if not any(any(layer.strength) for layer in self.layers):
             reason = "no direction's gain holds on batches that it was not chosen from"
         else:
             reason = f"no step lowers the loss of {self.loss_before:.4f} on the growth batches"

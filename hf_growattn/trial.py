@@ -24,21 +24,22 @@ class Change:
     Attributes:
         gradient: what was measured there.
         dims: how many new dims to append.
-        held: which of them have a gain that held on unseen batches, (dims,); the others start without effect.
+        strength: share of each one's gain that held on unseen batches, and with which it is taken, (dims,), 0 to 1;
+            with 0 a dim starts without effect.
         existing: the step of the existing factors, or None to leave them.
         refactor: write the best factors of old and new together instead of appending the new ones.
     """
 
     gradient: Gradient
     dims: int
-    held: Tensor
+    strength: Tensor
     existing: ExistingStep | None = None
     refactor: bool = False
 
     @property
     def slope(self) -> float:
         """First-order decrease of the loss per unit of step, on the batches that were measured."""
-        new = self.gradient.in_sample[: self.dims][self.held].sum().item()
+        new = (self.gradient.in_sample[: self.dims] * self.strength).sum().item()
         return new + (self.existing.slope if self.existing else 0.0)
 
     @property
@@ -51,35 +52,43 @@ class _Write:
     """The weights of one block as a function of the step; the live ones are those of the widened module."""
 
     def __init__(self, change: Change):
-        block, roots = change.gradient.block, change.gradient.block.roots
+        block, gradient = change.gradient.block, change.gradient
         self.change, self.block = change, block
         self.old = block.old_factors()
         self.whitened = block.whitened_factors()
-        gradient, dims = change.gradient, change.dims
-        u, sigma, v = gradient.u[..., :dims], gradient.sigma[..., :dims] * change.held, gradient.v[..., :dims]
-        self.directions = u, sigma, v
+        self.sizes = [factors.square().mean().sqrt() for factors in self.old]
+        every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
+        # From both halves of the batches together, from the first and from the second.
+        self.directions = [self._taken(*directions) for directions in every]
         # Both sides scale with the square root of the step, so the factors are made once.
-        new = F.step_factors(u, sigma, v, roots.stacked_whitening, roots.shared_whitening, block.heads)
-        sizes = [factors.square().mean().sqrt() for factors in self.old]
-        self.new = F.balance(*new, *sizes)
+        self.new = [self._factors(*directions) for directions in self.directions]
         # Dims without a gain that held start like LoRA: one side zero, the other as large as the existing weights.
-        idle = roots.shared_whitening @ v * ~change.held
-        self.idle = idle / idle.square().mean(-2, keepdim=True).sqrt().clamp_min(1e-30) * sizes[1] * ~change.held
+        idle = block.roots.shared_whitening @ gradient.v[..., : change.dims] * (change.strength == 0)
+        self.idle = idle / idle.square().mean(-2, keepdim=True).sqrt().clamp_min(1e-30) * self.sizes[1]
 
-    def at(self, step: float) -> tuple[Tensor, Tensor]:
+    def _taken(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dims = self.change.dims
+        return u[..., :dims], sigma[..., :dims] * self.change.strength, v[..., :dims]
+
+    def _factors(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        roots = self.block.roots
+        new = F.step_factors(u, sigma, v, roots.stacked_whitening, roots.shared_whitening, self.block.heads)
+        return F.balance(*new, *self.sizes)
+
+    def at(self, step: float, source: int) -> tuple[Tensor, Tensor]:
         """All columns of the stacked (H, a, k + p) and the shared side (G, b, k + p) for a step `gamma`."""
         if self.change.refactor:
-            return self._refactored(step)
+            return self._refactored(step, *self.directions[source])
         old_stacked, old_shared = self.old
         if self.change.existing is not None and step > 0:
             d_stacked, d_shared = self._unwhitened(self.change.existing.stacked, self.change.existing.shared)
             old_stacked, old_shared = old_stacked + step * d_stacked, old_shared + step * d_shared
-        new_stacked, new_shared = self.new
+        new_stacked, new_shared = self.new[source]
         new_shared = new_shared * step**0.5 + (self.idle if step > 0 else 0)
         return torch.cat((old_stacked, new_stacked * step**0.5), -1), torch.cat((old_shared, new_shared), -1)
 
-    def _refactored(self, step: float) -> tuple[Tensor, Tensor]:
-        (stacked, shared), (u, sigma, v) = self.whitened, self.directions
+    def _refactored(self, step: float, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        stacked, shared = self.whitened
         left, right = [stacked, -step * u * sigma.unsqueeze(-2)], [shared, v]
         if self.change.existing is not None:
             left += [step * self.change.existing.stacked, stacked]
@@ -91,11 +100,12 @@ class _Write:
         roots, heads = self.block.roots, self.block.heads
         return F.apply_root(roots.stacked_whitening, F.unstack_groups(stacked, heads)), roots.shared_whitening @ shared
 
-    def take(self, step: float) -> None:
+    def take(self, step: float, source: int) -> None:
+        """Write the weights; those of old dims only where they move."""
         kind, attention = self.block.kind, self.block.attention
         everything = self.change.refactor or self.change.existing is not None
         touched = slice(0 if everything else self.old[0].shape[-1], None)
-        for role, factors in zip((kind.stacked, kind.shared), self.at(step)):
+        for role, factors in zip((kind.stacked, kind.shared), self.at(step, source)):
             live = attention.weight(role)
             weight, bias = F.split_bias(factors, live.shape[-1])
             live[:, touched] = weight[:, touched].to(live.dtype)
@@ -123,10 +133,14 @@ class Trial:
             self.undo()
             raise
 
-    def take(self, steps: list[float]) -> None:
-        """Write the weights for a step `gamma` of each change; zeros keep the function."""
+    def take(self, steps: list[float], half: int | None = None) -> None:
+        """Write the weights for a step `gamma` of each change; zeros keep the function.
+
+        Args:
+            half: take the directions that one half of the batches found by itself, 0 or 1; None takes those of both.
+        """
         for write, step in zip(self.writes, steps):
-            write.take(step)
+            write.take(step, 0 if half is None else half + 1)
 
     def undo(self) -> None:
         """Put the very same old parameters back, with the values they had."""
@@ -153,18 +167,20 @@ class Trial:
 class StepSearch:
     """Geometric search for the steps with the lowest mean loss, forward passes only.
 
-    First one common step for all changes, then one factor for each kind, then, where asked, one for each change.
+    The directions of either half of the batches are tried on the other half, so that no step is chosen for fitting what
+    only these batches have. First one common step for all changes, then one factor for each kind, then, where asked,
+    one for each change.
 
     Args:
         trial: the changes, in place.
-        measure: returns the mean loss for the weights as they are.
+        measure: returns the mean loss of one half of the batches, 0 or 1, for the weights as they are.
 
     Attributes:
         loss_before: the loss without the changes.
         tried: the loss at every common step that was tried.
     """
 
-    def __init__(self, trial: Trial, measure: Callable[[], float]):
+    def __init__(self, trial: Trial, measure: Callable[[int], float]):
         self.trial, self.measure = trial, measure
         self.tried: dict[float, float] = {}
 
@@ -218,9 +234,11 @@ class StepSearch:
 
     def loss_at(self, steps: list[float]) -> float:
         """Return the mean loss with these steps, one for each change; infinity if it is not finite."""
-        self.trial.take(steps)
-        loss = self.measure()
-        return loss if math.isfinite(loss) else math.inf
+        total = 0.0
+        for half in (0, 1):
+            self.trial.take(steps, half)
+            total += self.measure(1 - half) / 2
+        return total if math.isfinite(total) else math.inf
 
 
 def _descend(loss_at: Callable[[float], float], step: float, factors: tuple[float, ...]) -> float:

@@ -78,12 +78,18 @@ def padded(batch: int = 3, length: int = 17, left: bool = True) -> dict[str, tor
 
 
 def lm_batches(count: int = 3, seed: int = 11) -> list[dict]:
-    """Causal LM batches with padding on either side, which neither is predicted nor predicts."""
+    """Causal LM batches with padding on either side, which neither is predicted nor predicts.
+
+    Each token has one successor, so that what is learned from one batch holds on the others.
+    """
     batches = []
     for index in range(count):
         batch = padded(left=index % 2 == 0)
         hidden = batch["attention_mask"] == 0
-        batch["input_ids"] = tokens(seed=seed + index).masked_fill(hidden, 0)
+        ids = tokens(seed=seed + index)
+        for position in range(1, ids.shape[1]):
+            ids[:, position] = 2 + 5 * ids[:, position - 1] % (VOCABULARY - 2)
+        batch["input_ids"] = ids.masked_fill(hidden, 0)
         # The first real token would be predicted from padding, where implementations may differ.
         unpredictable = hidden | hidden.roll(1, dims=1)
         batches.append({**batch, "labels": batch["input_ids"].masked_fill(unpredictable, -100)})

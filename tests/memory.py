@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
-from hf_growattn.modeling import attentions
 from hf_growattn.blocks import measure_moments
 from hf_growattn.gradients import sketched_gradients
+from hf_growattn.modeling import attentions
 from hf_growattn.probe import MESSAGES, PATTERNS, undisturbed
 
 BATCH, TOKENS, HEADS = 2, 2048, 8

@@ -1,11 +1,17 @@
-"""The mathematics: each function against its definition, and each mended error of the drafts."""
+"""The mathematics: small functions against their definitions (the drafts' formulas are in test_drafts.py)."""
+
+import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from hf_growattn import functional as F
 
-torch.set_default_dtype(torch.float32)
+always = settings(deadline=None, max_examples=50, derandomize=True, database=None)
+seeds = st.integers(0, 2**31)
 
 
 def spd(n, spread=2.0, seed=0):
@@ -21,24 +27,25 @@ def normal(*shape, seed=1):
 def test_square_roots_and_ridge():
     moment = F.ridged(spd(6), 0.05)
     root, whitening = F.square_roots(moment)
-    torch.testing.assert_close(root @ root, moment)
-    torch.testing.assert_close(root @ whitening, torch.eye(6, dtype=torch.float64))
-    torch.testing.assert_close(moment - spd(6), 0.05 * spd(6).trace() / 6 * torch.eye(6, dtype=torch.float64))
+    assert_close(root @ root, moment)
+    assert_close(root @ whitening, torch.eye(6, dtype=torch.float64))
+    assert_close(moment - spd(6), 0.05 * spd(6).trace() / 6 * torch.eye(6, dtype=torch.float64))
 
 
 def test_moments_are_pooled_over_tokens_that_count():
     inputs, mask = F.augment(normal(2, 5, 3)), torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])
     rows = torch.cat((inputs[0, :3], inputs[1, 1:]))
-    torch.testing.assert_close(F.moment_sum(inputs, mask), rows.T @ rows)
+    assert_close(F.moment_sum(inputs, mask), rows.T @ rows)
     assert F.moment_sum(inputs, mask)[-1, -1] == 7
+    assert_close(F.square_sum(inputs, mask), rows.square().sum())
     everything = inputs.reshape(10, 4)
-    torch.testing.assert_close(F.moment_sum(inputs), everything.T @ everything)
+    assert_close(F.moment_sum(inputs), everything.T @ everything)
 
 
 def test_bias_is_the_last_row():
     weight, bias, x = normal(2, 3, 5), normal(2, 3, seed=2), normal(7, 5, seed=3)
     factors = F.join_bias(weight, bias)
-    torch.testing.assert_close(F.augment(x) @ factors[1], x @ weight[1].T + bias[1])
+    assert_close(F.augment(x) @ factors[1], x @ weight[1].T + bias[1])
     again = F.split_bias(factors, 5)
     assert torch.equal(again[0], weight) and torch.equal(again[1], bias)
     assert F.split_bias(F.join_bias(weight, None), 5)[1] is None
@@ -56,82 +63,68 @@ def test_column_basis_claims_no_direction_it_lacks():
     factors = normal(6, 3)
     factors[:, 2] = factors[:, 0] + factors[:, 1]
     basis = F.column_basis(factors)
-    torch.testing.assert_close(basis @ basis.T @ factors, factors)
+    assert_close(basis @ basis.T @ factors, factors)
     assert (basis.T @ basis).trace().round() == 2
     assert not F.column_basis(torch.zeros(6, 3)).any()
-
-
-def test_bottleneck_is_orthogonal_to_everything_small_changes_reach():
-    heads, groups, a, b, k = 4, 2, 6, 5, 2
-    query_root, query_whitening = F.square_roots(spd(a))
-    key_root, key_whitening = F.square_roots(spd(b, seed=4))
-    w_q, w_k, cross = normal(heads, a, k), normal(groups, b, k, seed=5), normal(heads, a, b, seed=6)
-    query_basis = F.column_basis(F.stack_groups(query_root @ w_q, groups))
-    key_basis = F.column_basis(key_root @ w_k)
-    residual = F.bottleneck(F.whiten(cross, query_whitening, key_whitening, groups), query_basis, key_basis)
-    d_q, d_k = normal(heads, a, k, seed=7), normal(groups, b, k, seed=8)
-    repeated = (w_k.repeat_interleave(2, 0), d_k.repeat_interleave(2, 0))
-    tangent = d_q @ repeated[0].mT + w_q @ repeated[1].mT
-    whitened_tangent = F.stack_groups(query_root @ tangent @ key_root, groups)
-    assert abs((residual * whitened_tangent).sum()) < 1e-9 * whitened_tangent.norm() * residual.norm()
-    # ... and it is all of the rest: removing it leaves a tangent.
-    whole = F.whiten(cross, query_whitening, key_whitening, groups)
-    assert F.bottleneck(whole - residual, query_basis, key_basis).norm() < 1e-9 * whole.norm()
-
-
-@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
-def test_factors_are_the_step_and_gain_is_first_order(heads, groups):
-    a, b, p = 6, 5, 3
-    query_root, query_whitening = F.square_roots(spd(a))
-    key_root, key_whitening = F.square_roots(spd(b, seed=4))
-    cross = normal(heads, a, b, seed=6)
-    u, sigma, v = F.best_directions(F.whiten(cross, query_whitening, key_whitening, groups), p)
-    new_q, new_k = F.pattern_factors(u, sigma, v, query_whitening, key_whitening, heads)
-    assert new_q.shape == (heads, a, p) and new_k.shape == (groups, b, p)
-    pattern = new_q @ new_k.repeat_interleave(heads // groups, 0).mT
-    gain = F.first_order_gain(sigma).sum()
-    torch.testing.assert_close((cross * pattern).sum(), -gain)  # draft 000 section 2: descend, S - gamma G
-    # The step has the length of the gain in the metric, so no pattern of this length gains more than sqrt(gain).
-    length = (query_root @ pattern @ key_root).norm()
-    torch.testing.assert_close(length.square(), gain)
-
-
-def test_truncating_without_whitening_loses():
-    """Draft 000 section 2 truncates X^+ B X^+T: that is best for orthonormal X only."""
-    scales = torch.logspace(0, -2, 24, dtype=torch.float64)  # features of uneven size
-    root, whitening = F.square_roots(torch.diag(scales.square()))
-    wanted = whitening @ normal(24, 24, seed=3) @ whitening  # logits of the same strength in every direction
-
-    def explained(pattern):
-        return 1 - ((root @ (wanted - pattern) @ root).norm() / (root @ wanted @ root).norm()) ** 2
-
-    u, s, v = F.best_directions(wanted[None], 4)
-    truncated = ((u * s[:, None]) @ v.mT)[0]
-    u, s, v = F.best_directions((root @ wanted @ root)[None], 4)
-    whitened_first = (whitening @ (u * s[:, None]) @ v.mT @ whitening)[0]
-    assert explained(whitened_first) > 4 * explained(truncated)
-    # Remark 2.1: the error is the tail of the singular values, the whitened ones.
-    tail = torch.linalg.svdvals(root @ wanted @ root)
-    torch.testing.assert_close(1 - explained(whitened_first), tail[4:].square().sum() / tail.square().sum())
 
 
 def test_directions_from_products_are_exact_on_their_span():
     matrix = normal(1, 12, 9)
     inputs = normal(1, 9, 5, seed=2)
     inputs[..., 4] = inputs[..., 0]  # dependent inputs are dropped, not inverted
-    u, sigma, v = F.directions_from_products(inputs, matrix @ inputs, 3)
-    torch.testing.assert_close((u.mT @ matrix @ v)[0], torch.diag(sigma[0]))
+    u, sigma, v, weights = F.directions_from_products(inputs, matrix @ inputs, 3)
+    assert_close((u.mT @ matrix @ v)[0], torch.diag(sigma[0]))
+    assert_close(inputs @ weights, v)
     span = F.column_basis(inputs)
-    torch.testing.assert_close(sigma, F.best_directions(matrix @ span @ span.mT, 3)[1])
+    assert_close(sigma, F.best_directions(matrix @ span @ span.mT, 3)[1])
 
 
-def test_lemmas_of_draft_001_as_mended():
-    m, a, b = normal(4, 6), normal(4, 6, seed=2), normal(6, 3, seed=3)
-    singular = torch.linalg.svdvals(m)
-    assert m.square().sum() >= singular[0] ** 2 and singular[0] ** 2 != singular[0]
-    # ||AB||_F >= sigma_min(B) ||A||_F fails when B has no full row rank: take A in its null space.
-    null = torch.linalg.svd(b).U[:, 3:].T
-    assert (null @ b).norm() < 1e-9 and torch.linalg.svdvals(b)[-1] * null.norm() > 0.1
-    x, z = normal(5, 4), normal(4, 4, seed=5)
-    assert (x @ z @ x.T).norm() <= torch.linalg.svdvals(x)[0] ** 2 * z.norm()
-    assert a.shape == m.shape
+@always
+@given(seeds, st.integers(1, 2), st.integers(1, 3), st.floats(0.01, 10), st.floats(0.01, 10))
+def test_balance_keeps_products_and_evens_what_stands_out(seed, groups, group, rms_a, rms_b):
+    new_a, new_b = normal(groups * group, 5, 4, seed=seed), 30 * normal(groups, 3, 4, seed=seed + 1)
+    new_b[..., 0] = 0
+    even_a, even_b = F.balance(new_a, new_b, torch.tensor(rms_a).double(), torch.tensor(rms_b).double())
+    assert_close(even_a @ even_b.repeat_interleave(group, 0).mT, new_a @ new_b.repeat_interleave(group, 0).mT)
+    assert torch.equal(even_a[..., 0], new_a[..., 0])
+    sizes = [side[..., 1:].square().mean(-2).sqrt() for side in (F.stack_groups(even_a, groups), even_b)]
+    assert_close(sizes[0] / rms_a, sizes[1] / rms_b)
+
+
+@always
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=8))
+def test_decreasing_is_the_nearest_non_increasing_sequence(values):
+    values = torch.tensor(values).double()
+    pooled = F.decreasing(values)
+    assert (pooled.diff() <= 0).all()
+    # Non-increasing sequences are a cone, spanned by the prefixes and minus the whole: nearest means these three.
+    left_over = (values - pooled).cumsum(0)
+    assert left_over.max() < 1e-9 and abs(left_over[-1]) < 1e-9 and abs((values - pooled) @ pooled) < 1e-9
+
+
+chunks = st.lists(st.tuples(st.floats(-2, 5), st.integers(1, 9)), max_size=3)
+
+
+@always
+@given(st.lists(chunks, min_size=1, max_size=4), st.integers(0, 30))
+def test_allocate_keeps_to_the_budget_and_buys_only_gains(blocks, budget):
+    gains, costs = ([[chunk[i] for chunk in block] for block in blocks] for i in (0, 1))
+    taken = F.allocate(gains, costs, budget)
+    left = budget - sum(sum(cost[:n]) for cost, n in zip(costs, taken))
+    assert left >= 0 and all(gain > 0 for block, n in zip(gains, taken) for gain in block[:n])
+    for gain, cost, n in zip(gains, costs, taken):
+        assert n == len(gain) or gain[n] <= 0 or cost[n] > left
+
+
+@always
+@given(st.lists(st.lists(st.floats(-2, 5), max_size=3), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 30))
+def test_allocate_is_best_where_all_chunks_cost_the_same(gains, cost, budget):
+    gains = [sorted(block, reverse=True) for block in gains]
+    taken = F.allocate(gains, [[cost] * len(block) for block in gains], budget)
+    counts = itertools.product(*(range(len(block) + 1) for block in gains))
+    totals = [sum(sum(g[:n]) for g, n in zip(gains, count)) for count in counts if cost * sum(count) <= budget]
+    assert sum(sum(g[:n]) for g, n in zip(gains, taken)) == pytest.approx(max(totals))
+
+
+def test_allocate_spends_by_gain_per_cost():
+    assert F.allocate([[3.0], [2.0]], [[6], [1]], 6) == [0, 1]
