@@ -108,8 +108,10 @@ def _whitened_directions(block: Block, target: Tensor, dims: int) -> tuple[Tenso
 def _random(block: Block, dims: int, generator: torch.Generator, starvation: float) -> Gradient:
     stacked, shared = block.whitened_factors()
     drawn = torch.randn((*shared.shape[:2], dims), generator=generator, dtype=shared.dtype).to(shared.device)
-    zero = shared.new_zeros(dims)
-    v = block.roots.shared_root @ drawn
-    return Gradient(
-        block, stacked.new_zeros(*stacked.shape[:2], dims), v.new_zeros(len(v), dims), v, zero, zero, starvation
+    directions = (
+        stacked.new_zeros(*stacked.shape[:2], dims),
+        shared.new_zeros(len(shared), dims),
+        block.roots.shared_root @ drawn,
     )
+    nothing = shared.new_zeros(dims)
+    return Gradient(block, *directions, nothing, nothing, starvation, (directions, directions))

@@ -125,7 +125,7 @@ def candidates(config: GrowthConfig, gradients: list[Gradient]) -> list[Change]:
     changes = []
     for gradient in gradients:
         dims = config.most_dims(gradient.block)
-        changes.append(Change(gradient, dims, _strength(gradient)[:dims]))
+        changes.append(Change(gradient, dims, strength_of(gradient)[:dims]))
     return changes
 
 
@@ -156,7 +156,7 @@ def _smooth(gradient: Gradient) -> Tensor:
     return F.decreasing(gradient.validated)
 
 
-def _strength(gradient: Gradient) -> Tensor:
+def strength_of(gradient: Gradient) -> Tensor:
     """Share of each direction's gain that holds on the half it was not chosen from, between 0 and 1, (p,)."""
     own = sum(sigma.square().sum(0) for _, sigma, _ in gradient.halves) / 2
     return (_smooth(gradient) / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp(0, 1)

@@ -27,11 +27,11 @@ def batches_for(name: str):
 
 
 def grow_unevenly(model, name: str, optimizer=None):
-    """Widen the layers by different amounts: all by 4, then the last by 3 more."""
+    """Widen the layers by different amounts: all where the loss asks for it, then the last by 3 more, by chance."""
     last = model.config.num_hidden_layers - 1
     reports = [
-        Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(batches_for(name)),
-        Grower(model, GrowthConfig(qk_dims=3, layers=[last]), optimizer).grow(batches_for(name)),
+        Grower(model, GrowthConfig(qk_dims=4, v_dims=2), optimizer).grow(batches_for(name)),
+        Grower(model, GrowthConfig(qk_dims=3, layers=[last], estimator="random"), optimizer).grow(batches_for(name)),
     ]
     assert [a.qk_head_dim for a in attentions(model)].count(attentions(model)[0].qk_head_dim) == last
     return reports
@@ -238,6 +238,7 @@ def test_checkpoints_are_safetensors_with_a_config_of_our_own(reloaded):
     assert config["model_type"] == "growattn_llama"
     assert config["architectures"] == ["GrowAttnLlamaForCausalLM"]
     assert config["head_dim"] == 16 and config["qk_head_dim"] == 16 and config["v_head_dim"] == 16
+    assert [config["per_layer_config"][str(layer)]["v_head_dim"] for layer in range(5)] == [18] * 5
     widths = [config["per_layer_config"][str(layer)]["qk_head_dim"] for layer in range(5)]
     assert widths == [20, 20, 20, 20, 23]
     assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.partial"))

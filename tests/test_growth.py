@@ -58,8 +58,7 @@ def everything(model, batches, kinds=(PATTERNS, MESSAGES), dims=4):
     with undisturbed(model):
         blocks, before = measure_moments(model, attentions(model), list(kinds), batches, 0.05)
         gradients = exact_gradients(model, blocks, (batches[0::2], batches[1::2]), dims=dims)
-    held = torch.ones(dims, dtype=torch.bool)
-    return Trial([Change(gradient, dims, held) for gradient in gradients]), before
+    return Trial([Change(gradient, dims, torch.ones(dims)) for gradient in gradients]), before
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_growing_is_deterministic(variant):
 def test_layers_and_dims_pick_what_grows(dims):
     model = patch_model(build("llama-5-bias"))
     before = dict(model.named_parameters())
-    report = Grower(model, GrowthConfig(**dims, layers=[3, 1])).grow(lm_batches())
+    report = Grower(model, GrowthConfig(**dims, layers=[3, 1])).grow(lm_batches(12))
     assert report.applied
     assert [layer.layer for layer in report.layers] == [layer for layer in (3, 1) for _ in dims]
     qk, v = dims.get("qk_dims", 0), dims.get("v_dims", 0)
@@ -145,10 +144,11 @@ def test_report_holds_and_prints_what_happened():
     assert all(steps) and len({*steps[0::2]}) == len({*steps[1::2]}) == 1  # one for each kind
     for layer in report.layers:
         assert 0 <= layer.starvation <= 1 and layer.quadratic_ratio == layer.existing_slope == 0
-        assert layer.width == (16, 20) and len(layer.in_sample) == len(layer.validated) == len(layer.held) == 4
+        assert layer.width == (16, 20) and len(layer.in_sample) == len(layer.validated) == len(layer.strength) == 4
         assert list(layer.in_sample) == sorted(layer.in_sample, reverse=True)
-        held = [value for value, kept in zip(layer.validated, layer.held) if kept]
-        assert layer.predicted_gain == pytest.approx(layer.step_size * sum(held))
+        assert all(0 <= strength <= 1 for strength in layer.strength)
+        gain = sum(value * strength for value, strength in zip(layer.validated, layer.strength))
+        assert layer.predicted_gain == pytest.approx(layer.step_size * gain)
     assert report.predicted_gain == pytest.approx(sum(layer.predicted_gain for layer in report.layers))
     assert report.loss_after < report.loss_before
     assert set(report.seconds) == {"moments", "probe", "solving", "line search"}
@@ -171,10 +171,11 @@ class _Curve:
             for b, kind in zip(best, kinds)
         ]
 
-    def take(self, steps):
-        self.steps = steps
+    def take(self, steps, half):
+        self.steps, self.half = steps, half
 
-    def measure(self):
+    def measure(self, half):
+        assert half == 1 - self.half  # directions are judged by the other half
         return 1 + sum((1 - step / best) ** 2 for step, best in zip(self.steps, self.best))
 
 
@@ -250,7 +251,7 @@ def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, mon
         if phase == "StepSearch":
             search = original(*args, **kwargs)
             measure, calls = search.measure, iter(range(100))
-            search.measure = lambda: measure() if next(calls) < 7 else _raise(error)
+            search.measure = lambda half: measure(half) if next(calls) < 7 else _raise(error)
             return search
         raise error("on purpose")
 

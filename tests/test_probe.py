@@ -155,7 +155,7 @@ def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
     model = patch_model(build(variant))
     with undisturbed(model):
         blocks, _ = measured(model, batches)
-        steps = tangent_steps(model, blocks, batches)
+        steps = tangent_steps(model, blocks, (batches, batches))  # halves that agree leave the step its length
         assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
     for block, step in zip(blocks, steps):
         assert step.slope > 0
@@ -169,6 +169,7 @@ def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
         moved = step.stacked @ shared.mT + stacked @ step.shared.mT
         assert (moved + tangent).norm() <= 1e-3 * tangent.norm()
         assert step.slope == pytest.approx(tangent.square().sum().item(), rel=1e-3)
+        assert step.validated == pytest.approx(step.slope, rel=1e-4)
 
 
 def test_moments_leave_padding_out():
@@ -244,12 +245,12 @@ def test_activation_checkpointing_changes_no_statistic(variant, checkpointing):
         del recomputed[:]
         gradients = exact_gradients(model, blocks, halves, dims=4)
         assert len(recomputed) == 3 * (1 if checkpointing is None else 2)
-        steps = tangent_steps(model, blocks, halves[0])
+        steps = tangent_steps(model, blocks, halves)
     reference = patch_model(build(variant))
     with undisturbed(reference):
         blocks, _ = measured(reference, halves[0] + halves[1])
         expected = exact_gradients(reference, blocks, halves, dims=4)
-        expected_steps = tangent_steps(reference, blocks, halves[0])
+        expected_steps = tangent_steps(reference, blocks, halves)
     for one, other in zip(gradients, expected):
         torch.testing.assert_close(one.sigma, other.sigma, rtol=1e-4, atol=1e-7)
     for one, other in zip(steps, expected_steps):
@@ -279,7 +280,7 @@ def test_nothing_is_disturbed(variant, fails):
     try:
         with undisturbed(model):
             blocks, _ = measured(model, batches[:1])
-            tangent_steps(model, blocks, batches[:1])
+            tangent_steps(model, blocks, (batches[:1], batches[:1]))
             sketched_gradients(model, blocks, (batches[:1], batches[1:]), 2, oversampling=2, seed=0)
         assert not fails
     except IndexError:

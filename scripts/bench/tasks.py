@@ -3,7 +3,9 @@
 Both give a fresh copy of one model, batches to grow on and batches that the growth never sees.
 """
 
+import argparse
 import copy
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,33 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from finetune import blocks_of, load_texts
 
 Batches = list[dict[str, torch.Tensor]]
+
+
+def halves_of(batches: Batches) -> tuple[Batches, Batches]:
+    """Every other batch, as `Grower` splits them."""
+    return batches[0::2], batches[1::2]
+
+
+def spread(values: list[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+
+
+def chosen_tasks(arguments: argparse.Namespace) -> list:
+    """The tasks named on the command line."""
+    tasks = [TextTask(arguments.model, text, batches=arguments.batches) for text in arguments.text]
+    return [*tasks, NearestNeighbour(batches=arguments.batches)] if arguments.nearest_neighbour else tasks
+
+
+def task_parser(description: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="path or Hub id of a causal LM")
+    parser.add_argument("--text", nargs="*", default=[], help="text files or Hub ids that it grows on")
+    parser.add_argument("--nearest-neighbour", action="store_true", help="the task of the nearest neighbour too")
+    parser.add_argument("--batches", type=int, default=32, help="batches to grow on, and to measure on")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    return parser
 
 
 def held_out(model: nn.Module, batches: Batches) -> float:
@@ -107,6 +136,8 @@ class NearestNeighbour:
             num_labels=self.d,
             problem_type="regression",
             pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=None,
         )
         model = GPT2ForSequenceClassification(config)
         model.transformer.wpe.weight.requires_grad_(False).zero_()
