@@ -93,12 +93,14 @@ def stack_groups(per_head: Tensor, groups: int) -> Tensor:
 
     The heads of a group share one key/value head, so they share the shared side of a direction.
     """
-    return per_head.reshape(groups, -1, per_head.shape[-1])
+    heads, features, columns = per_head.shape
+    return per_head.reshape(groups, heads // groups * features, columns)
 
 
 def unstack_groups(stacked: Tensor, heads: int) -> Tensor:
     """Undo `stack_groups`: (G, g a, n) -> (H, a, n)."""
-    return stacked.reshape(heads, -1, stacked.shape[-1])
+    groups, rows, columns = stacked.shape
+    return stacked.reshape(heads, groups * rows // heads, columns)
 
 
 def whiten(cross: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor, groups: int) -> Tensor:

@@ -77,8 +77,8 @@ class GrowthConfig:
         if self.budget is not None:
             if self.qk_dims or self.v_dims:
                 raise ValueError("Give a budget, or fixed widths by qk_dims and v_dims, not both.")
-            fits = self.budget >= 1 if type(self.budget) is int else 0 < self.budget < 1
-            if type(self.budget) not in (int, float) or not fits:
+            whole, share = type(self.budget) is int, type(self.budget) is float
+            if not (whole and self.budget >= 1 or share and 0 < self.budget < 1):
                 raise ValueError(
                     "budget must be a whole number of weights, or a share of the model's parameters between 0 and 1, "
                     f"such as 0.01; got {self.budget!r}."

@@ -22,8 +22,8 @@ class LayerGrowth:
         strength: for each direction the share of it that was taken, as much as its gain held; 0 where it was not grown.
         starvation: share of the gradient, in the metric of the logits or outputs, that the old dims cannot follow (0 to
             1).
-        existing_slope, existing_validated: first-order decrease of the loss per unit of step by the existing weights, if
-            they are moved, on the growth batches and on unseen ones.
+        existing_slope, existing_validated: first-order decrease of the loss per unit of step by the existing weights,
+            where they are moved, on the growth batches and on unseen ones.
         quadratic_ratio: draft 001 section 1.5, at the step that was taken: how much of it is beyond first order. Only
             moving the existing weights makes it more than 0.
     """

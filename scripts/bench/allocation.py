@@ -12,6 +12,19 @@ from transformers import logging as transformers_logging
 
 from hf_growattn import Grower, GrowthConfig
 
+ALLOCATED = {
+    "allocated": ["patterns", "messages"],
+    "patterns only": ["patterns"],
+    "messages only": ["messages"],
+}
+
+
+def grown_loss(task, seed: int, growth, fresh, **config) -> tuple[float, int]:
+    """Grow a fresh copy of the model; return its held-out loss and the parameters that were added."""
+    model = task.load(seed)
+    report = Grower(model, GrowthConfig(**config)).grow(growth)
+    return held_out(model, fresh), report.added_parameters
+
 
 def main() -> None:
     """Grow, seed by seed, and print one table for each task."""
@@ -21,26 +34,21 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     for task in chosen_tasks(arguments):
         for dims in arguments.dims:
-            losses: dict[str, list[float]] = {}
+            losses: dict[str, list[float]] = {name: [] for name in ("none", "uniform", *ALLOCATED)}
             for seed in tqdm(arguments.seeds, desc=task.name, disable=None):
-                growth, fresh = task.data(seed)
-
-                def grown(name, seed=seed, growth=growth, fresh=fresh, losses=losses, **config):
-                    model = task.load(seed)
-                    losses.setdefault("before", []).append(held_out(model, fresh)) if name == "uniform" else None
-                    report = Grower(model, GrowthConfig(**config)).grow(growth)
-                    losses.setdefault(name, []).append(held_out(model, fresh))
-                    return report.added_parameters
-
-                budget = grown("uniform", qk_dims=dims, v_dims=dims)
-                grown("allocated", budget=budget)
-                grown("patterns only", budget=budget, kinds=["patterns"])
-                grown("messages only", budget=budget, kinds=["messages"])
+                data = task.data(seed)
+                losses["none"].append(held_out(task.load(seed), data[1]))
+                loss, budget = grown_loss(task, seed, *data, qk_dims=dims, v_dims=dims)
+                losses["uniform"].append(loss)
+                for name, kinds in ALLOCATED.items():
+                    losses[name].append(grown_loss(task, seed, *data, budget=budget, kinds=kinds)[0])
             print(f"\n{task.name}: {budget:,} parameters added, seeds {arguments.seeds}, {arguments.batches} batches\n")
-            print("| growth | held-out loss, median (range) | allocated is lower by, median (range) |\n|---|---|---|")
+            print(
+                "| growth | held-out loss, median (range) | above the allocated one by, median (range) |\n|---|---|---|"
+            )
             for name, values in losses.items():
-                lead = [value - best for value, best in zip(values, losses["allocated"])]
-                print(f"| {name} | {spread(values)} | {'' if name == 'allocated' else spread(lead)} |", flush=True)
+                above = [value - best for value, best in zip(values, losses["allocated"])]
+                print(f"| {name} | {spread(values)} | {'' if name == 'allocated' else spread(above)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,328 @@
+"""What a config buys: budgets, limits, multiples, validated gains, and the roads beside the main one."""
+
+import pytest
+import torch
+from conftest import data_path, real_batches, real_model
+from families import build, lm_batches
+from test_growth import fingerprint, same
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import functional as F
+from hf_growattn.blocks import measure_moments
+from hf_growattn.gradients import sketched_gradients, tangent_steps, whole_gradients
+from hf_growattn.modeling import attentions
+from hf_growattn.plan import candidates, strength_of
+from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
+from hf_growattn.trial import Change, Trial
+
+# Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
+DIM = {"patterns": 6 * (48 + 1), "messages": 4 * 48 + 2 * (48 + 1)}
+
+
+def grow(model, batches=None, **config):
+    return Grower(model, GrowthConfig(**config)).grow(batches or lm_batches(6))
+
+
+def added(report):
+    return sum((layer.width[1] - layer.width[0]) * DIM[layer.kind] for layer in report.layers)
+
+
+@pytest.mark.parametrize("budget", [300, 2_000, 0.05])
+@pytest.mark.parametrize("kinds", [("patterns",), ("messages",), ("patterns", "messages")])
+def test_a_budget_is_not_exceeded_and_goes_to_what_holds(budget, kinds):
+    model = patch_model(build("llama-5-bias"))
+    count = model.num_parameters()
+    report = grow(model, budget=budget, kinds=kinds)
+    limit = budget if isinstance(budget, int) else int(budget * count)
+    assert 0 < report.added_parameters == model.num_parameters() - count == added(report) <= limit
+    assert {layer.kind for layer in report.layers} == set(kinds)
+    grown = [layer for layer in report.layers if layer.step_size > 0]
+    assert all(any(layer.strength) for layer in grown)
+    assert report.added_parameters > limit - 2 * max(DIM.values())  # there was more that held than it could buy
+
+
+def test_a_budget_is_left_where_nothing_holds():
+    """Labels without any relation to the inputs: what one half finds, the other half does not."""
+    model = patch_model(build("llama-2"))
+    before = fingerprint(model)
+    random = [{"input_ids": torch.randint(2, 97, (2, 8)), "labels": torch.randint(2, 97, (2, 8))} for _ in range(6)]
+    report = grow(model, random, budget=0.05)
+    assert report.added_parameters < 0.05 * model.num_parameters() or not report.applied
+    if not report.applied:
+        assert same(fingerprint(model), before) and "Nothing was grown" in str(report)
+
+
+def test_allocation_prefers_the_layer_that_gains():
+    """Four of five layers are cut off from the loss, so the budget goes to the fifth."""
+    model = patch_model(build("llama-5-bias"))
+    for layer in (0, 1, 3, 4):
+        model.model.layers[layer].self_attn.o_proj.weight.data.mul_(1e-4)
+    report = grow(model, budget=1_500, kinds=["patterns"])
+    assert {layer.layer for layer in report.layers if layer.width[1] > layer.width[0]} == {2}
+
+
+@pytest.mark.parametrize("config", [dict(qk_dims=3, v_dims=5), dict(budget=20_000)])
+def test_widths_are_rounded_up_to_a_multiple(config):
+    model = patch_model(build("llama-5-bias"))
+    report = grow(model, multiple_of=8, **config)
+    assert report.applied
+    for layer in report.layers:
+        assert layer.width[1] % 8 == 0
+        if "qk_dims" in config:
+            assert layer.width == (16, 24)
+
+
+def test_widths_stay_below_their_limits():
+    model = patch_model(build("llama-5-bias"))
+    attentions(model)[1].widen(qk_dims=4)
+    report = grow(model, qk_dims=6, v_dims=6, max_qk_head_dim=20, max_v_head_dim=21)
+    assert [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)] == [(20, 21)] * 5
+    assert report.layers[2].width == (20, 20) and report.layers[2].step_size == 0
+    model = patch_model(build("llama-5-bias"))
+    grow(model, budget=0.5, max_qk_head_dim=19, max_v_head_dim=18)
+    assert all(a.qk_head_dim <= 19 and a.v_head_dim <= 18 for a in attentions(model))
+    model = patch_model(build("llama-5-bias"))
+    assert not grow(model, qk_dims=4, max_qk_head_dim=16).applied
+
+
+@pytest.mark.parametrize(
+    "config, match",
+    [
+        (dict(), "Nothing to grow"),
+        (dict(qk_dims=-1), "qk_dims must be a whole number, at least 0"),
+        (dict(v_dims=2.5), "v_dims must be a whole number"),
+        (dict(budget=0.1, qk_dims=2), "not both"),
+        (dict(budget=1.5), "between 0 and 1"),
+        (dict(budget=0), "between 0 and 1"),
+        (dict(budget="1%"), "between 0 and 1"),
+        (dict(budget=0.1, kinds="patterns"), "kinds must be a list"),
+        (dict(budget=0.1, kinds=["values"]), "kinds must be a list"),
+        (dict(qk_dims=2, multiple_of=0), "multiple_of must be"),
+        (dict(qk_dims=2, max_qk_head_dim=0), "max_qk_head_dim must be"),
+        (dict(qk_dims=2, method="replace"), "append, refactor"),
+        (dict(qk_dims=2, estimator="best"), "whitened, pooled-truncated"),
+        (dict(qk_dims=2, ridge=0), "ridge must be positive"),
+        (dict(qk_dims=2, layers=[]), "layers must be"),
+    ],
+)
+def test_a_wrong_config_names_the_fix(config, match):
+    with pytest.raises(ValueError, match=match):
+        GrowthConfig(**config)
+
+
+def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
+    model, batches = patch_model(build("llama-2")), lm_batches(6)
+    with undisturbed(model):
+        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        gradients = sketched_gradients(model, blocks, (batches[0::2], batches[1::2]), 4, oversampling=8, seed=0)
+    logits = model(**batches[0]).logits
+    trial = Trial([Change(gradient, 4, torch.zeros(4)) for gradient in gradients])
+    trial.take([1.0] * len(trial.changes))
+    torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
+    model(**batches[0]).loss.backward()
+    layer = attentions(model)[1]
+    rms = [
+        layer.weight(role)[:, dims].square().mean().sqrt()
+        for role, dims in (("key", slice(16)), ("key", slice(16, None)))
+    ]
+    torch.testing.assert_close(*rms, rtol=0.2, atol=0)
+    assert not layer.weight("query")[:, 16:].any() and layer.weight_gradient("query")[:, 16:].abs().amin(-1).gt(0).all()
+    assert not layer.weight("output")[:, 16:].any() and layer.weight_gradient("output")[:, 16:].abs().sum() > 0
+
+
+def test_both_sides_of_a_new_pair_stand_out_alike():
+    model, batches = patch_model(build("gpt2-2")), lm_batches(6)
+    report = grow(model, batches, qk_dims=4, v_dims=4)
+    assert report.applied
+    for attention in attentions(model):
+        for kind in (PATTERNS, MESSAGES):
+            sides = []
+            for role in (kind.stacked, kind.shared):
+                factors = F.join_bias(attention.weight(role), attention.bias(role))
+                sides.append(factors[..., 16:].square().mean(-2).sqrt() / factors[..., :16].square().mean().sqrt())
+            torch.testing.assert_close(sides[0], sides[1], rtol=1e-3, atol=1e-5)
+
+
+# Refactoring
+
+
+@pytest.mark.parametrize("variant", ["gpt2-2", "gpt2-5-scaled"])
+def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors(variant):
+    model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
+    halves = batches[0::2], batches[1::2]
+    with undisturbed(model):
+        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        gradients = sketched_gradients(model, blocks, halves, 4, oversampling=8, seed=0)
+        existing = tangent_steps(model, blocks, halves)
+    logits = model(**batches[0]).logits
+    patterns = [F.product_norm(*block.whitened_factors()) for block in blocks]
+    changes = [Change(g, 4, strength_of(g), step, refactor=True) for g, step in zip(gradients, existing)]
+    trial = Trial(changes)
+    trial.take([0.0] * len(changes))
+    torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-6, atol=1e-6)
+    for block, norm in zip(blocks, patterns):
+        stacked, shared = block.whitened_factors()
+        torch.testing.assert_close(F.product_norm(stacked, shared), norm)
+        # Balanced: both sides have the singular values as their Gram matrix.
+        torch.testing.assert_close(stacked.mT @ stacked, shared.mT @ shared, rtol=1e-6, atol=1e-9)
+        grams = stacked.mT @ stacked
+        torch.testing.assert_close(grams, torch.diag_embed(grams.diagonal(dim1=-2, dim2=-1)), rtol=1e-6, atol=1e-9)
+    step = 1e-3
+    trial.take([step] * len(changes))
+    for block, change in zip(blocks, changes):
+        # ... and after it they are the best of the stepped product.
+        stacked, shared = block.whitened_factors()
+        assert stacked.shape[-1] == 20 and change.refactor
+        torch.testing.assert_close(stacked.mT @ stacked, shared.mT @ shared, rtol=1e-6, atol=1e-9)
+    trial.undo()
+    torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=0, atol=0)
+
+
+def test_refactoring_grows_gpt2_and_starts_its_momentum_anew():
+    model, batches = patch_model(build("gpt2-2")), lm_batches(6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2, method="refactor"), optimizer).grow(batches)
+    assert report.applied and report.loss_after < report.loss_before
+    weight = attentions(model)[0].c_attn.weight
+    assert not optimizer.state[weight]["exp_avg"].any() and optimizer.state[weight]["exp_avg_sq"].gt(0).all()
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+
+
+def test_refactoring_refuses_rotary_patterns_and_says_why():
+    model = patch_model(build("llama-2"))
+    before = fingerprint(model)
+    for config in (dict(qk_dims=4), dict(budget=0.1)):
+        with pytest.raises(ValueError, match=r"rotates its queries and keys.*append"):
+            grow(model, method="refactor", **config)
+    assert same(fingerprint(model), before)
+    assert grow(model, v_dims=4, method="refactor").applied  # messages do not rotate
+
+
+# The existing weights
+
+
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+def test_the_steepest_step_of_the_existing_weights_descends(variant):
+    model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
+    halves = batches[0::2], batches[1::2]
+    with undisturbed(model):
+        blocks, before = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        gradients = sketched_gradients(model, blocks, halves, 1, oversampling=8, seed=0)
+        existing = tangent_steps(model, blocks, halves)
+    changes = [Change(g, 0, torch.zeros(0), step) for g, step in zip(gradients, existing)]
+    trial, slope = Trial(changes), sum(change.slope for change in changes)
+    assert slope > 0 and all(change.quadratic_ratio >= 0 for change in changes)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    promise = 1e-4
+    trial.take([promise / slope] * len(changes))
+    with undisturbed(model):
+        assert before - mean_loss(model, batches) == pytest.approx(promise, rel=0.02)
+    trial.undo()
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_updating_the_existing_weights_moves_them_with_the_rest():
+    model, batches = patch_model(build("llama-2")), lm_batches(6)
+    old = attentions(model)[0].weight("query").clone()
+    report = grow(model, batches, qk_dims=2, update_existing=True)
+    assert report.applied and not torch.equal(attentions(model)[0].weight("query")[:, :16], old)
+    assert all(layer.existing_slope > 0 and layer.quadratic_ratio > 0 for layer in report.layers)
+    still = grow(patch_model(build("llama-2")), batches, qk_dims=2)
+    assert all(layer.existing_slope == layer.quadratic_ratio == 0 for layer in still.layers)
+
+
+# Estimators
+
+
+@pytest.mark.parametrize("estimator", ["pooled-truncated", "per-sequence", "gradient"])
+def test_other_estimators_grow_too(estimator):
+    model = patch_model(build("llama-2"))
+    report = grow(model, qk_dims=2, v_dims=2, estimator=estimator)
+    assert report.applied and report.loss_after < report.loss_before
+    assert all(layer.width == (16, 18) for layer in report.layers)
+
+
+def test_random_dims_change_nothing_yet():
+    model, batches = patch_model(build("llama-5-bias")), lm_batches()
+    logits = model(**batches[0]).logits
+    report = grow(model, batches, qk_dims=4, v_dims=4, estimator="random")
+    assert report.applied and report.loss_after == report.loss_before
+    torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
+    assert all(a.weight("key")[:, 16:].any() and a.weight("value")[:, 16:].any() for a in attentions(model))
+
+
+@pytest.mark.parametrize("estimator", ["whitened", "gradient"])
+def test_whitened_directions_gain_most_in_their_metric(estimator):
+    """At equal length in the metric no estimator promises more than the whitened one."""
+    model, batches = patch_model(build("gpt2-2")), lm_batches(6)
+    halves = batches[0::2], batches[1::2]
+    from hf_growattn.estimators import compared_gradients
+
+    with undisturbed(model):
+        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        whole = whole_gradients(model, blocks, halves)
+        name = "pooled-truncated" if estimator == "whitened" else estimator
+        others = compared_gradients(name, model, blocks, halves, 4, 0.05, 0)
+    for parts, other in zip(whole, others):
+        best = torch.linalg.svdvals(sum(parts) / 2)[:, :4].square().sum().sqrt()
+        length = F.product_norm(other.u * other.sigma.unsqueeze(-2), other.v)
+        assert other.in_sample.sum() / length <= best * (1 + 1e-4)
+
+
+# Validated gains
+
+
+def test_a_single_batch_is_split_by_its_rows_and_a_single_sequence_refused():
+    batch = lm_batches(1)[0]
+    assert grow(patch_model(build("llama-2")), [batch], qk_dims=2).layers
+    with pytest.raises(ValueError, match=r"single sequence.*few dozen"):
+        grow(patch_model(build("llama-2")), [{key: value[:1] for key, value in batch.items()}], qk_dims=2)
+
+
+def test_promised_gains_are_those_of_fresh_batches():
+    """20 draws of growth batches: the promise, first order, against what fresh batches measure along the same step."""
+    model = patch_model(real_model())
+    data_path("text", "tinyshakespeare.txt")
+    pool = [{"input_ids": x, "labels": x} for x in real_batches(110, size=4)]
+    fresh, pool = pool[:30], pool[30:]
+    kinds, dims = [PATTERNS, MESSAGES], 4
+    ratios: dict[str, tuple[list[float], list[float]]] = {kind.name: ([], []) for kind in kinds}
+    for draw in range(20):
+        order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(draw))[:8]
+        batches = [pool[i] for i in order]
+        halves = batches[0::2], batches[1::2]
+        with undisturbed(model):
+            blocks, _ = measure_moments(model, attentions(model), kinds, batches, 0.05)
+            gradients = sketched_gradients(model, blocks, halves, dims, oversampling=16, seed=draw)
+            if draw == 0:
+                # One whitening for the truth: products with the raw gradient do not depend on it.
+                truth = whole_gradients(model, blocks, (fresh,))
+                reference = blocks
+        for gradient, block, (whole,) in zip(gradients, reference, truth):
+            promised, measured = ratios[block.kind.name]
+            strength = strength_of(gradient)
+            own, other = gradient.block.roots, block.roots
+            u = F.unstack_groups(gradient.u * (gradient.sigma * strength).unsqueeze(-2), block.heads)
+            u = F.apply_root(other.stacked_root, F.apply_root(own.stacked_whitening, u))
+            v = other.shared_root @ (own.shared_whitening @ gradient.v)
+            promised.append((gradient.validated * strength).sum().item())
+            measured.append((F.stack_groups(u, block.groups) * (whole @ v)).sum().item())
+    layers = len(truth) // 2
+    for name, (promised, measured) in ratios.items():
+        totals = [torch.tensor(values).view(20, layers).sum(1).median().item() for values in (promised, measured)]
+        ratio = totals[0] / totals[1]
+        print(f"{name}: promised {totals[0]:.4g}, measured on fresh batches {totals[1]:.4g}, ratio {ratio:.3f}")
+        assert 0.8 <= ratio <= 1.25
+
+
+def test_candidates_measure_every_block_once():
+    model, batches = patch_model(build("llama-2")), lm_batches(4)
+    with undisturbed(model):
+        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        gradients = sketched_gradients(model, blocks, (batches[0::2], batches[1::2]), 4, oversampling=8, seed=0)
+    changes = candidates(GrowthConfig(qk_dims=3, v_dims=2), gradients)
+    assert [change.dims for change in changes] == [3, 2, 3, 2]
+    assert all(len(change.strength) == change.dims for change in changes)
