@@ -78,7 +78,7 @@ class GrowthConfig:
             if self.qk_dims or self.v_dims:
                 raise ValueError("Give a budget, or fixed widths by qk_dims and v_dims, not both.")
             whole, share = type(self.budget) is int, type(self.budget) is float
-            if not (whole and self.budget >= 1 or share and 0 < self.budget < 1):
+            if not ((whole and self.budget >= 1) or (share and 0 < self.budget < 1)):
                 raise ValueError(
                     "budget must be a whole number of weights, or a share of the model's parameters between 0 and 1, "
                     f"such as 0.01; got {self.budget!r}."

@@ -54,7 +54,7 @@ class _Write:
     def __init__(self, change: Change):
         block, gradient = change.gradient.block, change.gradient
         self.change, self.block = change, block
-        self.old = block.old_factors()
+        self.old = tuple(side.clone() for side in block.old_factors())  # the live ones may be written over
         self.whitened = block.whitened_factors()
         self.sizes = [factors.square().mean().sqrt() for factors in self.old]
         every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
