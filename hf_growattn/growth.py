@@ -23,7 +23,7 @@ from .gradients import (
 )
 from .modeling import GrowableModelMixin, attentions
 from .optimizer import check_optimizer, swap_parameters
-from .plan import GrowthConfig, candidates, spend
+from .plan import GrowthConfig, candidates, spend, worth_of
 from .probe import PATTERNS, mean_loss, undisturbed
 from .report import GrowthReport, LayerGrowth
 from .trial import Change, StepSearch, Trial
@@ -169,10 +169,10 @@ class Grower:
         return loss, changes
 
     def _prices(self, changes: list[Change], measure: Callable[[int], float]) -> list[float]:
-        """What a unit of slope is worth in each change's kind: its share of what all candidates gain at once.
+        """What a unit of worth buys in each change's kind: its share of what all candidates gain at once.
 
         All candidates are grown together for a moment. Their gain is divided between the kinds by the Shapley value,
-        the mean of what a kind adds first and what it adds last, and then among directions by their slopes.
+        the mean of what a kind adds first and what it adds last, and then among directions by their worth.
         """
         kept = [change for change in changes if change.dims]
         trial = Trial(kept)
@@ -189,8 +189,12 @@ class Grower:
         if len(gains) == 2:
             both, (first, second) = search.loss_before - after, gains.values()
             gains = dict(zip(gains, ((both + first - second) / 2, (both + second - first) / 2)))
-        slopes = {kind: sum(c.slope for c in kept if c.gradient.block.kind is kind) for kind in gains}
-        return [gains[c.gradient.block.kind] / slopes[c.gradient.block.kind] if gains else 0.0 for c in changes]
+        worth = {
+            kind: sum(worth_of(c.gradient)[: c.dims].sum().item() for c in kept if c.gradient.block.kind is kind)
+            for kind in gains
+        }
+        kinds = [change.gradient.block.kind for change in changes]
+        return [gains[kind] / worth[kind] if worth.get(kind, 0.0) > 0 else 0.0 for kind in kinds]
 
     def _gradients(self, blocks, halves: tuple[list[dict], list[dict]], bar: tqdm) -> list[Gradient]:
         config = self.config

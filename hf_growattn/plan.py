@@ -133,13 +133,13 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
     """Choose among the candidates what the budget buys, by validated gain for each added weight.
 
     Args:
-        prices: for each change the step its kind would take, which makes gains of different kinds comparable.
+        prices: for each change what a unit of `worth_of` is worth in its kind, which makes the kinds comparable.
         parameters: number of the model's weights, of which a fractional budget is a share.
     """
     budget = config.budget if isinstance(config.budget, int) else int(config.budget * parameters)
     gains, costs, ends = [], [], []
     for change, price in zip(changes, prices):
-        block, values = change.gradient.block, _smooth(change.gradient)
+        block, values = change.gradient.block, worth_of(change.gradient)
         width = block.attention.width(block.kind.shared)
         stops = [n for n in range(1, change.dims + 1) if (width + n) % config.multiple_of == 0]
         spans = list(zip([0, *stops], stops))
@@ -154,6 +154,11 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
 def _smooth(gradient: Gradient) -> Tensor:
     """Validated gains in order: neighbours out of order share their mean, since one alone is mostly noise."""
     return F.decreasing(gradient.validated)
+
+
+def worth_of(gradient: Gradient) -> Tensor:
+    """Decrease of the loss on unseen batches per unit of step of each dim, as it would be taken: (p,)."""
+    return _smooth(gradient) * strength_of(gradient)
 
 
 def strength_of(gradient: Gradient) -> Tensor:

@@ -14,6 +14,8 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers import logging as transformers_logging
 
+from hf_growattn import GrowthConfig
+
 
 def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of the given size."""
@@ -54,7 +56,7 @@ def main() -> None:
         steps=arguments.steps,
         batch_size=16,
         learning_rate=3e-3,
-        qk_dims=8,
+        growth=GrowthConfig(budget=0.08, seed=arguments.seed),
         growth_batches=min(48, arguments.steps),
         seed=arguments.seed,
         evaluate_every=25,

@@ -31,7 +31,7 @@ class Settings:
     steps: int
     batch_size: int
     learning_rate: float
-    qk_dims: int
+    growth: GrowthConfig
     growth_batches: int
     seed: int
     evaluate_every: int
@@ -104,8 +104,7 @@ def train(model, training: torch.Tensor, held_out: torch.Tensor, settings: Setti
     for step in tqdm(range(settings.steps), desc=f"training {label}", disable=None):
         if grow and step == settings.steps // 2:
             run.held_out[step] = held_out_loss(model, held_out, settings.batch_size)
-            config = GrowthConfig(qk_dims=settings.qk_dims, seed=settings.seed)
-            run.report = Grower(model, config, optimizer, accelerator).grow([training[rows] for rows in fresh])
+            run.report = Grower(model, settings.growth, optimizer, accelerator).grow([training[rows] for rows in fresh])
             after = held_out_loss(model, held_out, settings.batch_size)
             tqdm.write(f"{run.report}\nHeld-out loss {run.held_out[step]:.4f} -> {after:.4f} at the growth.")
             run.held_out[step] = after
@@ -168,9 +167,11 @@ def picture(grown: Run, plain: Run | None, path: Path) -> None:
     curves.legend()
     report = grown.report
     index = range(len(report.layers))
-    layers.bar(index, [layer.predicted_gain for layer in report.layers], color="tab:blue")
-    layers.set_xticks(index, [f"{layer.layer}\n{layer.starvation:.2f}" for layer in report.layers])
-    layers.set(xlabel="layer, and its starvation", ylabel="nats a token", title="Predicted gain")
+    layers.bar(index, [layer.in_sample_gain for layer in report.layers], color="tab:gray", label="on its batches")
+    layers.bar(index, [layer.predicted_gain for layer in report.layers], color="tab:blue", label="validated")
+    layers.set_xticks(index, [f"{layer.layer} {layer.kind[0]}\n{layer.starvation:.2f}" for layer in report.layers])
+    layers.set(xlabel="layer, patterns or messages, starvation", ylabel="nats a token", title="First-order gain")
+    layers.legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -215,7 +216,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--block-size", type=int, default=128, help="tokens in one row of a batch")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
-    parser.add_argument("--qk-dims", type=int, default=8, help="dims to add to the queries and keys of each head")
+    parser.add_argument("--budget", type=float, default=0.02, help="weights to add at most, as a share of the model's")
+    parser.add_argument("--qk-dims", type=int, default=0, help="instead: dims to add to each head's queries and keys")
+    parser.add_argument("--v-dims", type=int, default=0, help="instead: dims to add to each head's values")
     parser.add_argument("--growth-batches", type=int, default=16, help="training batches to measure and grow on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="train once more without growth, and show both curves")
@@ -223,11 +226,15 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
+    if arguments.qk_dims or arguments.v_dims:
+        growth = GrowthConfig(qk_dims=arguments.qk_dims, v_dims=arguments.v_dims, seed=arguments.seed)
+    else:
+        growth = GrowthConfig(budget=arguments.budget, seed=arguments.seed)
     settings = Settings(
         steps=arguments.steps,
         batch_size=arguments.batch_size,
         learning_rate=arguments.learning_rate,
-        qk_dims=arguments.qk_dims,
+        growth=growth,
         growth_batches=arguments.growth_batches,
         seed=arguments.seed,
         evaluate_every=max(arguments.steps // 10, 1),

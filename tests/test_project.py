@@ -76,16 +76,17 @@ def test_fine_tuning_any_model_on_any_text(tmp_path, folder):
     (tmp_path / "texts" / "play.txt").write_text(text)
     dataset = tmp_path / "texts" if folder else tmp_path / "texts" / "play.txt"
     model, output = data_path("models", "stories260K"), tmp_path / "out"
-    options = ["--dataset", dataset, "--output", output, "--steps", "6", "--growth-batches", "2"]
+    options = ["--dataset", dataset, "--output", output, "--steps", "6", "--growth-batches", "2", "--qk-dims", "8"]
     out = run("finetune.py", "--model", model, *options)
     assert "Held-out loss" in out and "8 -> 16" in out and (output / "model.safetensors").exists()
     if folder:
         assert "16 -> 24" in run("finetune.py", "--model", output, *options)
 
 
-def test_fresh_batches(tmp_path):
+def test_the_benchmarks_run(tmp_path):
     text = data_path("text", "tinyshakespeare.txt")
-    model = data_path("models", "stories260K")
-    out = run("fresh_batches.py", "--model", model, "--dataset", text, "--batches", "8")
-    assert out.count("->") == 2 * 3 + 2
-    assert float(re.search(r"lower by ([\d.]+) \(median", out)[1]) > 0.3
+    options = ["--model", data_path("models", "stories260K"), "--text", text, "--batches", "2", "--seeds", "0"]
+    for script in ("estimators.py", "allocation.py", "balance.py"):
+        short = ["--steps", "2"] if script == "balance.py" else []
+        out = run(f"bench/{script}", *options, *short)
+        assert "stories260K on tinyshakespeare.txt" in out and out.count("| ") > 5, script
