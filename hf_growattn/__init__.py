@@ -5,6 +5,15 @@ from .growth import Grower
 from .patch import patch_model, unpatch_model
 from .plan import GrowthConfig
 from .report import GrowthReport
+from .views import attention_views
 
-__all__ = ["GrowableAttention", "Grower", "GrowthConfig", "GrowthReport", "patch_model", "unpatch_model"]
+__all__ = [
+    "GrowableAttention",
+    "Grower",
+    "GrowthConfig",
+    "GrowthReport",
+    "attention_views",
+    "patch_model",
+    "unpatch_model",
+]
 __version__ = "0.1.0"

@@ -148,7 +148,7 @@ class Grower:
     ) -> tuple[float, list[Change]]:
         """Return the mean loss of the batches and what to do to each block of the chosen layers."""
         config, batches = self.config, halves[0] + halves[1]
-        bar.total = (1 + SKETCH_PASSES + config.update_existing) * len(batches)
+        bar.total = len(batches)
         with undisturbed(self.model):
             with _timed(seconds, "moments"):
                 blocks, loss = measure_moments(
@@ -158,6 +158,7 @@ class Grower:
                 gradients = self._gradients(blocks, halves, bar)
                 existing: list[ExistingStep | None] = [None] * len(blocks)
                 if config.update_existing or config.method == "refactor":
+                    bar.total += len(batches)
                     existing = tangent_steps(self.model, blocks, halves, bar.update)
         changes = candidates(config, gradients)
         if config.budget is not None:
@@ -199,10 +200,13 @@ class Grower:
     def _gradients(self, blocks, halves: tuple[list[dict], list[dict]], bar: tqdm) -> list[Gradient]:
         config = self.config
         dims = max(config.most_dims(block) for block in blocks)
+        sketched = dims + config.oversampling < self.model.config.hidden_size
+        passes = SKETCH_PASSES if sketched and config.estimator == "whitened" else 1
+        bar.total += passes * (len(halves[0]) + len(halves[1]))
         if config.estimator != "whitened":
             arguments = (self.model, blocks, halves, dims, config.ridge, config.seed, bar.update)
             return compared_gradients(config.estimator, *arguments)
-        if dims + config.oversampling < self.model.config.hidden_size:
+        if sketched:
             return sketched_gradients(self.model, blocks, halves, dims, config.oversampling, config.seed, bar.update)
         return exact_gradients(self.model, blocks, halves, dims, bar.update)
 

@@ -25,7 +25,7 @@ MAY_IMPORT = {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
         *("optimizer", "modeling", "attention"),
     },
-    "__init__": {"attention", "growth", "patch", "plan", "report"},
+    "__init__": {"attention", "growth", "patch", "plan", "report", "views"},
 }
 TRAVELLING = ("architectures", "attention", "configuration", "modeling")
 

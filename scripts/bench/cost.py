@@ -26,7 +26,7 @@ from hf_growattn.gradients import SKETCH_PASSES, sketched_gradients
 from hf_growattn.modeling import attentions
 from hf_growattn.probe import MESSAGES, PATTERNS, backward, mean_loss, undisturbed
 
-LAYERS, BATCH, TOKENS = 4, 4, 512
+LAYERS, BATCH, TOKENS = 2, 2, 512
 
 
 def build(width: int):
