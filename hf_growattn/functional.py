@@ -204,24 +204,6 @@ def step_factors(
     return apply_root(stacked_whitening, unstack_groups(u * magnitude, heads)), -(shared_whitening @ (v * magnitude))
 
 
-def balance(stacked: Tensor, shared: Tensor, stacked_rms: Tensor, shared_rms: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale each pair of columns against each other, their product kept, so that both sides stand out alike.
-
-    Afterwards each column's rms is the same multiple of the rms of the existing weights of its side: an optimizer whose
-    steps have one size for all weights then turns neither side faster than the other.
-
-    Args:
-        stacked, shared: new columns, (H, a, p) and (G, b, p); a column of either side may be zero and then stays even.
-        stacked_rms, shared_rms: root mean squares of the existing weights, scalars.
-    """
-    groups = len(shared)
-    on_stacked = stack_groups(stacked, groups).square().mean(-2).sqrt() / stacked_rms  # (G, p)
-    on_shared = shared.square().mean(-2).sqrt() / shared_rms
-    scale = torch.where((on_stacked > 0) & (on_shared > 0), (on_shared / on_stacked).sqrt(), 1.0)
-    per_head = scale.repeat_interleave(len(stacked) // groups, 0).unsqueeze(-2)
-    return stacked * per_head, shared / scale.unsqueeze(-2)
-
-
 def tangent_step(
     stacked_gradient: Tensor, shared_gradient: Tensor, stacked: Tensor, shared: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,6 @@ class _Write:
         self.change, self.block = change, block
         self.old = tuple(side.clone() for side in block.old_factors())  # the live ones may be written over
         self.whitened = block.whitened_factors()
-        self.sizes = [factors.square().mean().sqrt() for factors in self.old]
         every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
         # From both halves of the batches together, from the first and from the second.
         self.directions = [self._taken(*directions) for directions in every]
@@ -64,7 +63,8 @@ class _Write:
         self.new = [self._factors(*directions) for directions in self.directions]
         # Dims without a gain that held start like LoRA: one side zero, the other as large as the existing weights.
         idle = block.roots.shared_whitening @ gradient.v[..., : change.dims] * (change.strength == 0)
-        self.idle = idle / idle.square().mean(-2, keepdim=True).sqrt().clamp_min(1e-30) * self.sizes[1]
+        size = self.old[1].square().mean().sqrt()
+        self.idle = idle / idle.square().mean(-2, keepdim=True).sqrt().clamp_min(torch.finfo(size.dtype).tiny) * size
 
     def _taken(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dims = self.change.dims
@@ -72,8 +72,7 @@ class _Write:
 
     def _factors(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         roots = self.block.roots
-        new = F.step_factors(u, sigma, v, roots.stacked_whitening, roots.shared_whitening, self.block.heads)
-        return F.balance(*new, *self.sizes)
+        return F.step_factors(u, sigma, v, roots.stacked_whitening, roots.shared_whitening, self.block.heads)
 
     def at(self, step: float, source: int) -> tuple[Tensor, Tensor]:
         """All columns of the stacked (H, a, k + p) and the shared side (G, b, k + p) for a step `gamma`."""

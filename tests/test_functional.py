@@ -80,18 +80,6 @@ def test_directions_from_products_are_exact_on_their_span():
 
 
 @always
-@given(seeds, st.integers(1, 2), st.integers(1, 3), st.floats(0.01, 10), st.floats(0.01, 10))
-def test_balance_keeps_products_and_evens_what_stands_out(seed, groups, group, rms_a, rms_b):
-    new_a, new_b = normal(groups * group, 5, 4, seed=seed), 30 * normal(groups, 3, 4, seed=seed + 1)
-    new_b[..., 0] = 0
-    even_a, even_b = F.balance(new_a, new_b, torch.tensor(rms_a).double(), torch.tensor(rms_b).double())
-    assert_close(even_a @ even_b.repeat_interleave(group, 0).mT, new_a @ new_b.repeat_interleave(group, 0).mT)
-    assert torch.equal(even_a[..., 0], new_a[..., 0])
-    sizes = [side[..., 1:].square().mean(-2).sqrt() for side in (F.stack_groups(even_a, groups), even_b)]
-    assert_close(sizes[0] / rms_a, sizes[1] / rms_b)
-
-
-@always
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=8))
 def test_decreasing_is_the_nearest_non_increasing_sequence(values):
     values = torch.tensor(values).double()

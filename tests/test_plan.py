@@ -130,17 +130,16 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     assert not layer.weight("output")[:, 16:].any() and layer.weight_gradient("output")[:, 16:].abs().sum() > 0
 
 
-def test_both_sides_of_a_new_pair_stand_out_alike():
+def test_both_sides_of_a_new_pair_have_one_length_in_the_metric():
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
-    report = grow(model, batches, qk_dims=4, v_dims=4)
-    assert report.applied
-    for attention in attentions(model):
-        for kind in (PATTERNS, MESSAGES):
-            sides = []
-            for role in (kind.stacked, kind.shared):
-                factors = F.join_bias(attention.weight(role), attention.bias(role))
-                sides.append(factors[..., 16:].square().mean(-2).sqrt() / factors[..., :16].square().mean().sqrt())
-            torch.testing.assert_close(sides[0], sides[1], rtol=1e-3, atol=1e-5)
+    with undisturbed(model):
+        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        gradients = sketched_gradients(model, blocks, (batches[0::2], batches[1::2]), 4, oversampling=8, seed=0)
+    trial = Trial([Change(gradient, 4, torch.ones(4)) for gradient in gradients])
+    trial.take([1e-3] * len(blocks))
+    for block in blocks:
+        stacked, shared = (side[..., 16:].norm(dim=-2) for side in block.whitened_factors())
+        torch.testing.assert_close(stacked, shared, rtol=1e-3, atol=1e-6)
 
 
 # Refactoring
