@@ -4,6 +4,7 @@ All of them look at the whole gradient, so they are for small models; none proje
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from . import functional as F
 from .blocks import Block, measure_moments
 from .gradients import Gradient, starvation_of, whole_gradients
 
-ESTIMATORS = ("whitened", "pooled-truncated", "per-sequence", "gradient", "random")
+ESTIMATORS = ("whitened", "unprojected", "pooled-truncated", "per-sequence", "gradient", "random")
 
 
 def compared_gradients(
@@ -27,10 +28,10 @@ def compared_gradients(
 ) -> list[Gradient]:
     """Return every block's directions by one of the `ESTIMATORS` other than "whitened".
 
-    Per-sequence, pooled-truncated and gradient differ in what they truncate: the mean over sequences of
-    `X_n^+ G_n X_n^+T`, the pooled `C_a^-1 T C_b^-1` (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022).
-    "random" draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside
-    `undisturbed`.
+    "unprojected" is the method without projecting out what the old dims can do. Per-sequence, pooled-truncated and
+    gradient differ in what they truncate: the mean over sequences of `X_n^+ G_n X_n^+T`, the pooled `C_a^-1 T C_b^-1`
+    (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022). "random" draws the shared side and leaves the
+    function as it is (Net2Net, Chen et al. 2016). Call inside `undisturbed`.
     """
     whole = whole_gradients(model, blocks, halves, tick)
     weights = [len(half) / (len(halves[0]) + len(halves[1])) for half in halves]
@@ -49,11 +50,12 @@ def compared_gradients(
             gradients.append(_random(block, dims, generator, starvation))
             continue
         together = weights[0] * parts[0] + weights[1] * parts[1]
-        u, sigma, v = _whitened_directions(block, weights[0] * target[0] + weights[1] * target[1], dims)
-        halves = tuple(_whitened_directions(block, part, dims) for part in target)
-        validated = (_gain(*halves[0], parts[1]) + _gain(*halves[1], parts[0])) / 2
+        directions = F.best_directions if name == "unprojected" else partial(_whitened_directions, block)
+        u, sigma, v = directions(weights[0] * target[0] + weights[1] * target[1], dims)
+        own = tuple(directions(part, dims) for part in target)
+        validated = (_gain(*own[0], parts[1]) + _gain(*own[1], parts[0])) / 2
         in_sample = _gain(u, sigma, v, together)
-        gradients.append(Gradient(block, u, sigma, v, in_sample, validated, starvation, halves))
+        gradients.append(Gradient(block, u, sigma, v, in_sample, validated, starvation, own))
     return gradients
 
 
@@ -70,6 +72,8 @@ def _per_head(block: Block, stacked: Tensor, whitening: Tensor) -> Tensor:
 def _target(name: str, block: Block, whitened: Tensor) -> Tensor:
     """What an estimator truncates, (G, g a, b), from the whitened gradient."""
     roots = block.roots
+    if name == "unprojected":
+        return whitened
     if name == "pooled-truncated":
         return _per_head(block, whitened, roots.stacked_whitening) @ roots.shared_whitening
     return _per_head(block, whitened, roots.stacked_root) @ roots.shared_root

@@ -49,6 +49,7 @@ def loss_after(model, gradients: list[Gradient], dims: int, growth, fresh, shrin
 def main() -> None:
     """Measure, seed by seed, and print one table for each task."""
     parser = task_parser(__doc__)
+    parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS)
     parser.add_argument("--dims", type=int, nargs="+", default=[2, 8])
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
@@ -58,7 +59,7 @@ def main() -> None:
         for seed in tqdm(arguments.seeds, desc=task.name, disable=None):
             model, (growth, fresh) = task.load(seed), task.data(seed)
             before.append(held_out(model, fresh))
-            for estimator in ESTIMATORS:
+            for estimator in arguments.estimators:
                 gradients = measure(estimator, model, growth, max(arguments.dims))
                 for choice, kinds in CHOICES.items():
                     chosen = [gradient for gradient in gradients if gradient.block.kind in kinds]
@@ -70,7 +71,7 @@ def main() -> None:
         columns = [(choice, dims) for choice in CHOICES for dims in arguments.dims]
         print("| estimator | " + " | ".join(f"{choice}, {dims} dims" for choice, dims in columns) + " |")
         print("|---" * (len(columns) + 1) + "|")
-        for estimator in ESTIMATORS:
+        for estimator in arguments.estimators:
             cells = [spread(losses[estimator, choice, dims]) for choice, dims in columns]
             print(f"| {estimator} | " + " | ".join(cells) + " |", flush=True)
 
