@@ -23,6 +23,17 @@ def grow(model, batches=None, **config):
     return Grower(model, GrowthConfig(**config)).grow(batches or lm_batches(6))
 
 
+def halved(batches):
+    return batches[0::2], batches[1::2]
+
+
+def sketched(model, batches, dims):
+    """The gradients of every layer and kind, as `Grower` measures them."""
+    with undisturbed(model):
+        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        return sketched_gradients(model, blocks, halved(batches), dims, oversampling=8, seed=0)
+
+
 def added(report):
     return sum((layer.width[1] - layer.width[0]) * DIM[layer.kind] for layer in report.layers)
 
@@ -112,9 +123,7 @@ def test_a_wrong_config_names_the_fix(config, match):
 
 def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     model, batches = patch_model(build("llama-2")), lm_batches(6)
-    with undisturbed(model):
-        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        gradients = sketched_gradients(model, blocks, (batches[0::2], batches[1::2]), 4, oversampling=8, seed=0)
+    gradients = sketched(model, batches, 4)
     logits = model(**batches[0]).logits
     trial = Trial([Change(gradient, 4, torch.zeros(4)) for gradient in gradients])
     trial.take([1.0] * len(trial.changes))
@@ -132,12 +141,11 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
 
 def test_both_sides_of_a_new_pair_have_one_length_in_the_metric():
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
-    with undisturbed(model):
-        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        gradients = sketched_gradients(model, blocks, (batches[0::2], batches[1::2]), 4, oversampling=8, seed=0)
+    gradients = sketched(model, batches, 4)
     trial = Trial([Change(gradient, 4, torch.ones(4)) for gradient in gradients])
-    trial.take([1e-3] * len(blocks))
-    for block in blocks:
+    trial.take([1e-3] * len(gradients))
+    for gradient in gradients:
+        block = gradient.block
         stacked, shared = (side[..., 16:].norm(dim=-2) for side in block.whitened_factors())
         torch.testing.assert_close(stacked, shared, rtol=1e-3, atol=1e-6)
 
@@ -148,11 +156,10 @@ def test_both_sides_of_a_new_pair_have_one_length_in_the_metric():
 @pytest.mark.parametrize("variant", ["gpt2-2", "gpt2-5-scaled"])
 def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors(variant):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
-    halves = batches[0::2], batches[1::2]
+    gradients = sketched(model, batches, 4)
+    blocks = [gradient.block for gradient in gradients]
     with undisturbed(model):
-        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        gradients = sketched_gradients(model, blocks, halves, 4, oversampling=8, seed=0)
-        existing = tangent_steps(model, blocks, halves)
+        existing = tangent_steps(model, blocks, halved(batches))
     logits = model(**batches[0]).logits
     patterns = [F.product_norm(*block.whitened_factors()) for block in blocks]
     changes = [Change(g, 4, strength_of(g), step, refactor=True) for g, step in zip(gradients, existing)]
@@ -206,11 +213,10 @@ def test_refactoring_refuses_rotary_patterns_and_says_why():
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
 def test_the_steepest_step_of_the_existing_weights_descends(variant):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
-    halves = batches[0::2], batches[1::2]
+    gradients = sketched(model, batches, 1)
     with undisturbed(model):
-        blocks, before = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        gradients = sketched_gradients(model, blocks, halves, 1, oversampling=8, seed=0)
-        existing = tangent_steps(model, blocks, halves)
+        before = mean_loss(model, batches)
+        existing = tangent_steps(model, [gradient.block for gradient in gradients], halved(batches))
     changes = [Change(g, 0, torch.zeros(0), step) for g, step in zip(gradients, existing)]
     trial, slope = Trial(changes), sum(change.slope for change in changes)
     assert slope > 0 and all(change.quadratic_ratio >= 0 for change in changes)
@@ -257,7 +263,7 @@ def test_random_dims_change_nothing_yet():
 def test_whitened_directions_gain_most_in_their_metric(estimator):
     """At equal length in the metric no estimator promises more than the whitened one."""
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
-    halves = batches[0::2], batches[1::2]
+    halves = halved(batches)
     from hf_growattn.estimators import compared_gradients
 
     with undisturbed(model):
@@ -292,7 +298,7 @@ def test_promised_gains_are_those_of_fresh_batches():
     for draw in range(20):
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(draw))[:8]
         batches = [pool[i] for i in order]
-        halves = batches[0::2], batches[1::2]
+        halves = halved(batches)
         with undisturbed(model):
             blocks, _ = measure_moments(model, attentions(model), kinds, batches, 0.05)
             gradients = sketched_gradients(model, blocks, halves, dims, oversampling=16, seed=draw)
@@ -319,9 +325,7 @@ def test_promised_gains_are_those_of_fresh_batches():
 
 def test_candidates_measure_every_block_once():
     model, batches = patch_model(build("llama-2")), lm_batches(4)
-    with undisturbed(model):
-        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        gradients = sketched_gradients(model, blocks, (batches[0::2], batches[1::2]), 4, oversampling=8, seed=0)
+    gradients = sketched(model, batches, 4)
     changes = candidates(GrowthConfig(qk_dims=3, v_dims=2), gradients)
     assert [change.dims for change in changes] == [3, 2, 3, 2]
     assert all(len(change.strength) == change.dims for change in changes)
