@@ -54,13 +54,16 @@ class _Write:
     def __init__(self, change: Change):
         block, gradient = change.gradient.block, change.gradient
         self.change, self.block = change, block
-        self.old = tuple(side.clone() for side in block.old_factors())  # the live ones may be written over
-        self.whitened = block.whitened_factors()
+        self.moves_old_dims = change.refactor or change.existing is not None
+        self.old = block.old_factors()
+        if self.moves_old_dims:  # the live ones may be written over
+            self.old = tuple(side.clone() for side in self.old)
+        self.whitened = block.whitened_factors() if change.refactor else None
         every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
         # From both halves of the batches together, from the first and from the second.
         self.directions = [self._taken(*directions) for directions in every]
         # Both sides scale with the square root of the step, so the factors are made once.
-        self.new = [self._factors(*directions) for directions in self.directions]
+        self.new = [] if change.refactor else [self._factors(*directions) for directions in self.directions]
         # Dims without a gain that held start like LoRA: one side zero, the other as large as the existing weights.
         idle = block.roots.shared_whitening @ gradient.v[..., : change.dims] * (change.strength == 0)
         size = self.old[1].square().mean().sqrt()
@@ -102,8 +105,7 @@ class _Write:
     def take(self, step: float, source: int) -> None:
         """Write the weights; those of old dims only where they move."""
         kind, attention = self.block.kind, self.block.attention
-        everything = self.change.refactor or self.change.existing is not None
-        touched = slice(0 if everything else self.old[0].shape[-1], None)
+        touched = slice(0 if self.moves_old_dims else self.old[0].shape[-1], None)
         for role, factors in zip((kind.stacked, kind.shared), self.at(step, source)):
             live = attention.weight(role)
             weight, bias = F.split_bias(factors, live.shape[-1])

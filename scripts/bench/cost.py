@@ -53,7 +53,7 @@ def peak() -> int:
 
 def memory(mode: str, width: int, dims: int) -> int:
     """Peak bytes over the loaded model of a training step or of a whole growth, in this fresh process."""
-    tiny, short = build(64)
+    tiny, short = build(128)
     Grower(tiny, GrowthConfig(qk_dims=1, v_dims=1)).grow([{key: value[:, :32] for key, value in short.items()}])
     model, batch = build(width)  # libraries are loaded and warm by now
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
