@@ -86,7 +86,11 @@ def test_fine_tuning_any_model_on_any_text(tmp_path, folder):
 def test_the_benchmarks_run(tmp_path):
     text = data_path("text", "tinyshakespeare.txt")
     options = ["--model", data_path("models", "stories260K"), "--text", text, "--batches", "2", "--seeds", "0"]
-    for script in ("estimators.py", "allocation.py", "balance.py"):
-        short = ["--steps", "2"] if script == "balance.py" else []
-        out = run(f"bench/{script}", *options, *short)
+    short = {
+        "estimators.py": ["--dims", "1", "--estimators", "whitened", "per-sequence"],
+        "allocation.py": ["--dims", "1"],
+        "balance.py": ["--dims", "1", "--steps", "2"],
+    }
+    for script, more in short.items():
+        out = run(f"bench/{script}", *options, *more)
         assert "stories260K on tinyshakespeare.txt" in out and out.count("| ") > 5, script
