@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import functional as F
 from .blocks import Block, measure_moments
-from .gradients import Gradient, starvation_of, whole_gradients
+from .gradients import Gradient, beyond_old_dims, whole_gradients
 
 ESTIMATORS = ("whitened", "unprojected", "pooled-truncated", "per-sequence", "gradient", "random")
 
@@ -43,9 +43,7 @@ def compared_gradients(
     generator = torch.Generator().manual_seed(seed)
     gradients = []
     for block, parts, target in zip(blocks, whole, targets):
-        stacked, shared = (F.column_basis(factors) for factors in block.whitened_factors())
-        residuals = [F.bottleneck(part, stacked, shared) for part in parts]
-        starvation = starvation_of((residuals[0] * residuals[1]).sum(), (parts[0] * parts[1]).sum())
+        _, starvation = beyond_old_dims(block, parts)
         if name == "random":
             gradients.append(_random(block, dims, generator, starvation))
             continue

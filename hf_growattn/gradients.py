@@ -139,6 +139,13 @@ def starvation_of(residual: Tensor, total: Tensor) -> float:
     return (residual / total).clamp(0, 1).sqrt().item() if total > 0 else 0.0
 
 
+def beyond_old_dims(block: Block, parts: list[Tensor]) -> tuple[tuple[Tensor, Tensor], float]:
+    """Return what the old dims cannot do of either half's whole gradient, (G, g a, b) each, and the starvation."""
+    bases = [F.column_basis(factors) for factors in block.whitened_factors()]
+    first, second = (F.bottleneck(part, *bases) for part in parts)
+    return (first, second), starvation_of((first * second).sum(), (parts[0] * parts[1]).sum())
+
+
 def exact_gradients(
     model: nn.Module,
     blocks: list[Block],
@@ -153,12 +160,10 @@ def exact_gradients(
     """
     sizes = (len(halves[0]), len(halves[1]))
     gradients = []
-    for block, (first, second) in zip(blocks, whole_gradients(model, blocks, halves, tick)):
-        stacked, shared = (F.column_basis(factors) for factors in block.whitened_factors())
-        residuals = F.bottleneck(first, stacked, shared), F.bottleneck(second, stacked, shared)
-        starvation = starvation_of((residuals[0] * residuals[1]).sum(), (first * second).sum())
-        everything = torch.ones(first.shape[-1], dtype=torch.bool, device=first.device)
-        identity = _identity(shared).expand(block.groups, -1, -1)
+    for block, parts in zip(blocks, whole_gradients(model, blocks, halves, tick)):
+        residuals, starvation = beyond_old_dims(block, parts)
+        everything = torch.ones(parts[0].shape[-1], dtype=torch.bool, device=parts[0].device)
+        identity = _identity(parts[0].mT).expand(block.groups, -1, -1)
         side = _Side(identity, residuals, (everything, everything))
         gradients.append(_gradient(block, [side], sizes, dims, starvation))
     return gradients

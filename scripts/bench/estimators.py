@@ -6,7 +6,6 @@ Every row has the same model, growth batches, held-out batches, ridge and step s
 growth. All estimators see the whole gradient, so the table compares them and not their sketches.
 """
 
-import torch
 from tasks import chosen_tasks, halves_of, held_out, spread, task_parser
 from tqdm.auto import tqdm
 from transformers import logging as transformers_logging
@@ -32,11 +31,10 @@ def measure(estimator: str, model, growth, dims: int) -> list[Gradient]:
         return compared_gradients(estimator, model, blocks, halves, dims, 0.05, seed=0)
 
 
-def loss_after(model, gradients: list[Gradient], dims: int, growth, fresh, shrink: bool = True) -> float:
+def loss_after(model, gradients: list[Gradient], dims: int, growth, fresh) -> float:
     """Grow for a moment along these directions by the searched step, and return the held-out loss."""
     halves = [half[:: max(len(half) // 8, 1)] for half in halves_of(growth)]
-    strengths = [strength_of(g) if shrink else torch.ones_like(g.validated) for g in gradients]
-    trial = Trial([Change(g, dims, strength[:dims]) for g, strength in zip(gradients, strengths)])
+    trial = Trial([Change(gradient, dims, strength_of(gradient)[:dims]) for gradient in gradients])
     try:
         with undisturbed(model):
             steps, _ = StepSearch(trial, lambda half: mean_loss(model, halves[half])).run()
