@@ -25,13 +25,14 @@ _UNEQUAL_WIDTHS = ("eager", "flex_attention")
 
 @dataclass
 class Resize:
-    """One parameter of a projection before and after widening.
+    """One parameter of a projection before and after a change of width.
 
     Attributes:
         module, name: where the parameter lives.
-        old, new: the parameters; `new` equals `old` at `positions` along `axis` and is zero elsewhere.
-        axis: the axis that grew.
-        positions: (old size,) indices of the old entries along `axis` of `new`.
+        old, new: the parameters; `new` holds at `positions` along `axis` what `old` holds at `kept`, zeros elsewhere.
+        axis: the axis whose size changed.
+        kept: (n,) indices along `axis` of `old`: all of them, unless dims were cut.
+        positions: (n,) indices along `axis` of `new`.
     """
 
     module: nn.Module
@@ -39,7 +40,13 @@ class Resize:
     old: nn.Parameter
     new: nn.Parameter
     axis: int
+    kept: torch.Tensor
     positions: torch.Tensor
+
+    def carry(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Copy what is kept of a tensor of the old parameter's shape into one of the new one's, and return that."""
+        kept = old.index_select(self.axis, self.kept.to(old.device))
+        return new.index_copy_(self.axis, self.positions.to(new.device), kept)
 
 
 @dataclass
@@ -231,8 +238,8 @@ class GrowableAttention(nn.Module):
         """Append zero dims to every head: the function stays, and new parameters take the old ones' place.
 
         Args:
-            qk_dims: dims to append to each head's queries and keys.
-            v_dims: dims to append to each head's values, and inputs to the output projection.
+            qk_dims: dims to append to each head's queries and keys; a negative number cuts the last ones off.
+            v_dims: dims to append to each head's values, and inputs to the output projection, or to cut.
 
         Returns:
             What was done; `Widening.undo` reverts it.
@@ -245,11 +252,10 @@ class GrowableAttention(nn.Module):
         for module, roles in by_module.items():
             if not any(grown[role] for role in roles):
                 continue
-            positions, new_size = self._positions(roles, grown, module.weight.device)
-            axis = self._axis(roles[0])
-            resizes.append(_resize(module, "weight", axis, positions, new_size))
+            layout = self._layout(roles, grown, module.weight.device)
+            resizes.append(_resize(module, "weight", self._axis(roles[0]), *layout))
             if module.bias is not None and "output" not in roles:
-                resizes.append(_resize(module, "bias", 0, positions, new_size))
+                resizes.append(_resize(module, "bias", 0, *layout))
         widening = Widening(self, resizes, self.qk_head_dim, self.v_head_dim)
         for resize in resizes:
             setattr(resize.module, resize.name, resize.new)
@@ -265,15 +271,20 @@ class GrowableAttention(nn.Module):
         before = {"key": ("query",), "value": ("query", "key")}.get(role, ()) if self.architecture.fused else ()
         return sum(self.heads(r) * self.width(r) for r in before), self.heads(role) * self.width(role)
 
-    def _positions(self, roles, grown, device) -> tuple[torch.Tensor, int]:
-        """Where the old entries of a projection land once its roles have grown, and the new size."""
-        positions, start = [], 0
+    def _layout(self, roles, grown, device) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Which old entries of a projection stay once its roles have grown, where they land, and the new size."""
+        kept, positions, old_start, new_start = [], [], 0, 0
         for role in roles:
-            heads, old, new = self.heads(role), self.width(role), self.width(role) + grown[role]
-            first = start + new * torch.arange(heads, device=device)
-            positions.append((first[:, None] + torch.arange(old, device=device)).flatten())
-            start += heads * new
-        return torch.cat(positions), start
+            heads, old, new = (
+                torch.arange(self.heads(role), device=device),
+                self.width(role),
+                self.width(role) + grown[role],
+            )
+            dims = torch.arange(min(old, new), device=device)
+            kept.append((old_start + old * heads[:, None] + dims).flatten())
+            positions.append((new_start + new * heads[:, None] + dims).flatten())
+            old_start, new_start = old_start + len(heads) * old, new_start + len(heads) * new
+        return torch.cat(kept), torch.cat(positions), new_start
 
     def _set_widths(self, qk_head_dim: int, v_head_dim: int) -> None:
         """Record the widths, and keep the projections' own notes of their sizes true (peft and repr read them)."""
@@ -286,21 +297,19 @@ class GrowableAttention(nn.Module):
                 module.out_features, module.in_features = module.weight.shape
 
 
-def _resize(module: nn.Module, name: str, axis: int, positions: torch.Tensor, new_size: int) -> Resize:
-    """Make the larger parameter: old entries at `positions` of `axis`, zeros elsewhere, and its gradient likewise."""
+def _resize(module: nn.Module, name: str, axis: int, kept, positions, new_size: int) -> Resize:
+    """Make the resized parameter: kept entries at `positions` of `axis`, zeros elsewhere, and its gradient likewise."""
     old = getattr(module, name)
-
-    def spread(tensor: torch.Tensor) -> torch.Tensor:
-        shape = list(tensor.shape)
-        shape[axis] = new_size
-        return tensor.new_zeros(shape).index_copy_(axis, positions, tensor)
-
-    new = nn.Parameter(spread(old.detach()), requires_grad=old.requires_grad)
+    shape = list(old.shape)
+    shape[axis] = new_size
+    new = nn.Parameter(old.detach().new_zeros(shape), requires_grad=old.requires_grad)
+    resize = Resize(module, name, old, new, axis, kept, positions)
+    resize.carry(old.detach(), new.detach())
     if old.grad is not None:
-        new.grad = spread(old.grad)
+        new.grad = resize.carry(old.grad, old.grad.new_zeros(shape))
     # Marks that other libraries left on the parameter go along; this one says "weights are final", and they are not.
     vars(new).update({key: value for key, value in vars(old).items() if key != "_is_hf_initialized"})
-    return Resize(module, name, old, new, axis, positions)
+    return resize
 
 
 @cache

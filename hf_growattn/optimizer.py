@@ -37,8 +37,9 @@ def swap_parameters(optimizer: torch.optim.Optimizer, resizes) -> None:
     """Put new parameters in the places of old ones, in one step: groups, order and state stay.
 
     Args:
-        resizes: records with `old`, `new` (parameters), `axis` and `positions`; `GrowableAttention.widen` gives them.
-            No positions mean that the old entries have no successors: momentum starts anew.
+        resizes: records with `old`, `new` (parameters), `axis` and `kept`, and with `carry`, which copies a tensor of
+            the old shape into one of the new; `GrowableAttention.widen` gives them. Where nothing is kept, momentum
+            starts anew.
     """
     new_of = {id(resize.old): resize.new for resize in resizes}
     # Everything that can fail for want of memory comes first.
@@ -64,5 +65,4 @@ def _spread(old: Tensor, resize, mean: bool) -> Tensor:
     new = old.new_zeros(resize.new.shape)
     if mean:
         new += old.mean(dim=resize.axis, keepdim=True)
-    positions = resize.positions.to(old.device)
-    return new.index_copy_(resize.axis, positions, old) if len(positions) else new
+    return resize.carry(old, new)

@@ -64,8 +64,9 @@ class KindProbe(nn.Module):
         self.stacked_probe = (
             shared_probe.new_zeros(heads, stacked_features, 0) if stacked_probe is None else stacked_probe
         )
-        self.zero_stacked = nn.Parameter(shared_probe.new_zeros(heads, stacked_features, shared_probe.shape[-1]))
-        self.zero_shared = nn.Parameter(shared_probe.new_zeros(*shared_probe.shape[:2], self.stacked_probe.shape[-1]))
+        zero = shared_probe.new_zeros(())  # one number in memory stands for all; the gradients have their full size
+        self.zero_stacked = nn.Parameter(zero.expand(heads, stacked_features, shared_probe.shape[-1]))
+        self.zero_shared = nn.Parameter(zero.expand(*shared_probe.shape[:2], self.stacked_probe.shape[-1]))
 
     def stacked(self, inputs: Tensor) -> Tensor:
         """Project inputs by `[zeros | Psi]`: (batch, tokens, d) -> (batch, H, tokens, r + r')."""

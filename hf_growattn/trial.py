@@ -155,7 +155,9 @@ class Trial:
         """Every parameter that changed its size; those that were factored anew carry no momentum over."""
         refactored = {write.block.attention for write in self.writes if write.change.refactor}
         return [
-            replace(resize, positions=resize.positions[:0]) if widening.attention in refactored else resize
+            replace(resize, kept=resize.kept[:0], positions=resize.positions[:0])
+            if widening.attention in refactored
+            else resize
             for widening in self.widenings
             for resize in widening.resizes
         ]

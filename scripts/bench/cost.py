@@ -3,12 +3,14 @@
     python scripts/bench/cost.py
 
 Random weights; one forward and backward pass of a training step is the yardstick, measured in turns with the probed
-one. Peak memory is that of a fresh process each.
+one. Peak memory is that of a fresh process each, over what model and optimizer state take.
 """
 
 import argparse
 import contextlib
 import copy
+import gc
+import os
 import subprocess
 import sys
 import time
@@ -46,13 +48,19 @@ def build(width: int):
 
 
 def peak() -> int:
-    """The process's own high-water mark in bytes (Linux)."""
+    """The process's own high-water mark in bytes since the last `forget_peak` (Linux)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
+def forget_peak() -> None:
+    """Lower the high-water mark to what is in memory now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def memory(mode: str, width: int, dims: int) -> int:
-    """Peak bytes over the loaded model of a training step or of a whole growth, in this fresh process."""
+    """Peak bytes over model and optimizer state of training steps or of a whole growth, in this fresh process."""
     tiny, short = build(128)
     Grower(tiny, GrowthConfig(qk_dims=1, v_dims=1)).grow([{key: value[:, :32] for key, value in short.items()}])
     model, batch = build(width)  # libraries are loaded and warm by now
@@ -60,10 +68,13 @@ def memory(mode: str, width: int, dims: int) -> int:
     model(**{key: value[:1, :16] for key, value in batch.items()}).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    forget_peak()
     before = peak()
     if mode == "training":
-        model(**batch).loss.backward()
-        optimizer.step()
+        for _ in range(4):  # the allocator's habits show after a few
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     else:
         Grower(model, GrowthConfig(qk_dims=dims, v_dims=dims), optimizer).grow([batch, batch])
     return peak() - before
@@ -156,6 +167,7 @@ def main() -> None:
         "| width | passes / same without probes | / same of training | solving, share of a growth | peak / training |"
     )
     print("|---|---|---|---|---|")
+    tidy = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # freed tensors leave the process, so the mark is theirs
     for width in arguments.widths:
         seconds = compare(width, arguments.dims, arguments.repeats)
         cells = [
@@ -164,7 +176,7 @@ def main() -> None:
         ]
         command = [sys.executable, __file__, "--dims", str(arguments.dims), "--memory"]
         peaks = [
-            int(subprocess.run([*command, mode, str(width)], check=True, capture_output=True, text=True).stdout)
+            int(subprocess.run([*command, mode, str(width)], check=True, stdout=subprocess.PIPE, env=tidy).stdout)
             for mode in ("growth", "training")
         ]
         print(f"| {width} | " + " | ".join(cells) + f" | {peaks[0] / peaks[1]:.2f} |", flush=True)
