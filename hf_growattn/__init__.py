@@ -5,11 +5,13 @@ from .growth import Grower
 from .patch import patch_model, unpatch_model
 from .plan import GrowthConfig
 from .report import GrowthReport
+from .trainer import GrowthCallback
 from .views import attention_views
 
 __all__ = [
     "GrowableAttention",
     "Grower",
+    "GrowthCallback",
     "GrowthConfig",
     "GrowthReport",
     "attention_views",

@@ -262,6 +262,39 @@ class GrowableAttention(nn.Module):
         self._set_widths(self.qk_head_dim + qk_dims, self.v_head_dim + v_dims)
         return widening
 
+    def fit(self, state: dict[str, torch.Tensor], prefix: str) -> bool:
+        """Take the widths that a state dict holds for this module, so that it can be loaded; its values come with it.
+
+        Parameters that this replaces name their successors as `_grown_into`, for optimizers that hold them.
+
+        Returns:
+            Whether the widths changed.
+        """
+        qk_head_dim, v_head_dim = self._widths_in(state, prefix)
+        widening = self.widen(qk_head_dim - self.qk_head_dim, v_head_dim - self.v_head_dim)
+        for resize in widening.resizes:
+            resize.old._grown_into = resize.new
+        return bool(widening.resizes)
+
+    def _widths_in(self, state: dict[str, torch.Tensor], prefix: str) -> tuple[int, int]:
+        """The widths in a state dict; this module's own where that says nothing that fits."""
+        sizes = {}
+        for role in ("query", "output"):
+            weight = self.projection(role).weight
+            saved, axis = state.get(f"{prefix}{getattr(self.architecture, role)}.weight", weight), self._axis(role)
+            if saved.dim() != weight.dim() or saved.shape[1 - axis] != weight.shape[1 - axis]:
+                return self.qk_head_dim, self.v_head_dim
+            sizes[role] = saved.shape[axis]
+        query_heads, key_heads = self.heads("query"), self.heads("key")
+        v_head_dim, rest = divmod(sizes["output"], query_heads)
+        if self.architecture.fused:
+            qk_head_dim, more = divmod(sizes["query"] - key_heads * v_head_dim, query_heads + key_heads)
+        else:
+            qk_head_dim, more = divmod(sizes["query"], query_heads)
+        if rest or more or min(qk_head_dim, v_head_dim) < self.head_dim:
+            return self.qk_head_dim, self.v_head_dim
+        return qk_head_dim, v_head_dim
+
     def _axis(self, role: str) -> int:
         """Axis of the weight along which a role's heads lie; Conv1D stores its weight transposed."""
         return int((role == "output") != isinstance(self.projection(role), Conv1D))

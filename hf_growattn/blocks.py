@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from . import functional as F
 from .attention import GrowableAttention
 from .probe import Kind, batch_loss
+from .ranks import sum_over_ranks, together, total
 
 
 @dataclass
@@ -64,10 +65,10 @@ def measure_moments(
 ) -> tuple[list[Block], float]:
     """Pool the second moments of every attention's input over all tokens that are not padding.
 
-    One forward pass over the batches. Queries, keys and values see the same tokens, so they share the moment, each with
-    a constant feature where its projection has a bias. For messages it stands in for the moment of the attended
-    tokens `A X`, which differs from head to head; their stacked side is measured in units of the rms norm of the
-    attention's output, so that a step changes logits by so many nats and outputs by such a share. Call inside
+    One forward pass over the batches of all ranks. Queries, keys and values see the same tokens, so they share the
+    moment, each with a constant feature where its projection has a bias. For messages it stands in for the moment of
+    the attended tokens `A X`, which differs from head to head; their stacked side is measured in units of the rms norm
+    of the attention's output, so that a step changes logits by so many nats and outputs by such a share. Call inside
     `undisturbed`.
 
     Args:
@@ -77,27 +78,33 @@ def measure_moments(
     Returns:
         One block for each layer and kind, in this order, and the mean loss of the batches.
     """
-    sums: dict[GrowableAttention, Tensor | float] = dict.fromkeys(attentions, 0.0)
-    outputs: dict[GrowableAttention, Tensor | float] = dict.fromkeys(attentions, 0.0)
+    sums, outputs = {}, {}
+    for attention in attentions:  # a rank without batches brings zeros
+        weight = attention.weight("query")
+        sums[attention] = weight.new_zeros([weight.shape[-1] + 1] * 2, dtype=_statistics_dtype(weight))
+        outputs[attention] = sums[attention].new_zeros(())
     mask: Tensor | None = None
 
     def add(module, args, kwargs, output):
         inputs = args[0] if args else kwargs["hidden_states"]
-        inputs, attended = (x.detach().to(_statistics_dtype(x)) for x in (inputs, output[0]))
-        sums[module] = sums[module] + F.moment_sum(F.augment(inputs), mask)
-        outputs[module] = outputs[module] + F.square_sum(attended, mask)
+        inputs, attended = (x.detach().to(sums[module].dtype) for x in (inputs, output[0]))
+        with torch.autocast(inputs.device.type, enabled=False):
+            sums[module] += F.moment_sum(F.augment(inputs), mask)
+            outputs[module] += F.square_sum(attended, mask)
 
     hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
-    total = 0.0
+    loss = 0.0
     try:
-        with torch.no_grad():
+        with torch.no_grad(), together():
             for index, batch in enumerate(batches):
                 mask = batch.get("attention_mask")
-                total += batch_loss(model, batch, index).item()
+                loss += batch_loss(model, batch, index).item()
                 tick()
     finally:
         for hook in hooks:
             hook.remove()
+    sum_over_ranks(*sums.values(), *outputs.values())
+    loss, count = total(loss, len(batches))
     blocks = []
     for attention in attentions:
         moment = sums[attention] / sums[attention][-1, -1]  # the constant feature has counted the tokens
@@ -110,7 +117,7 @@ def measure_moments(
             else:
                 stacked = roots[attention.bias(kind.stacked) is not None]
             blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
-    return blocks, total / len(batches)
+    return blocks, loss / count
 
 
 class _InputRoots(dict):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import functional as F
 from .blocks import Block, measure_moments
-from .gradients import Gradient, beyond_old_dims, whole_gradients
+from .gradients import Gradient, beyond_old_dims, shares, whole_gradients
 
 ESTIMATORS = ("whitened", "unprojected", "pooled-truncated", "per-sequence", "gradient", "random")
 
@@ -34,7 +34,7 @@ def compared_gradients(
     function as it is (Net2Net, Chen et al. 2016). Call inside `undisturbed`.
     """
     whole = whole_gradients(model, blocks, halves, tick)
-    weights = [len(half) / (len(halves[0]) + len(halves[1])) for half in halves]
+    weights = shares(halves)
     targets: list[list[Tensor]]
     if name == "per-sequence":
         targets = _sequence_targets(model, blocks, halves, ridge)

@@ -14,6 +14,7 @@ from . import functional as F
 from .attention import GrowableAttention
 from .blocks import Block
 from .probe import KindProbe, Probe, backward, set_extension
+from .ranks import follow_first_rank, sum_over_ranks, total
 
 SKETCH_PASSES = 3
 
@@ -66,10 +67,12 @@ class _Measurement:
     def read(self, batches: int) -> tuple[Tensor, Tensor]:
         """Return `M shared_inputs` (G, g a, r) and `M^T stacked_inputs` (G, b, r') of the mean loss, and start anew."""
         probe, roots = self.installed, self.block.roots
-        products = F.apply_root(roots.stacked_whitening, probe.zero_stacked.grad / batches)
-        mirrored = roots.shared_whitening @ (probe.zero_shared.grad / batches)
+        zeros = probe.zero_stacked, probe.zero_shared
+        sums = [zero.new_zeros(zero.shape) if zero.grad is None else zero.grad for zero in zeros]
         probe.zero_stacked.grad = probe.zero_shared.grad = None
-        return F.stack_groups(products, self.block.groups), mirrored
+        sum_over_ranks(*sums)
+        products = F.apply_root(roots.stacked_whitening, sums[0] / batches)
+        return F.stack_groups(products, self.block.groups), roots.shared_whitening @ (sums[1] / batches)
 
 
 def _install(measurements: list[_Measurement], inputs: list[tuple[Tensor, Tensor | None]]) -> None:
@@ -111,9 +114,14 @@ class _Side:
         return left, values, right, (left * other).sum(-2)
 
 
-def _gradient(block: Block, sides: list[_Side], sizes: tuple[int, int], dims: int, starvation: float) -> Gradient:
+def shares(halves: tuple[list[dict], list[dict]]) -> tuple[float, float]:
+    """What part of all ranks' batches either half holds."""
+    counts = total(*map(len, halves))
+    return counts[0] / sum(counts), counts[1] / sum(counts)
+
+
+def _gradient(block: Block, sides: list[_Side], weights: tuple[float, float], dims: int, starvation: float) -> Gradient:
     """Choose for each group the side that gains more; the second of two sides holds the mirrored products."""
-    weights = (sizes[0] / sum(sizes), sizes[1] / sum(sizes))
     together = [side.directions(weights, dims) for side in sides]
     halves = [[side.validated(half, dims) for side in sides] for half in (0, 1)]
     if len(sides) == 2:
@@ -123,6 +131,7 @@ def _gradient(block: Block, sides: list[_Side], sizes: tuple[int, int], dims: in
     halves = [_better(*found) for found in halves]
     validated = sum((own * other).sum(0) for _, own, _, other in halves) / 2
     own = tuple(tuple(found[:3]) for found in halves)
+    follow_first_rank(u, sigma, v, validated, *own[0], *own[1])
     return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, starvation, own)
 
 
@@ -158,14 +167,14 @@ def exact_gradients(
     Memory and time grow with `heads * hidden_size` per token: for small models, and as the test of the sketch. Call
     inside `undisturbed`.
     """
-    sizes = (len(halves[0]), len(halves[1]))
+    weights = shares(halves)
     gradients = []
     for block, parts in zip(blocks, whole_gradients(model, blocks, halves, tick)):
         residuals, starvation = beyond_old_dims(block, parts)
         everything = torch.ones(parts[0].shape[-1], dtype=torch.bool, device=parts[0].device)
         identity = _identity(parts[0].mT).expand(block.groups, -1, -1)
         side = _Side(identity, residuals, (everything, everything))
-        gradients.append(_gradient(block, [side], sizes, dims, starvation))
+        gradients.append(_gradient(block, [side], weights, dims, starvation))
     return gradients
 
 
@@ -191,7 +200,7 @@ def whole_gradients(
     for batches in halves:
         backward(model, batches, tick)
         for measurement, parts in zip(measurements, whole):
-            parts.append(measurement.read(len(batches))[0])
+            parts.append(measurement.read(*total(len(batches)))[0])
     return whole
 
 
@@ -233,10 +242,10 @@ def tangent_steps(
     for batches in halves:
         backward(model, batches, tick)
         for block, parts in zip(blocks, read):
-            parts.append(_weight_gradients(block, len(batches)))
+            parts.append(_weight_gradients(block, *total(len(batches))))
         model.zero_grad(set_to_none=True)
     model.requires_grad_(False)
-    weights = [len(half) / (len(halves[0]) + len(halves[1])) for half in halves]
+    weights = shares(halves)
     return [_existing_step(block, parts, weights) for block, parts in zip(blocks, read)]
 
 
@@ -248,10 +257,11 @@ def _weight_gradients(block: Block, batches: int) -> tuple[Tensor, Tensor]:
         / batches
         for role in (kind.stacked, kind.shared)
     )
+    sum_over_ranks(stacked, shared)
     return F.stack_groups(F.apply_root(roots.stacked_whitening, stacked), block.groups), roots.shared_whitening @ shared
 
 
-def _existing_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: list[float]) -> ExistingStep:
+def _existing_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[float, float]) -> ExistingStep:
     factors = block.whitened_factors()
 
     def slope(gradients: tuple[Tensor, Tensor], changes: tuple[Tensor, Tensor]) -> float:
@@ -299,7 +309,7 @@ def sketched_gradients(
         for batches in halves:
             backward(model, batches, tick)
             for measurement, read in zip(measurements, raw):
-                read.append(measurement.read(len(batches)))
+                read.append(measurement.read(*total(len(batches))))
         for index, m in enumerate(measurements):
             right = [F.project_out(products, m.stacked_basis) for products, _ in raw[index]]
             left = [F.project_out(mirrored, m.shared_basis) for _, mirrored in raw[index]]
@@ -314,12 +324,13 @@ def sketched_gradients(
                 torch.cat([F.column_basis(side[half][..., own[half]]) for half in (0, 1)], dim=-1)
                 for side in (left, right)
             )
-    sizes = (len(halves[0]), len(halves[1]))
-    return [_from_products(*each, own_rank, sizes, dims) for each in zip(blocks, known, starvations)]
+            follow_first_rank(*inputs[index])
+    weights = shares(halves)
+    return [_from_products(*each, own_rank, weights, dims) for each in zip(blocks, known, starvations)]
 
 
 def _from_products(
-    block: Block, known: list[tuple], starvation: float, own_rank: int, sizes: tuple[int, int], dims: int
+    block: Block, known: list[tuple], starvation: float, own_rank: int, weights: tuple[float, float], dims: int
 ) -> Gradient:
     """Put the passes' columns together, side by side, and solve."""
     shared_inputs, stacked_inputs, rights, lefts = zip(*known)
@@ -329,4 +340,4 @@ def _from_products(
         _Side(torch.cat(inputs, -1), tuple(torch.cat([p[half] for p in products], -1) for half in (0, 1)), owned)
         for inputs, products in ((shared_inputs, rights), (stacked_inputs, lefts))
     ]
-    return _gradient(block, sides, sizes, dims, starvation)
+    return _gradient(block, sides, weights, dims, starvation)

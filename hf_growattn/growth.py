@@ -1,8 +1,10 @@
 """Measure, widen, try, and keep or roll back: `Grower`."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from . import ranks
 from .attention import GrowableAttention
 from .blocks import measure_moments
 from .estimators import compared_gradients
@@ -22,9 +25,9 @@ from .gradients import (
     tangent_steps,
 )
 from .modeling import GrowableModelMixin, attentions
-from .optimizer import check_optimizer, swap_parameters
+from .optimizer import bare_optimizers, check_optimizers, follow_resized, swap_parameters
 from .plan import GrowthConfig, candidates, spend, worth_of
-from .probe import PATTERNS, mean_loss, undisturbed
+from .probe import PATTERNS, autocast_in_the_model_only, mean_loss, undisturbed
 from .report import GrowthReport, LayerGrowth
 from .trial import Change, StepSearch, Trial
 
@@ -39,26 +42,31 @@ class Grower:
         model: a model that `patch_model` has seen, or one loaded from a grown checkpoint.
         config: what to grow.
         optimizer: the optimizer of the running training, if there is one: it keeps its groups, order and state.
-        accelerator: the `accelerate.Accelerator` of the training, if there is one, to reach into what it has prepared.
-            One process only; to grow for several, grow and save first, then launch them from the checkpoint.
+        accelerator: the `accelerate.Accelerator` of the training, if there is one.
+
+    Where torch.distributed runs, all ranks grow together, each on batches of its own: statistics and losses are summed
+    over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
+    A state loaded into the model and then into the optimizer may have other widths: both follow it.
 
     Raises:
-        ValueError: the model is not patched, or several processes run.
+        ValueError: the model is not patched, or an estimator for comparison is to run in several processes.
     """
 
     def __init__(self, model: PreTrainedModel, config: GrowthConfig, optimizer=None, accelerator=None):
-        if accelerator is not None:
-            if accelerator.num_processes > 1:
-                raise ValueError(
-                    f"Growth runs in one process, and there are {accelerator.num_processes}. Grow and save the model "
-                    "in one process, then launch the training from that checkpoint."
-                )
-            model = accelerator.unwrap_model(model)
-        self.model = getattr(model, "_orig_mod", model)
+        self.model = _unwrapped(model)
         if not isinstance(self.model, GrowableModelMixin):
             raise ValueError(f"{type(self.model).__name__} is not growable yet: call patch_model(model) first.")
+        if config.estimator != "whitened" and ranks.several():
+            raise ValueError(f'The estimator {config.estimator!r} is for comparison in one process; use "whitened".')
         self.config = config
-        self.optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.optimizers = bare_optimizers(optimizer)
+        for bare in self.optimizers:
+            bare.register_load_state_dict_pre_hook(self._follow_loaded)
+
+    def _follow_loaded(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
+        """Before a state is loaded: the model may have taken other widths with a state of its own just now."""
+        if follow_resized([optimizer]):
+            ranks.rebuild_ddp(self.model)
 
     def grow(self, batches: Iterable) -> "GrowthReport":
         """Widen along the best directions that hold on unseen batches, by the steps that lower the loss most.
@@ -76,13 +84,22 @@ class Grower:
                 (frozen, quantized, on the meta device, inference tensors), an optimizer without the model's parameters,
                 or a layer that does not exist or is as wide as it can be. The message names the fix.
         """
-        chosen = self._chosen_layers()
-        if self.optimizer is not None:
-            check_optimizer(self.optimizer, self._parameters(chosen))
-        halves = _halves(_as_dicts(batches))
+        with ranks.together():
+            chosen = self._chosen_layers()
+            check_optimizers(self.optimizers, self._parameters(chosen))
+            halves = _halves(_as_dicts(batches))
         batches = halves[0] + halves[1]
+        if not all(ranks.total(*map(len, halves))):
+            raise ValueError(
+                "There are too few batches to grow on: a growth needs two sequences at least, so that one can judge "
+                "what the other found. Pass a few dozen of your training batches."
+            )
         seconds: dict[str, float] = {}
-        with tqdm(desc="growth: measuring", total=0, disable=None, leave=False) as bar:
+        hidden = True if ranks.rank() > 0 else None
+        with (
+            autocast_in_the_model_only(self.model),
+            tqdm(desc="growth: measuring", total=0, disable=hidden, leave=False) as bar,
+        ):
             loss_before, changes = self._measure(chosen, halves, bar, seconds)
             bar.set_description("growth: searching the step")
             kept = [change for change in changes if change.dims or change.existing]
@@ -96,12 +113,13 @@ class Grower:
                     trial.undo()
                 else:
                     self.model.sync_config()
-                    if self.optimizer is not None:
-                        swap_parameters(self.optimizer, trial.resizes())
+                    swap_parameters(self.optimizers, trial.resizes())
             except BaseException:
                 trial.undo()
                 self.model.sync_config()
                 raise
+        if any(steps):
+            self._settle(chosen)
         taken = dict(zip(map(id, kept), steps))
         return GrowthReport(
             loss_before=loss_before,
@@ -112,9 +130,17 @@ class Grower:
             seconds=seconds,
         )
 
+    def _settle(self, chosen: list[GrowableAttention]) -> None:
+        """Tell everything outside the model that holds on to its former parameters."""
+        parameters = {id(p): p for attention in chosen for p in attention.parameters()}
+        ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values()))
+        ranks.rebuild_ddp(self.model)
+        if "torch._dynamo" in sys.modules:  # compiled code goes by the old shapes; its count of recompiles starts anew
+            torch._dynamo.reset()
+
     def _few(self, halves: tuple[list[dict], ...], bar: tqdm) -> Callable[[int], float]:
         """Return what measures the mean loss of a few of the batches of one half, from all over them."""
-        few = [half[:: -(-2 * len(half) // _SEARCH_BATCHES)] for half in halves]
+        few = [half[:: max(-(-2 * len(half) // _SEARCH_BATCHES), 1)] for half in halves]
 
         def measure(half: int) -> float:
             bar.total += len(few[half])
@@ -165,6 +191,7 @@ class Grower:
             with _timed(seconds, "pricing"):
                 prices = self._prices(changes, self._few(halves, bar))
             changes = spend(config, changes, prices, self.model.num_parameters())
+        changes = [_as_first_rank(change) for change in changes]
         for change, step in zip(changes, existing):
             change.existing, change.refactor = step, config.method == "refactor" and change.dims > 0
         return loss, changes
@@ -263,6 +290,24 @@ class Grower:
         return parameters
 
 
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel, torch.compile and accelerate's wrappers."""
+    while not isinstance(model, GrowableModelMixin):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
+def _as_first_rank(change: Change) -> Change:
+    """Take over how much rank 0 would grow: comparisons of rounded numbers may differ between machines."""
+    dims = torch.tensor([change.dims], device=change.strength.device)
+    strength = torch.nn.functional.pad(change.strength, (0, len(change.gradient.validated) - change.dims))
+    ranks.follow_first_rank(dims, strength)
+    return replace(change, dims=dims.item(), strength=strength[: dims.item()])
+
+
 def _layer_growth(change: Change, step: float) -> LayerGrowth:
     gradient, block = change.gradient, change.gradient.block
     width = block.attention.width(block.kind.shared)
@@ -301,22 +346,19 @@ def _as_dicts(batches: Iterable) -> list[dict]:
                 "input_ids."
             )
         listed.append(dict(batch))
-    if not listed:
+    if not listed and not ranks.several():
         raise ValueError("There are no batches to grow on; pass a few dozen of your training batches.")
     return listed
 
 
 def _halves(batches: list[dict]) -> tuple[list[dict], list[dict]]:
-    """Split the batches in two, every other one; a single batch is split by its rows."""
-    if len(batches) > 1:
+    """Split the batches in two, every other one; a single batch is split by its rows, if it has several."""
+    if len(batches) != 1:
         return batches[0::2], batches[1::2]
     batch = batches[0]
     rows = max((len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()), default=0)
     if rows < 2:
-        raise ValueError(
-            "There is one batch of a single sequence; growth needs two sequences at least, so that one can judge what "
-            "the other found. Pass a few dozen of your training batches."
-        )
+        return (batches, []) if ranks.rank() % 2 == 0 else ([], batches)
 
     def part(start: int, stop: int) -> dict:
         return {

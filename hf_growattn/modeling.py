@@ -71,6 +71,14 @@ class GrowableModelMixin:
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Take the widths along with the weights, so that a state from before or after a growth loads (`fit`)."""
+        modules = [(name, module) for name, module in self.named_modules() if isinstance(module, GrowableAttention)]
+        changed = [attention.fit(state_dict, f"{prefix}{name}.") for name, attention in modules]
+        if any(changed):
+            self.sync_config()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def sync_config(self) -> None:
         """Write the widths of the live layers into every config of the model tree: of those that grew, if any."""
         grown = [attention for attention in attentions(self) if is_grown(attention)]

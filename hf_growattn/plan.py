@@ -114,12 +114,6 @@ class GrowthConfig:
         return max(room - (width + room) % self.multiple_of, 0)
 
 
-def parameters_of_a_dim(block: Block) -> int:
-    """Weights that one more dim of every head adds to a block."""
-    stacked, shared = block.old_factors()
-    return stacked.shape[0] * stacked.shape[1] + shared.shape[0] * shared.shape[1]
-
-
 def candidates(config: GrowthConfig, gradients: list[Gradient]) -> list[Change]:
     """Return all that the config admits: with fixed widths that is the plan, with a budget the choice it has."""
     changes = []

@@ -8,7 +8,7 @@ since a probe is nothing but a few more dims.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import functional as F
 from .attention import GrowableAttention
+from .ranks import together, total
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,24 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 set_extension(attention, extension)
 
 
+@contextlib.contextmanager
+def autocast_in_the_model_only(model: nn.Module) -> Iterator[None]:
+    """Switch the caller's autocast off for all but the model's own forward: solving wants the statistics' precision."""
+    kind = next(model.parameters()).device.type
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    own = vars(model).get("forward")
+    with torch.autocast(kind, enabled=False):
+        model.forward = torch.autocast(kind, torch.get_autocast_dtype(kind))(model.forward)
+        try:
+            yield
+        finally:
+            del model.forward
+            if own is not None:
+                model.forward = own
+
+
 def set_extension(attention: GrowableAttention, extension: nn.Module | None) -> None:
     """Set or clear the extension; a module must leave `_modules` before None can take its name."""
     attention._modules.pop("extension", None)
@@ -188,13 +207,14 @@ def batch_loss(model: nn.Module, batch: dict[str, Tensor], index: int) -> Tensor
 
 
 def mean_loss(model: nn.Module, batches: list[dict], tick: Callable[[], None] = lambda: None) -> float:
-    """Return the mean of the batches' losses, finite or not, by forward passes only. Call inside `undisturbed`."""
-    total = 0.0
-    with torch.no_grad():
+    """Return the mean of the batches' losses over all ranks, finite or not. Call inside `undisturbed`."""
+    loss = 0.0
+    with torch.no_grad(), together():
         for batch in batches:
-            total += _loss(model, batch).item()
+            loss += _loss(model, batch).item()
             tick()
-    return total / len(batches)
+    loss, count = total(loss, len(batches))
+    return loss / count
 
 
 def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor | None:
@@ -204,12 +224,35 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor | None:
     return outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
 
 
-def backward(model: nn.Module, batches: Iterable[dict], tick: Callable[[], None] = lambda: None) -> None:
-    """Sum the batches' gradients into whatever asks for them: the installed probes. Call inside `undisturbed`."""
-    with torch.enable_grad(), _recomputing(model):
-        for index, batch in enumerate(batches):
-            batch_loss(model, batch, index).backward()
-            tick()
+def backward(model: nn.Module, batches: list[dict], tick: Callable[[], None] = lambda: None) -> None:
+    """Sum the gradients of this rank's batches into whatever asks for them: the installed probes.
+
+    The loss is scaled up by a power of two for the way back, as fp16 needs it and as other types do not notice. Call
+    inside `undisturbed`.
+
+    Raises:
+        ValueError: the gradients are not finite at any scale.
+    """
+    asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    scale = 2.0**16
+    while scale >= 1:
+        for parameter in asked:
+            parameter.grad = None
+        with torch.enable_grad(), _recomputing(model), together():
+            for index, batch in enumerate(batches):
+                (batch_loss(model, batch, index) * scale).backward()
+                tick()
+        gradients = [parameter.grad for parameter in asked if parameter.grad is not None]
+        (overflown,) = total(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))
+        if not overflown:
+            for gradient in gradients:
+                gradient /= scale
+            return
+        scale /= 16
+    raise ValueError(
+        "The loss is finite, but its gradients are not. Look for fully masked rows under eager attention, for diverged "
+        "weights, or train in bf16 instead of fp16."
+    )
 
 
 @contextlib.contextmanager

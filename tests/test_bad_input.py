@@ -147,14 +147,6 @@ def test_an_optimizer_of_another_model():
     refused(model, [BATCH], "optimizer does not hold", optimizer=other)
 
 
-def test_several_processes():
-    class Two:
-        num_processes = 2
-
-    with pytest.raises(ValueError, match="there are 2"):
-        Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2), accelerator=Two())
-
-
 def test_batches_as_tensors_and_generators():
     model = patch_model(build("llama-2"))
     one = Grower(model, GrowthConfig(qk_dims=2)).grow(tokens(seed=s) for s in range(2))

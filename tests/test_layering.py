@@ -7,6 +7,7 @@ from conftest import ROOT
 
 MAY_IMPORT = {
     "functional": set(),
+    "ranks": set(),
     "architectures": set(),
     "optimizer": set(),
     "attention": {"architectures"},
@@ -14,18 +15,19 @@ MAY_IMPORT = {
     "modeling": {"configuration", "attention", "architectures"},
     "patch": {"modeling", "configuration", "attention", "architectures"},
     "views": {"modeling", "attention", "architectures", "functional"},
-    "probe": {"attention", "functional"},
-    "blocks": {"probe", "attention", "functional"},
-    "gradients": {"blocks", "probe", "attention", "functional"},
+    "probe": {"attention", "functional", "ranks"},
+    "blocks": {"probe", "attention", "functional", "ranks"},
+    "gradients": {"blocks", "probe", "attention", "functional", "ranks"},
     "estimators": {"gradients", "blocks", "functional"},
     "trial": {"gradients", "probe", "attention", "functional"},
     "plan": {"trial", "estimators", "gradients", "blocks", "probe", "functional"},
     "report": set(),
     "growth": {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
-        *("optimizer", "modeling", "attention"),
+        *("optimizer", "modeling", "attention", "ranks"),
     },
-    "__init__": {"attention", "growth", "patch", "plan", "report", "views"},
+    "trainer": {"growth", "optimizer", "plan", "ranks", "report"},
+    "__init__": {"attention", "growth", "patch", "plan", "report", "trainer", "views"},
 }
 TRAVELLING = ("architectures", "attention", "configuration", "modeling")
 

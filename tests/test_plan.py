@@ -283,7 +283,7 @@ def test_whitened_directions_gain_most_in_their_metric(estimator):
 def test_a_single_batch_is_split_by_its_rows_and_a_single_sequence_refused():
     batch = lm_batches(1)[0]
     assert grow(patch_model(build("llama-2")), [batch], qk_dims=2).layers
-    with pytest.raises(ValueError, match=r"single sequence.*few dozen"):
+    with pytest.raises(ValueError, match=r"two sequences.*few dozen"):
         grow(patch_model(build("llama-2")), [{key: value[:1] for key, value in batch.items()}], qk_dims=2)
 
 

@@ -1,0 +1,212 @@
+"""Growth inside transformers' Trainer: `GrowthCallback`."""
+
+import contextlib
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import numpy
+import torch
+from tqdm.auto import tqdm
+from transformers import Trainer, TrainerCallback
+
+from . import ranks
+from .growth import Grower
+from .optimizer import follow_resized
+from .plan import GrowthConfig
+from .report import GrowthReport
+
+_MOMENTS = ("epoch", "plateau")
+_ADDED = "growth_added_parameters"
+
+
+class GrowthCallback(TrainerCallback):
+    """Grow the model of a Trainer (or of TRL's SFTTrainer) at chosen steps, on batches of its own training data.
+
+    Give one of `steps`, `every` and `at`. The growth batches are drawn with a seed of their own and made by the
+    training data loader's collator, so the order of the training data and all random states stay as they are. What grew
+    is logged through the Trainer. Everything that a resumed run must know is in the Trainer's own log history.
+
+    Args:
+        config: what to grow each time.
+        steps: optimizer steps after which to grow.
+        every: grow after every so many optimizer steps.
+        at: "epoch" for the end of each epoch, or "plateau" for when the evaluation loss stops falling.
+        batches: growth batches of a device's batch size, on each device.
+        max_growths: growths at most.
+        total_budget: weights to add at most in all growths together: a whole number, or a share of the model's
+            parameters before the first one. For a config with a budget.
+
+    Attributes:
+        reports: what happened at each growth of this run.
+
+    Raises:
+        ValueError: not exactly one of `steps`, `every` and `at`, or a value out of its range; when training starts, a
+            time to grow that it will not reach, or a model or optimizer that cannot grow.
+        RuntimeError: at the end of a training in which it never fired.
+    """
+
+    def __init__(
+        self,
+        config: GrowthConfig,
+        steps: Sequence[int] | None = None,
+        every: int | None = None,
+        at: str | None = None,
+        batches: int = 16,
+        max_growths: int | None = None,
+        total_budget: int | float | None = None,
+    ):
+        if sum(given is not None for given in (steps, every, at)) != 1:
+            raise ValueError('Say when to grow by one of steps=[500, 1000], every=500, at="epoch" and at="plateau".')
+        if at is not None and at not in _MOMENTS:
+            raise ValueError(f"at must be one of {', '.join(map(repr, _MOMENTS))}; got {at!r}.")
+        if total_budget is not None and config.budget is None:
+            raise ValueError("total_budget bounds what budgets buy: give GrowthConfig a budget, not fixed widths.")
+        if total_budget is not None:
+            replace(config, budget=total_budget)  # the same range
+        counts = {"every": every, "batches": batches, "max_growths": max_growths}
+        counts |= {f"steps[{index}]": step for index, step in enumerate(steps or ())}
+        for name, value in counts.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a whole number, at least 1; got {value!r}.")
+        self.config, self.steps, self.every, self.at = config, steps, every, at
+        self.batches, self.max_growths, self.total_budget = batches, max_growths, total_budget
+        self.reports: list[GrowthReport] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Check that growth will be possible, before hours of training."""
+        last = max(self.steps) if self.steps else self.every
+        if last is not None and last >= state.max_steps:
+            raise ValueError(
+                f"Growth is set for step {last}, but training ends at step {state.max_steps}. Choose an earlier step, "
+                "so that there is training after the growth."
+            )
+        if self.at == "plateau" and args.eval_strategy == "no":
+            raise ValueError('at="plateau" watches the evaluation loss: set eval_strategy and eval_dataset.')
+        self._trainer = _trainer_of(self)
+        self._grower = Grower(
+            self._trainer.model_wrapped, self.config, self._trainer.optimizer, self._trainer.accelerator
+        )
+        if follow_resized(self._grower.optimizers):  # a checkpoint with other widths was loaded
+            ranks.rebuild_ddp(self._grower.model)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Grow, if it is time."""
+        if self._is_time(state):
+            self._grower.config = self._config(state)
+            report = self._grower.grow(self._growth_batches(args, state))
+            self.reports.append(report)
+            if state.is_world_process_zero:
+                tqdm.write(f"Step {state.global_step}: {report}")
+            due = control.should_log  # logging takes this back, and the step's own logs may still be due
+            self._trainer.log(_figures(report))
+            control.should_log = due
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Make sure that the growth somebody waited for did happen."""
+        if not _growths(state):
+            raise RuntimeError(
+                f"The training is over after {state.global_step} steps, and GrowthCallback never fired: "
+                + ("the evaluation loss never stopped falling. " if self.at == "plateau" else "its time never came. ")
+                + "The trained model is in trainer.model as usual; save it, and choose an earlier time to grow."
+            )
+
+    def _is_time(self, state) -> bool:
+        growths = _growths(state)
+        if state.global_step >= state.max_steps or (self.max_growths and len(growths) >= self.max_growths):
+            return False
+        if self.total_budget is not None and self._left(state) < 1:
+            return False
+        if self.steps is not None:
+            return state.global_step in self.steps
+        if self.every is not None:
+            return state.global_step % self.every == 0
+        if self.at == "epoch":
+            return state.epoch == int(state.epoch)
+        since = growths[-1]["step"] if growths else -1
+        losses = [_evaluation_loss(entry) for entry in state.log_history if entry["step"] > since]
+        losses = [loss for loss in losses if loss is not None]
+        return len(losses) > 1 and losses[-1] >= min(losses[:-1])
+
+    def _left(self, state) -> int:
+        """What the total budget still holds."""
+        added = sum(growth[_ADDED] for growth in _growths(state))
+        whole = self.total_budget
+        if isinstance(whole, float):
+            whole = int(whole * (self._grower.model.num_parameters() - added))
+        return int(whole - added)
+
+    def _config(self, state) -> GrowthConfig:
+        if self.total_budget is None:
+            return self.config
+        budget = self.config.budget
+        if isinstance(budget, float):
+            budget = int(budget * self._grower.model.num_parameters())
+        return replace(self.config, budget=max(min(budget, self._left(state)), 1))
+
+    def _growth_batches(self, args, state) -> list[dict]:
+        """Draw this rank's part of batches that are the same for any number of ranks."""
+        loader, world = self._trainer.callback_handler.train_dataloader, args.world_size
+        size, dataset, mine = args.train_batch_size, loader.dataset, args.process_index
+        with _random_states_kept():
+            if not hasattr(dataset, "__len__"):
+                parts = islice(_batched(dataset, size), mine, self.batches * world, world)
+                return [loader.collate_fn(part) for part in parts]
+            generator = torch.Generator().manual_seed(self.config.seed + state.global_step)
+            wanted = self.batches * world * size
+            drawn = torch.randperm(len(dataset), generator=generator)[:wanted].split(world * size)
+            own = [together[mine * size : (mine + 1) * size].tolist() for together in drawn]
+            return [loader.collate_fn([dataset[row] for row in rows]) for rows in own if rows]
+
+
+def _trainer_of(callback: TrainerCallback) -> Trainer:
+    """Find the Trainer that runs a callback: it hands callbacks no reference to itself."""
+    for candidate in gc.get_objects():
+        # type() and not isinstance, which would resolve proxies
+        if issubclass(type(candidate), Trainer) and callback in candidate.callback_handler.callbacks:
+            return candidate
+    raise ValueError("GrowthCallback runs inside a transformers Trainer; in another loop, call Grower yourself.")
+
+
+def _growths(state) -> list[dict]:
+    return [entry for entry in state.log_history if _ADDED in entry]
+
+
+def _evaluation_loss(entry: dict) -> float | None:
+    return next((value for key, value in entry.items() if key.startswith("eval_") and key.endswith("loss")), None)
+
+
+def _figures(report: GrowthReport) -> dict[str, float]:
+    """What a growth did, as flat numbers for any tracker."""
+    figures = {
+        "growth_loss_before": report.loss_before,
+        "growth_loss_after": report.loss_after,
+        "growth_predicted_gain": report.predicted_gain,
+        _ADDED: report.added_parameters,
+    }
+    for layer in report.layers:
+        name = f"growth_layer_{layer.layer}_{layer.kind}"
+        if layer.step_size > 0:
+            figures |= {f"{name}_width": layer.width[1], f"{name}_gain": layer.predicted_gain}
+            figures |= {f"{name}_step_size": layer.step_size}
+    return figures
+
+
+def _batched(stream, size: int) -> Iterator[list]:
+    rows = iter(stream)
+    while batch := list(islice(rows, size)):
+        yield batch
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Let datasets and collators draw at random without a trace in the training."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)

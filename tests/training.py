@@ -1,0 +1,144 @@
+"""A real training with growths, to be run as a process of its own or as several under torchrun.
+
+    python tests/training.py {accelerate,trainer} OUTPUT [--resume CHECKPOINT] [--die-at STEP]
+
+12 optimizer steps of 2 x 8 rows over all processes, growths after steps 4 and 8, clipping, warm-up and decay. A
+checkpoint is written after every second step. Rank 0 leaves `losses.json`; every rank leaves `weights-RANK.pt`, and
+`optimizer-RANK.pt`.
+"""
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from families import build, tokens
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine_schedule_with_warmup
+
+from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
+
+STEPS, GROWTHS, ACCUMULATION, BATCH, GROWTH_BATCHES = 12, (4, 8), 2, 8, 6
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+
+
+class Rows(Dataset):
+    """Sequences in which each token has one successor."""
+
+    def __init__(self, count: int):
+        self.ids = tokens(count, 17)
+        for position in range(1, 17):
+            self.ids[:, position] = 2 + 5 * self.ids[:, position - 1] % 95
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, row: int) -> dict:
+        return {"input_ids": self.ids[row], "labels": self.ids[row]}
+
+
+def with_accelerate(output: Path, resume: Path | None, die_at: int | None):
+    """A loop of one's own, as accelerate's manual has it."""
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=ACCUMULATION,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+    )
+    model = patch_model(build("llama-2")).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, 2, STEPS)
+    rows = Rows(STEPS * ACCUMULATION * BATCH + len(GROWTHS) * GROWTH_BATCHES * BATCH)
+    loader = DataLoader(rows, batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.register_for_checkpointing(
+        scheduler
+    )  # one scheduler step for each optimizer step, on any number of ranks
+    grower = Grower(model, CONFIG, optimizer, accelerator=accelerator)
+    losses, start = {}, 0
+    if resume is not None:
+        accelerator.load_state(resume)
+        start = int(resume.name.split("-")[1])
+    batches = list(loader)
+    for step in range(start, STEPS):
+        loss_of_step = torch.zeros(())
+        for micro in range(ACCUMULATION):
+            with accelerator.accumulate(model):
+                loss = model(**batches[step * ACCUMULATION + micro]).loss
+                loss_of_step += loss.detach() / ACCUMULATION
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        scheduler.step()
+        losses[step + 1] = accelerator.reduce(loss_of_step, "mean").item()
+        if step + 1 in GROWTHS:
+            first = STEPS * ACCUMULATION + GROWTHS.index(step + 1) * GROWTH_BATCHES
+            assert grower.grow(batches[first : first + GROWTH_BATCHES]).applied
+        if (step + 1) % 2 == 0:
+            accelerator.save_state(output / f"checkpoint-{step + 1}")
+        if step + 1 == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return losses, accelerator.unwrap_model(model), optimizer.optimizer
+
+
+class _Die(TrainerCallback):
+    def __init__(self, step: int | None):
+        self.step = step
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_trainer(output: Path, resume: Path | None, die_at: int | None):
+    """transformers' Trainer, with dropout off and its own order of the data."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH // world,
+        gradient_accumulation_steps=ACCUMULATION,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        save_steps=2,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    growth = GrowthCallback(CONFIG, steps=GROWTHS, batches=GROWTH_BATCHES)
+    trainer = Trainer(
+        patch_model(build("llama-2")), arguments, train_dataset=Rows(120), callbacks=[growth, _Die(die_at)]
+    )
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    return losses, trainer.model, trainer.optimizer.optimizer
+
+
+def main() -> None:
+    """Read the command line, train, and leave what tests compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("loop", choices=("accelerate", "trainer"))
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--die-at", type=int)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    train = {"accelerate": with_accelerate, "trainer": with_trainer}[arguments.loop]
+    losses, model, optimizer = train(arguments.output, arguments.resume, arguments.die_at)
+    rank = int(os.environ.get("RANK", 0))
+    torch.save(dict(model.named_parameters()), arguments.output / f"weights-{rank}.pt")
+    torch.save(optimizer.state_dict(), arguments.output / f"optimizer-{rank}.pt")
+    if rank == 0:
+        (arguments.output / "losses.json").write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main()
