@@ -1,0 +1,215 @@
+"""What `GrowthCallback` does inside transformers' Trainer, and in TRL's."""
+
+import itertools
+
+import pytest
+import torch
+from families import VOCABULARY, build
+from torch.utils.data import IterableDataset
+from training import Rows
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from hf_growattn import GrowthCallback, GrowthConfig, patch_model
+from hf_growattn.modeling import attentions
+
+CONFIG = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4)
+
+
+class Heard(TrainerCallback):
+    """Keeps what a tracker would be told."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append((state.global_step, dict(logs)))
+
+
+def trainer(tmp_path, growth, model=None, data=None, optimizer=None, **arguments):
+    defaults = dict(
+        output_dir=str(tmp_path),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    set_seed(0)
+    return Trainer(
+        model or patch_model(build("llama-2")),
+        TrainingArguments(**(defaults | arguments)),
+        train_dataset=data if data is not None else Rows(24),
+        eval_dataset=Rows(8),
+        callbacks=[growth, Heard()] if growth else [Heard()],
+        optimizers=(optimizer, None),
+    )
+
+
+def grown_at(state) -> list[int]:
+    return [entry["step"] for entry in state.log_history if "growth_added_parameters" in entry]
+
+
+@pytest.mark.parametrize(
+    "when, options, expected",
+    [
+        (dict(steps=[2, 5]), {}, [2, 5]),
+        (dict(every=2), {}, [2, 4]),  # not after the last step
+        (dict(at="epoch"), dict(max_steps=-1, num_train_epochs=3), [6, 12]),
+        (dict(every=1, max_growths=2), {}, [1, 2]),
+    ],
+)
+def test_when_it_grows(tmp_path, when, options, expected):
+    growth = GrowthCallback(CONFIG, batches=4, **when)
+    run = trainer(tmp_path, growth, **options)
+    run.train()
+    assert grown_at(run.state) == expected and len(growth.reports) == len(expected)
+    layer = attentions(run.model)[0]
+    assert layer.qk_head_dim == layer.v_head_dim == 16 + sum(report.applied for report in growth.reports)
+
+
+def test_a_plateau_of_the_evaluation_loss(tmp_path):
+    growth = GrowthCallback(CONFIG, at="plateau", batches=4)
+    run = trainer(tmp_path, growth, max_steps=12, learning_rate=0.0, eval_strategy="steps", eval_steps=2)
+    run.train()
+    assert grown_at(run.state)[0] == 5  # the second evaluation, after step 4, is no better than the first
+    assert all(later - earlier >= 4 for earlier, later in itertools.pairwise(grown_at(run.state)))  # two new ones first
+
+
+def test_the_total_budget_ends_growth(tmp_path):
+    model = patch_model(build("llama-2"))
+    growth = GrowthCallback(GrowthConfig(budget=0.02), every=1, batches=4, total_budget=0.03)
+    run = trainer(tmp_path, growth, model=model, max_steps=8)
+    allowed = int(0.03 * model.num_parameters())
+    run.train()
+    added = [report.added_parameters for report in growth.reports]
+    assert 0 < sum(added) <= allowed and len([a for a in added if a]) >= 2
+
+
+def test_trackers_hear_widths_gains_and_steps(tmp_path):
+    run = trainer(tmp_path, GrowthCallback(CONFIG, steps=[3], batches=4))
+    run.train()
+    heard = next(callback for callback in run.callback_handler.callbacks if isinstance(callback, Heard)).logs
+    (logs,) = [logs for step, logs in heard if "growth_loss_after" in logs]
+    assert logs["growth_layer_0_patterns_width"] == 17 and logs["growth_layer_1_messages_step_size"] > 0
+    assert logs["growth_loss_after"] < logs["growth_loss_before"]
+    assert [step for step, logs in heard if "loss" in logs] == [1, 2, 3, 4, 5, 6]  # none of the usual ones is lost
+
+
+def test_the_training_data_and_random_states_stay_as_they_are(tmp_path):
+    """The losses up to the growth and the batches after it are those of a training without one."""
+    seen = {}
+    for name, growth in (("with", GrowthCallback(CONFIG, steps=[3], batches=4)), ("without", None)):
+        batches = []
+
+        def collate(rows, batches=batches):
+            batches.append((torch.stack([row["input_ids"] for row in rows]), torch.rand(1)))
+            return {"input_ids": batches[-1][0], "labels": batches[-1][0]}
+
+        run = trainer(tmp_path, growth)
+        run.data_collator = collate
+        run.train()
+        seen[name] = batches, [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    (with_growth, losses), (without, plain) = seen["with"], seen["without"]
+    kept = [pair for pair in with_growth if any(all(map(torch.equal, pair, other)) for other in without)]
+    assert len(with_growth) == len(without) + 4 and len(kept) == len(without)
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(kept, without))
+    assert losses[:3] == plain[:3] and losses[3:] != plain[3:]
+
+
+def test_streamed_data(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(Rows(40))
+
+    run = trainer(tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), data=Stream())
+    run.train()
+    assert grown_at(run.state) == [2]
+
+
+def test_a_prebuilt_optimizer_follows_a_resumed_checkpoint(tmp_path):
+    for resumed in (None, str(tmp_path / "checkpoint-4")):
+        model = patch_model(build("llama-2"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        growth = GrowthCallback(CONFIG, steps=[2], batches=4)
+        run = trainer(tmp_path, growth, model=model, optimizer=optimizer, save_strategy="steps", save_steps=4)
+        run.train(resume_from_checkpoint=resumed)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        assert held == {id(p) for p in model.parameters()}
+        assert all(state["exp_avg"].shape == parameter.shape for parameter, state in optimizer.state.items())
+        assert attentions(model)[0].qk_head_dim == 17
+
+
+def test_never_firing_is_an_error_at_the_end(tmp_path):
+    run = trainer(tmp_path, GrowthCallback(CONFIG, at="plateau"), eval_strategy="steps", eval_steps=5)
+    with pytest.raises(RuntimeError, match=r"never fired.*never stopped falling"):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    "when, message",
+    [
+        (dict(), "one of steps"),
+        (dict(steps=[2], every=2), "one of steps"),
+        (dict(at="noon"), "'epoch', 'plateau'"),
+        (dict(every=0), "every must be"),
+        (dict(steps=[2], batches=0), "batches must be"),
+        (dict(steps=[2], total_budget=0.1), "give GrowthConfig a budget"),
+    ],
+)
+def test_bad_settings_are_refused(when, message):
+    with pytest.raises(ValueError, match=message):
+        GrowthCallback(CONFIG, **when)
+
+
+@pytest.mark.parametrize(
+    "when, model, message",
+    [
+        (dict(steps=[6]), None, "ends at step 6"),
+        (dict(at="plateau"), None, "eval_strategy"),
+        (dict(steps=[2]), "stock", "call patch_model"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_training_starts(tmp_path, when, model, message):
+    run = trainer(tmp_path, GrowthCallback(CONFIG, **when), model=model and build("llama-2"))
+    with pytest.raises(ValueError, match=message):
+        run.train()
+    assert run.state.global_step == 0
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own setting
+def test_trls_trainer(tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", *(f"w{index}" for index in range(VOCABULARY - 2))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    texts = [" ".join(f"w{(start + 5 * place) % 90}" for place in range(12)) for start in range(24)]
+    growth = GrowthCallback(CONFIG, steps=[3], batches=4)
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        max_steps=5,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    run = trl.SFTTrainer(
+        patch_model(build("llama-2")),
+        args=arguments,
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=tokenizer,
+        callbacks=[growth],
+    )
+    run.train()
+    assert grown_at(run.state) == [3] and growth.reports[0].applied
