@@ -26,6 +26,7 @@ from .optimizer import check_optimizer, swap_parameters
 from .plan import GrowthConfig, candidates, spend, worth_of
 from .probe import PATTERNS, mean_loss, undisturbed
 from .report import GrowthReport, LayerGrowth
+from .sharding import refuse_sharded
 from .trial import Change, StepSearch, Trial
 
 _TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -43,10 +44,11 @@ class Grower:
             One process only; to grow for several, grow and save first, then launch them from the checkpoint.
 
     Raises:
-        ValueError: the model is not patched, or several processes run.
+        ValueError: the model is not patched, model or optimizer are sharded, or several processes run.
     """
 
     def __init__(self, model: PreTrainedModel, config: GrowthConfig, optimizer=None, accelerator=None):
+        refuse_sharded(model, [optimizer], accelerator)
         if accelerator is not None:
             if accelerator.num_processes > 1:
                 raise ValueError(

@@ -21,9 +21,10 @@ MAY_IMPORT = {
     "trial": {"gradients", "probe", "attention", "functional"},
     "plan": {"trial", "estimators", "gradients", "blocks", "probe", "functional"},
     "report": set(),
+    "sharding": set(),
     "growth": {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
-        *("optimizer", "modeling", "attention"),
+        *("optimizer", "sharding", "modeling", "attention"),
     },
     "__init__": {"attention", "growth", "patch", "plan", "report", "views"},
 }
