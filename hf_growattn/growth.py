@@ -29,6 +29,7 @@ from .optimizer import bare_optimizers, check_optimizers, follow_resized, swap_p
 from .plan import GrowthConfig, candidates, spend, worth_of
 from .probe import PATTERNS, autocast_in_the_model_only, mean_loss, undisturbed
 from .report import GrowthReport, LayerGrowth
+from .sharding import refuse_sharded
 from .trial import Change, StepSearch, Trial
 
 _TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +42,8 @@ class Grower:
     Args:
         model: a model that `patch_model` has seen, or one loaded from a grown checkpoint.
         config: what to grow.
-        optimizer: the optimizer of the running training, if there is one: it keeps its groups, order and state.
+        optimizer: the optimizer of the running training, if there is one, or a list of all of them: they keep their
+            groups, order and state.
         accelerator: the `accelerate.Accelerator` of the training, if there is one.
 
     Where torch.distributed runs, all ranks grow together, each on batches of its own: statistics and losses are summed
@@ -49,17 +51,19 @@ class Grower:
     A state loaded into the model and then into the optimizer may have other widths: both follow it.
 
     Raises:
-        ValueError: the model is not patched, or an estimator for comparison is to run in several processes.
+        ValueError: the model is not patched, model or optimizer are sharded, or an estimator for comparison is to run
+            in several processes.
     """
 
     def __init__(self, model: PreTrainedModel, config: GrowthConfig, optimizer=None, accelerator=None):
+        self.optimizers = bare_optimizers(optimizer)
+        refuse_sharded(model, self.optimizers, accelerator)
         self.model = _unwrapped(model)
         if not isinstance(self.model, GrowableModelMixin):
             raise ValueError(f"{type(self.model).__name__} is not growable yet: call patch_model(model) first.")
         if config.estimator != "whitened" and ranks.several():
             raise ValueError(f'The estimator {config.estimator!r} is for comparison in one process; use "whitened".')
         self.config = config
-        self.optimizers = bare_optimizers(optimizer)
         for bare in self.optimizers:
             bare.register_load_state_dict_pre_hook(self._follow_loaded)
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+_alone = False
+
 
 def rank() -> int:
     """This process's number, 0 without torch.distributed."""
@@ -20,7 +22,18 @@ def rank() -> int:
 
 def several() -> bool:
     """Whether more than one process takes part."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return not _alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let this process grow a model of its own while the others do something else."""
+    global _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = False
 
 
 def sum_over_ranks(*tensors: Tensor) -> None:

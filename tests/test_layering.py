@@ -22,9 +22,10 @@ MAY_IMPORT = {
     "trial": {"gradients", "probe", "attention", "functional"},
     "plan": {"trial", "estimators", "gradients", "blocks", "probe", "functional"},
     "report": set(),
+    "sharding": set(),
     "growth": {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
-        *("optimizer", "modeling", "attention", "ranks"),
+        *("optimizer", "sharding", "modeling", "attention", "ranks"),
     },
     "trainer": {"growth", "optimizer", "plan", "ranks", "report"},
     "__init__": {"attention", "growth", "patch", "plan", "report", "trainer", "views"},
