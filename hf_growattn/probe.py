@@ -235,7 +235,7 @@ def backward(model: nn.Module, batches: list[dict], tick: Callable[[], None] = l
     """
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scale = 2.0**16
-    while scale >= 1:
+    while scale >= 2.0**-16:
         for parameter in asked:
             parameter.grad = None
         with torch.enable_grad(), _recomputing(model), together():

@@ -1,0 +1,123 @@
+"""Growth under mixed and low precision, activation checkpointing and torch.compile."""
+
+import itertools
+
+import pytest
+import torch
+from families import build, lm_batches
+from torch._dynamo.testing import CompileCounter
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+
+CONFIG = GrowthConfig(qk_dims=4, v_dims=4, oversampling=4)
+FAMILIES = ["llama-2", "gpt2-2"]
+
+
+def train(model, optimizer, context, scaler, steps=3):
+    """Train as torch's manual has it, and return the losses."""
+    losses = []
+    for batch in lm_batches(steps):
+        with context():
+            loss = model(**batch, use_cache=False).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def autocast(dtype):
+    return lambda: torch.autocast("cpu", dtype)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_growth_inside_the_users_autocast_is_that_of_an_autocast_forward(variant, dtype):
+    """Only the model runs in low precision: statistics and solving see what they would outside."""
+    inside, around = patch_model(build(variant)), patch_model(build(variant))
+    around.forward = autocast(dtype)()(around.forward)  # as accelerate does
+    with torch.autocast("cpu", dtype):
+        one = Grower(inside, CONFIG).grow(lm_batches())
+    other = Grower(around, CONFIG).grow(lm_batches())
+    assert one.applied and "forward" not in vars(inside) and "forward" in vars(around)
+    assert (one.loss_before, one.loss_after, one.layers) == (other.loss_before, other.loss_after, other.layers)
+    for name, parameter in inside.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, around.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gains_in_low_precision_are_those_of_fp32(variant, dtype):
+    """These steep models multiply the rounding of activations, 11 bits in fp16 and 8 in bf16, about twentyfold."""
+    full = Grower(patch_model(build(variant)), CONFIG).grow(lm_batches())
+    with torch.autocast("cpu", dtype):
+        half = Grower(patch_model(build(variant)), CONFIG).grow(lm_batches())
+    for one, other in zip(full.layers, half.layers):
+        assert sum(other.in_sample) == pytest.approx(sum(one.in_sample), rel=20 * torch.finfo(dtype).eps)
+        assert other.starvation == pytest.approx(one.starvation, abs=0.05)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_bf16_weights_are_measured_in_fp32(variant):
+    model = patch_model(build(variant, dtype=torch.bfloat16))
+    full = Grower(patch_model(build(variant)), CONFIG).grow(lm_batches())
+    half = Grower(model, CONFIG).grow(lm_batches())
+    assert half.applied and {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    for one, other in zip(full.layers, half.layers):
+        assert sum(other.in_sample) == pytest.approx(sum(one.in_sample), rel=0.1)  # weights of 8 bits as well
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_fp16_with_a_gradient_scaler(variant):
+    """The scaler goes on from the scale it had."""
+    model = patch_model(build(variant)).train()
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+    train(model, optimizer, autocast(torch.float16), scaler)
+    scale = scaler.get_scale()
+    with torch.autocast("cpu", torch.float16):
+        report = Grower(model, CONFIG, optimizer).grow(lm_batches())
+    assert report.applied and scaler.get_scale() == scale
+    assert all(map(torch.isfinite, torch.tensor(train(model, optimizer, autocast(torch.float16), scaler))))
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+
+
+def test_gradients_that_fp16_would_lose_are_measured():
+    """A loss so small that its gradients underflow in fp16 has the directions of the loss itself."""
+
+    faint = [{**batch, "num_items_in_batch": torch.tensor(1e6)} for batch in lm_batches()]  # divides the loss
+    with torch.autocast("cpu", torch.float16):
+        half = Grower(patch_model(build("llama-2")), CONFIG).grow(faint)
+    full = Grower(patch_model(build("llama-2")), CONFIG).grow(faint)
+    for one, other in zip(full.layers, half.layers):
+        assert sum(other.in_sample) == pytest.approx(sum(one.in_sample), rel=0.05) and sum(one.in_sample) < 1e-4
+
+
+def test_gradients_that_overflow_are_tried_at_a_smaller_scale():
+    huge = [{**batch, "num_items_in_batch": torch.tensor(1e-3)} for batch in lm_batches()]
+    with torch.autocast("cpu", torch.float16):
+        half = Grower(patch_model(build("llama-2")), CONFIG).grow(huge)
+    full = Grower(patch_model(build("llama-2")), CONFIG).grow(huge)
+    for one, other in zip(full.layers, half.layers):
+        assert sum(other.in_sample) == pytest.approx(sum(one.in_sample), rel=0.05)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_compiled_code_is_made_anew_once_for_each_growth(variant):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model = patch_model(build(variant)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    compiled = torch.compile(model, backend=counter)
+    identity = torch.amp.GradScaler("cpu", enabled=False)
+    frames = []
+    for _ in range(3):
+        train(compiled, optimizer, autocast(torch.bfloat16), identity)
+        frames.append(counter.frame_count)
+        assert Grower(compiled, GrowthConfig(qk_dims=1, estimator="random"), optimizer).grow(lm_batches()).applied
+    train(compiled, optimizer, autocast(torch.bfloat16), identity)
+    frames.append(counter.frame_count)
+    assert [later - earlier for earlier, later in itertools.pairwise(frames)] == [frames[0]] * 3
+    torch._dynamo.reset()
