@@ -118,6 +118,7 @@ def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     order = torch.randint(len(blocks), (arguments.steps, processes, arguments.batch_size))
     fresh = torch.randint(len(blocks), (arguments.growth_batches, arguments.batch_size))
+    torch.manual_seed(arguments.seed + rank)  # dropout of its own for every process
     checkpoint = arguments.model
     training = Training(checkpoint, 0, arguments)
     for step in range(arguments.steps):
