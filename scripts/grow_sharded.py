@@ -131,7 +131,7 @@ def train(arguments: argparse.Namespace) -> None:
                 config = GrowthConfig(budget=arguments.budget, seed=arguments.seed)
                 print(Grower(model, config, optimizer).grow([blocks[rows].to(device()) for rows in fresh]))
                 save(model, optimizer, tokenizer, grown)
-                del model, optimizer
+                del model, optimizer, gathered
             dist.barrier()
             checkpoint = grown
             training = Training(checkpoint, step, arguments)
