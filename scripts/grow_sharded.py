@@ -119,6 +119,7 @@ def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     order = torch.randint(len(blocks), (arguments.steps, processes, arguments.batch_size))
     fresh = torch.randint(len(blocks), (arguments.growth_batches, arguments.batch_size))
+    torch.manual_seed(arguments.seed + rank)  # dropout of its own for every process
     checkpoint = arguments.model
     training = Training(checkpoint, 0, arguments)
     for step in range(arguments.steps):
@@ -132,7 +133,7 @@ def train(arguments: argparse.Namespace) -> None:
                 with alone():  # the others wait at the barrier
                     print(Grower(model, config, optimizer).grow([blocks[rows].to(device()) for rows in fresh]))
                 save(model, optimizer, tokenizer, grown)
-                del model, optimizer
+                del model, optimizer, gathered
             dist.barrier()
             checkpoint = grown
             training = Training(checkpoint, step, arguments)
