@@ -22,7 +22,7 @@ from .gradients import (
     tangent_steps,
 )
 from .modeling import GrowableModelMixin, attentions
-from .optimizer import check_optimizer, swap_parameters
+from .optimizer import bare_optimizers, check_optimizers, swap_parameters
 from .plan import GrowthConfig, candidates, spend, worth_of
 from .probe import PATTERNS, mean_loss, undisturbed
 from .report import GrowthReport, LayerGrowth
@@ -38,7 +38,8 @@ class Grower:
     Args:
         model: a model that `patch_model` has seen, or one loaded from a grown checkpoint.
         config: what to grow.
-        optimizer: the optimizer of the running training, if there is one: it keeps its groups, order and state.
+        optimizer: the optimizer of the running training, if there is one, or a list of all of them: they keep their
+            groups, order and state.
         accelerator: the `accelerate.Accelerator` of the training, if there is one, to reach into what it has prepared.
             One process only; to grow for several, grow and save first, then launch them from the checkpoint.
 
@@ -58,7 +59,7 @@ class Grower:
         if not isinstance(self.model, GrowableModelMixin):
             raise ValueError(f"{type(self.model).__name__} is not growable yet: call patch_model(model) first.")
         self.config = config
-        self.optimizer = getattr(optimizer, "optimizer", optimizer)
+        self.optimizers = bare_optimizers(optimizer)
 
     def grow(self, batches: Iterable) -> "GrowthReport":
         """Widen along the best directions that hold on unseen batches, by the steps that lower the loss most.
@@ -73,12 +74,12 @@ class Grower:
 
         Raises:
             ValueError: no batches or a single sequence, no loss or none that is finite, weights that cannot be trained
-                (frozen, quantized, on the meta device, inference tensors), an optimizer without the model's parameters,
-                or a layer that does not exist or is as wide as it can be. The message names the fix.
+                (frozen, quantized, on the meta device, inference tensors), an optimizer without the model's parameters
+                or with a state that cannot be widened, or a layer that does not exist or is as wide as it can be. The
+                message names the fix.
         """
         chosen = self._chosen_layers()
-        if self.optimizer is not None:
-            check_optimizer(self.optimizer, self._parameters(chosen))
+        check_optimizers(self.optimizers, self._parameters(chosen))
         halves = _halves(_as_dicts(batches))
         batches = halves[0] + halves[1]
         seconds: dict[str, float] = {}
@@ -96,8 +97,7 @@ class Grower:
                     trial.undo()
                 else:
                     self.model.sync_config()
-                    if self.optimizer is not None:
-                        swap_parameters(self.optimizer, trial.resizes())
+                    swap_parameters(self.optimizers, trial.resizes())
             except BaseException:
                 trial.undo()
                 self.model.sync_config()
