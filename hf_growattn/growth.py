@@ -85,8 +85,9 @@ class Grower:
 
         Raises:
             ValueError: no batches or a single sequence, no loss or none that is finite, weights that cannot be trained
-                (frozen, quantized, on the meta device, inference tensors), an optimizer without the model's parameters,
-                or a layer that does not exist or is as wide as it can be. The message names the fix.
+                (frozen, quantized, on the meta device, inference tensors), an optimizer without the model's parameters
+                or with a state that cannot be widened, or a layer that does not exist or is as wide as it can be. The
+                message names the fix.
         """
         with ranks.together():
             chosen = self._chosen_layers()
@@ -139,6 +140,7 @@ class Grower:
         parameters = {id(p): p for attention in chosen for p in attention.parameters()}
         ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values()))
         ranks.rebuild_ddp(self.model)
+        torch.clear_autocast_cache()  # the caller's region may hold casts of weights that have moved
         if "torch._dynamo" in sys.modules:  # compiled code goes by the old shapes; its count of recompiles starts anew
             torch._dynamo.reset()
 

@@ -85,8 +85,7 @@ def follow_resized(optimizers: list[torch.optim.Optimizer]) -> bool:
         states = {
             new: optimizer.state[old]
             for old, new in new_of.items()
-            if all(_fits(key, value, new) for key, value in optimizer.state.get(old, {}).items())
-            and old in optimizer.state
+            if old in optimizer.state and all(_fits(key, value, new) for key, value in optimizer.state[old].items())
         }
         _replace(optimizer, new_of, states)
         changed |= bool(new_of)
