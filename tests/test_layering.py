@@ -9,12 +9,14 @@ MAY_IMPORT = {
     "functional": set(),
     "architectures": set(),
     "optimizer": set(),
-    "attention": {"architectures"},
+    "adapters": set(),
+    "attention": {"architectures", "adapters"},
     "configuration": {"architectures"},
     "modeling": {"configuration", "attention", "architectures"},
     "patch": {"modeling", "configuration", "attention", "architectures"},
     "views": {"modeling", "attention", "architectures", "functional"},
     "probe": {"attention", "functional"},
+    "trainable": {"probe", "attention", "adapters"},
     "blocks": {"probe", "attention", "functional"},
     "gradients": {"blocks", "probe", "attention", "functional"},
     "estimators": {"gradients", "blocks", "functional"},
@@ -23,11 +25,11 @@ MAY_IMPORT = {
     "report": set(),
     "growth": {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
-        *("optimizer", "modeling", "attention"),
+        *("trainable", "optimizer", "modeling", "attention"),
     },
     "__init__": {"attention", "growth", "patch", "plan", "report", "views"},
 }
-TRAVELLING = ("architectures", "attention", "configuration", "modeling")
+TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling")
 
 
 def _imports(path):
