@@ -5,7 +5,6 @@ from .growth import Grower
 from .patch import patch_model, unpatch_model
 from .plan import GrowthConfig
 from .report import GrowthReport
-from .trainer import GrowthCallback
 from .views import attention_views
 
 __all__ = [
@@ -19,3 +18,11 @@ __all__ = [
     "unpatch_model",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name == "GrowthCallback":  # Trainer imports every integration that is installed: only for those who use it
+        from .trainer import GrowthCallback
+
+        return GrowthCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

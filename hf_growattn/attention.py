@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
 
+from .adapters import effective, hindrance, note_sizes, parameters_along, plain, weight_axis
 from .architectures import Architecture
 
 # Implementations that take values of another width than the keys; all others get equal widths by zero padding.
@@ -203,16 +203,20 @@ class GrowableAttention(nn.Module):
         return self.qk_head_dim if role in ("query", "key") else self.v_head_dim
 
     def projection(self, role: str) -> nn.Module:
-        """The module that holds a role's weight."""
+        """The module that computes a role: a linear one, or what peft has put around it."""
         return getattr(self, getattr(self.architecture, role))
 
     def weight(self, role: str) -> torch.Tensor:
         """A view on a role's live weight, (heads, width, hidden_size); for "output" that is `W_O` itself per head."""
-        return self._weight_view(role, self.projection(role).weight.detach())
+        return self._weight_view(role, plain(self.projection(role)).weight.detach())
 
     def weight_gradient(self, role: str) -> torch.Tensor:
         """A view on the gradient of a role's weight, in the shape of `weight`."""
-        return self._weight_view(role, self.projection(role).weight.grad)
+        return self._weight_view(role, plain(self.projection(role)).weight.grad)
+
+    def effective_weight(self, role: str, dtype: torch.dtype) -> torch.Tensor:
+        """A role's weight with what active adapters add to it, in the shape of `weight`."""
+        return self._weight_view(role, effective(self.projection(role), "weight", dtype))
 
     def _weight_view(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         axis = self._axis(role)
@@ -222,13 +226,18 @@ class GrowableAttention(nn.Module):
 
     def bias(self, role: str) -> torch.Tensor | None:
         """A view on a role's live bias, (heads, width); None where the dims have none, as those of "output"."""
-        bias = self.projection(role).bias
+        bias = plain(self.projection(role)).bias
         return None if bias is None or role == "output" else self._bias_view(role, bias.detach())
 
     def bias_gradient(self, role: str) -> torch.Tensor | None:
         """A view on the gradient of a role's bias, in the shape of `bias`; None where there is no such bias."""
-        bias = self.projection(role).bias
+        bias = plain(self.projection(role)).bias
         return None if bias is None or role == "output" else self._bias_view(role, bias.grad)
+
+    def effective_bias(self, role: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """A role's bias with what active adapters add to it, in the shape of `bias`; None where that is None."""
+        bias = effective(self.projection(role), "bias", dtype)
+        return None if bias is None or role == "output" else self._bias_view(role, bias)
 
     def _bias_view(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         start, size = self._block(role)
@@ -237,25 +246,28 @@ class GrowableAttention(nn.Module):
     def widen(self, qk_dims: int = 0, v_dims: int = 0) -> Widening:
         """Append zero dims to every head: the function stays, and new parameters take the old ones' place.
 
+        Those of LoRA adapters around the projections are widened along, by zeros too.
+
         Args:
             qk_dims: dims to append to each head's queries and keys; a negative number cuts the last ones off.
             v_dims: dims to append to each head's values, and inputs to the output projection, or to cut.
 
         Returns:
             What was done; `Widening.undo` reverts it.
+
+        Raises:
+            ValueError: `parameters_along` knows no way to resize a projection; nothing has changed then.
         """
         grown = {"query": qk_dims, "key": qk_dims, "value": v_dims, "output": v_dims}
         by_module: dict[nn.Module, list[str]] = {}
         for role in grown:
             by_module.setdefault(self.projection(role), []).append(role)
         resizes = []
-        for module, roles in by_module.items():
+        for projection, roles in by_module.items():
             if not any(grown[role] for role in roles):
                 continue
-            layout = self._layout(roles, grown, module.weight.device)
-            resizes.append(_resize(module, "weight", self._axis(roles[0]), *layout))
-            if module.bias is not None and "output" not in roles:
-                resizes.append(_resize(module, "bias", 0, *layout))
+            layout = self._layout(roles, grown, plain(projection).weight.device)
+            resizes += [_resize(*entry, *layout) for entry in self.parameters_along(roles[0])]
         widening = Widening(self, resizes, self.qk_head_dim, self.v_head_dim)
         for resize in resizes:
             setattr(resize.module, resize.name, resize.new)
@@ -280,8 +292,10 @@ class GrowableAttention(nn.Module):
         """The widths in a state dict; this module's own where that says nothing that fits."""
         sizes = {}
         for role in ("query", "output"):
-            weight = self.projection(role).weight
-            saved, axis = state.get(f"{prefix}{getattr(self.architecture, role)}.weight", weight), self._axis(role)
+            module = self.projection(role)
+            weight, name = plain(module).weight, getattr(self.architecture, role)
+            inside = next(n for n, m in module.named_modules(prefix=name) if m is plain(module))
+            saved, axis = state.get(f"{prefix}{inside}.weight", weight), self._axis(role)
             if saved.dim() != weight.dim() or saved.shape[1 - axis] != weight.shape[1 - axis]:
                 return self.qk_head_dim, self.v_head_dim
             sizes[role] = saved.shape[axis]
@@ -295,9 +309,24 @@ class GrowableAttention(nn.Module):
             return self.qk_head_dim, self.v_head_dim
         return qk_head_dim, v_head_dim
 
+    def parameters_along(self, role: str) -> list[tuple[nn.Module, str, int]]:
+        """The parameters that lie along a role's heads, the projection's and its adapters': module, name and axis.
+
+        Raises:
+            ValueError: the projection is neither a plain one nor one under plain LoRA; the message names the fix.
+        """
+        problem = hindrance(self.projection(role))
+        if problem is not None:
+            raise ValueError(
+                f"{getattr(self.architecture, role)} of layer {self.layer_idx} is {problem}, which growth cannot "
+                "resize. Merge adapters other than plain LoRA into the weights (merge_and_unload() of peft), and load "
+                "the model without quantization."
+            )
+        return parameters_along(self.projection(role), outputs=role != "output")
+
     def _axis(self, role: str) -> int:
-        """Axis of the weight along which a role's heads lie; Conv1D stores its weight transposed."""
-        return int((role == "output") != isinstance(self.projection(role), Conv1D))
+        """Axis of the weight along which a role's heads lie."""
+        return weight_axis(plain(self.projection(role)), outputs=role != "output")
 
     def _block(self, role: str) -> tuple[int, int]:
         """Start and size of a role's rows inside its projection."""
@@ -320,14 +349,11 @@ class GrowableAttention(nn.Module):
         return torch.cat(kept), torch.cat(positions), new_start
 
     def _set_widths(self, qk_head_dim: int, v_head_dim: int) -> None:
-        """Record the widths, and keep the projections' own notes of their sizes true (peft and repr read them)."""
+        """Record the widths, here and where the projections note their sizes."""
         self.qk_head_dim, self.v_head_dim = qk_head_dim, v_head_dim
         for role in ("query", "key", "value", "output"):
-            module = self.projection(role)
-            if isinstance(module, Conv1D):
-                module.nx, module.nf = module.weight.shape
-            elif isinstance(module, nn.Linear):
-                module.out_features, module.in_features = module.weight.shape
+            if hindrance(self.projection(role)) is None:
+                note_sizes(self.projection(role))
 
 
 def _resize(module: nn.Module, name: str, axis: int, kept, positions, new_size: int) -> Resize:

@@ -41,12 +41,15 @@ class Block:
         return self.attention.heads("key")
 
     def old_factors(self) -> tuple[Tensor, Tensor]:
-        """The live factors with their biases: stacked (H, a, k), shared (G, b, k), in the statistics' precision."""
-        sides = []
-        for role in (self.kind.stacked, self.kind.shared):
-            factors = F.join_bias(self.attention.weight(role), self.attention.bias(role))
-            sides.append(factors.to(self.roots.shared_root.dtype))
-        return tuple(sides)
+        """What the old dims compute: stacked (H, a, k), shared (G, b, k), with biases, in the statistics' precision.
+
+        These are the live weights, views on them where nothing is to be added; adapters that are active count in.
+        """
+        dtype = self.roots.shared_root.dtype
+        return tuple(
+            F.join_bias(self.attention.effective_weight(role, dtype), self.attention.effective_bias(role, dtype))
+            for role in (self.kind.stacked, self.kind.shared)
+        )
 
     def whitened_factors(self) -> tuple[Tensor, Tensor]:
         """The live factors in the metric of the steps: stacked over groups (G, g a, k), shared (G, b, k)."""

@@ -5,6 +5,8 @@
 was: the rotary width and the source of the softmax scale.
 """
 
+import sys
+
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from .architectures import ARCHITECTURES
@@ -33,6 +35,24 @@ class GrowableConfigMixin:
             self.per_layer_config = per_layer_config
         for layer in range(self.num_hidden_layers):
             layer_widths(self, layer)
+
+    def to_dict(self):
+        """Return the config as a dict, as the stock class does."""
+        _tell_peft(self.model_type)
+        return super().to_dict()
+
+
+def _tell_peft(model_type: str) -> None:
+    """Give a type of ours what peft's tables of default target modules hold for its stock type.
+
+    peft looks the type up right after it has read the config by `to_dict`, so it is told there: however late peft was
+    imported, it knows by then.
+    """
+    constants = sys.modules.get("peft.utils.constants")
+    stock = model_type.removeprefix(PREFIX)
+    for name, table in vars(constants).items() if constants else ():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and stock in table:
+            table.setdefault(model_type, table[stock])
 
 
 def set_default_widths(config: PreTrainedConfig) -> None:

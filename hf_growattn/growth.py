@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from . import ranks
 from .attention import GrowableAttention
@@ -30,9 +29,9 @@ from .plan import GrowthConfig, candidates, spend, worth_of
 from .probe import PATTERNS, autocast_in_the_model_only, mean_loss, undisturbed
 from .report import GrowthReport, LayerGrowth
 from .sharding import refuse_sharded
+from .trainable import check_no_adapters, inside_peft, trainable_parameters
 from .trial import Change, StepSearch, Trial
 
-_TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SEARCH_BATCHES = 16  # enough to find a step on; what it gains is then measured on all batches
 
 
@@ -40,7 +39,8 @@ class Grower:
     """Grows the attention of a patched model on batches of the user's own data.
 
     Args:
-        model: a model that `patch_model` has seen, or one loaded from a grown checkpoint.
+        model: a model that `patch_model` has seen, or one loaded from a grown checkpoint; also a peft model of one
+            with LoRA, whose adapters grow along.
         config: what to grow.
         optimizer: the optimizer of the running training, if there is one, or a list of all of them: they keep their
             groups, order and state.
@@ -51,8 +51,8 @@ class Grower:
     A state loaded into the model and then into the optimizer may have other widths: both follow it.
 
     Raises:
-        ValueError: the model is not patched, model or optimizer are sharded, or an estimator for comparison is to run
-            in several processes.
+        ValueError: the model is not patched, model or optimizer are sharded, adapters add prompts, or an estimator for
+            comparison is to run in several processes.
     """
 
     def __init__(self, model: PreTrainedModel, config: GrowthConfig, optimizer=None, accelerator=None):
@@ -85,9 +85,9 @@ class Grower:
 
         Raises:
             ValueError: no batches or a single sequence, no loss or none that is finite, weights that cannot be trained
-                (frozen, quantized, on the meta device, inference tensors), an optimizer without the model's parameters
-                or with a state that cannot be widened, or a layer that does not exist or is as wide as it can be. The
-                message names the fix.
+                (frozen, quantized, on the meta device, inference tensors) or resized (adapters other than plain LoRA),
+                an optimizer without the model's parameters or with a state that cannot be widened, or a layer that does
+                not exist or is as wide as it can be. The message names the fix.
         """
         with ranks.together():
             chosen = self._chosen_layers()
@@ -253,9 +253,14 @@ class Grower:
         chosen = [by_layer[layer] for layer in layers]
         if torch.is_inference_mode_enabled():
             raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
-        for name, parameter in self._parameters(chosen).items():
-            _check_trainable(name, parameter)
+        self._parameters(chosen)
         for attention in chosen:
+            for setting, rewrites in (
+                ("update_existing=True", config.update_existing),
+                ('method="refactor"', config.method == "refactor"),
+            ):
+                if rewrites:
+                    check_no_adapters(attention, config.chosen_kinds, setting)
             if config.method == "refactor" and attention.rotate is not None and PATTERNS in config.chosen_kinds:
                 raise ValueError(
                     f"Layer {attention.layer_idx} rotates its queries and keys, so its pattern is another matrix at "
@@ -280,28 +285,16 @@ class Grower:
                 )
 
     def _parameters(self, chosen: list[GrowableAttention]) -> dict[str, nn.Parameter]:
-        """The parameters that growth may resize or write, by name."""
-        parameters = {}
-        for attention in chosen:
-            for role in (role for kind in self.config.chosen_kinds for role in (kind.stacked, kind.shared)):
-                module, name = attention.projection(role), getattr(attention.architecture, role)
-                if not isinstance(module, (nn.Linear, Conv1D)):
-                    raise ValueError(
-                        f"{name} of layer {attention.layer_idx} is a {type(module).__name__}, not a plain projection. "
-                        "Merge adapters into the weights, and load the model without quantization."
-                    )
-                for part, parameter in module.named_parameters(recurse=False):
-                    if role != "output" or part == "weight":
-                        parameters[f"{name}.{part} of layer {attention.layer_idx}"] = parameter
-        return parameters
+        """The parameters that growth resizes and that train, by name; raises a ValueError where it cannot."""
+        return trainable_parameters(chosen, self.config.chosen_kinds)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel, torch.compile and accelerate's wrappers."""
+    """The model inside DistributedDataParallel, DataParallel, torch.compile and peft's wrappers."""
     while not isinstance(model, GrowableModelMixin):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
-            break
+            return inside_peft(model)
         model = inner
     return model
 
@@ -373,15 +366,3 @@ def _halves(batches: list[dict]) -> tuple[list[dict], list[dict]]:
         }
 
     return [part(0, rows // 2)], [part(rows // 2, rows)]
-
-
-def _check_trainable(name: str, parameter: nn.Parameter) -> None:
-    """Raise a ValueError that names the fix if a parameter cannot be grown and trained."""
-    if parameter.is_meta:
-        raise ValueError(f"{name} is on the meta device: load the weights onto a real device before growing.")
-    if parameter.is_inference():
-        raise ValueError(f"{name} was made under torch.inference_mode(): load the model outside of it.")
-    if parameter.dtype not in _TRAINABLE_DTYPES:
-        raise ValueError(f"{name} has dtype {parameter.dtype}, so the model is quantized: load it in bf16 or fp32.")
-    if not parameter.requires_grad:
-        raise ValueError(f"{name} is frozen, so new dims could not be trained: call requires_grad_(True) on it first.")

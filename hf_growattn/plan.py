@@ -162,5 +162,10 @@ def strength_of(gradient: Gradient) -> Tensor:
 
 
 def _parameters_of_a_dim(block: Block) -> int:
-    """Weights that one more dim of every head adds to a block."""
-    return sum(side.shape[0] * side.shape[1] for side in block.old_factors())
+    """Weights that one more dim of every head adds to a block, its adapters among them."""
+    attention, count = block.attention, 0
+    for role in (block.kind.stacked, block.kind.shared):
+        for module, name, axis in attention.parameters_along(role):
+            parameter = getattr(module, name)
+            count += attention.heads(role) * (parameter.numel() // parameter.shape[axis])
+    return count

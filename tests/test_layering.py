@@ -10,12 +10,14 @@ MAY_IMPORT = {
     "ranks": set(),
     "architectures": set(),
     "optimizer": set(),
-    "attention": {"architectures"},
+    "adapters": set(),
+    "attention": {"architectures", "adapters"},
     "configuration": {"architectures"},
     "modeling": {"configuration", "attention", "architectures"},
     "patch": {"modeling", "configuration", "attention", "architectures"},
     "views": {"modeling", "attention", "architectures", "functional"},
     "probe": {"attention", "functional", "ranks"},
+    "trainable": {"probe", "attention", "adapters"},
     "blocks": {"probe", "attention", "functional", "ranks"},
     "gradients": {"blocks", "probe", "attention", "functional", "ranks"},
     "estimators": {"gradients", "blocks", "functional"},
@@ -25,12 +27,12 @@ MAY_IMPORT = {
     "sharding": set(),
     "growth": {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
-        *("optimizer", "sharding", "modeling", "attention", "ranks"),
+        *("trainable", "optimizer", "sharding", "modeling", "attention", "ranks"),
     },
     "trainer": {"growth", "optimizer", "plan", "ranks", "report"},
     "__init__": {"attention", "growth", "patch", "plan", "report", "trainer", "views"},
 }
-TRAVELLING = ("architectures", "attention", "configuration", "modeling")
+TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling")
 
 
 def _imports(path):

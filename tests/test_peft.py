@@ -1,0 +1,398 @@
+"""Together with peft: LoRA on grown models, growth under LoRA, and what of peft growth refuses."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from families import build, lm_batches
+from packaging.version import Version
+from test_growth import fingerprint, same
+from transformers import AutoModelForCausalLM
+
+import hf_growattn.functional as F
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.adapters import plain
+from hf_growattn.blocks import measure_moments
+from hf_growattn.gradients import exact_gradients
+from hf_growattn.modeling import attentions
+from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
+
+peft = pytest.importorskip("peft")
+# What peft asks of transformers is not ours to mend.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LLAMA, GPT2 = "llama-5-bias", "gpt2-2"  # grouped queries and biases; one fused projection with its weight transposed
+ALL = {LLAMA: ["q_proj", "k_proj", "v_proj", "o_proj"], GPT2: ["c_attn", "attn.c_proj"]}
+DEFAULT = {LLAMA: {"q_proj", "v_proj"}, GPT2: {"c_attn"}}
+SUBSETS = [(LLAMA, ALL[LLAMA]), (LLAMA, ["q_proj", "v_proj"]), (LLAMA, ["k_proj", "o_proj"]), (GPT2, ALL[GPT2])]
+GROWTH = GrowthConfig(qk_dims=4, v_dims=3, layers=[0, 1])
+ROLES = ("query", "key", "value", "output")
+BATCHES = lm_batches(4)
+
+
+def lora(variant, targets=None, **kwargs):
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=variant == GPT2, **kwargs)
+
+
+def adapted(variant, targets=None, seed=5, **kwargs):
+    """A patched model under LoRA whose adapters are not without effect."""
+    model = peft.get_peft_model(patch_model(build(variant)), lora(variant, targets, **kwargs))
+    stir(model, seed)
+    return model.eval()
+
+
+def stir(model, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(**BATCHES[0]).logits
+
+
+def near(one, other):
+    """Equal up to fp32 sums in another order, which err by a share of the largest logit."""
+    assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def widen(model, qk_dims=4, v_dims=3):
+    return [attention.widen(qk_dims, v_dims) for attention in attentions(model)]
+
+
+def train(model, optimizer, steps=3):
+    for step in range(steps):
+        model(**BATCHES[step % len(BATCHES)]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trainable(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def sizes_are_true(model):
+    for attention in attentions(model):
+        for projection in {attention.projection(role) for role in ROLES}:
+            inside = plain(projection)
+            inputs, outputs = (inside.nx, inside.nf) if attention.architecture.fused else inside.weight.shape[::-1]
+            assert sorted(inside.weight.shape) == sorted((inputs, outputs))
+            if projection is not inside:
+                assert (projection.in_features, projection.out_features) == (inputs, outputs)
+                for a, b in zip(projection.lora_A.values(), projection.lora_B.values()):
+                    assert a.weight.shape == (a.out_features, a.in_features) == (4, inputs)
+                    assert b.weight.shape == (b.out_features, b.in_features) == (outputs, 4)
+
+
+@pytest.mark.parametrize("lora_bias", [False, True])
+@pytest.mark.parametrize("variant, targets", SUBSETS)
+def test_widening_keeps_the_function_of_every_adapter(variant, targets, lora_bias):
+    model = adapted(variant, targets, lora_bias=lora_bias)
+    model.add_adapter("other", lora(variant, targets))
+    stir(model, seed=6)
+    names, before, outputs = ["default", "other"], dict(model.named_parameters()), {}
+    for name in names:
+        model.set_adapter(name)
+        outputs[name] = logits(model)
+    assert (outputs["default"] - outputs["other"]).abs().max() > 0.1
+    widenings = widen(model)
+    sizes_are_true(model)
+    for name in names:
+        model.set_adapter(name)
+        near(logits(model), outputs[name])
+    for widening in widenings:
+        widening.undo()
+    sizes_are_true(model)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert torch.equal(logits(model), outputs["other"])
+
+
+@pytest.mark.parametrize("variant, targets", SUBSETS)
+def test_growth_under_lora_lowers_the_loss_and_training_goes_on(variant, targets):
+    model = adapted(variant, targets)
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
+    train(model, optimizer)
+    before = {n: (p, p.detach().clone(), optimizer.state.get(p)) for n, p in model.named_parameters()}
+    count = sum(p.numel() for p in model.parameters())
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    report = Grower(model, GROWTH, optimizer).grow(BATCHES)
+    assert report.applied and report.loss_after < report.loss_before
+    assert report.added_parameters == sum(p.numel() for p in model.parameters()) - count
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen
+    sizes_are_true(model)
+
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert [id(p) for p in held] == [id(p) for p in trainable(model)]
+    assert set(optimizer.state) <= set(held)
+    grown = {n: p for n, p in model.named_parameters() if p is not before[n][0] and p.requires_grad}
+    assert grown and all("lora_" in name for name in grown)
+    places = {}
+    for name, parameter in grown.items():
+        _, values, state = before[name]
+        axis = int("lora_A" in name)
+        kept, fresh = places[name] = kept_and_fresh(parameter.detach(), values, axis)
+        assert not parameter.detach().index_select(axis, fresh).any()
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizer.state[parameter][key].index_select(axis, kept), state[key])
+        assert optimizer.state[parameter]["step"] == state["step"]
+
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, optimizer, steps=8)
+    for name, parameter in model.named_parameters():
+        moved = (parameter.detach() - values[name]).abs()
+        assert moved.any() != (name in frozen), name
+        for part in places.get(name, ()):
+            assert moved.index_select(int("lora_A" in name), part).max() > 0, name
+    with undisturbed(model.get_base_model()):
+        assert mean_loss(model.get_base_model(), BATCHES) < report.loss_after
+
+
+def kept_and_fresh(new, old, axis):
+    """Where along an axis the old entries lie, known by their values, and where the new ones."""
+    entries = list(new.unbind(axis))
+    kept = [next(i for i, entry in enumerate(entries) if torch.equal(entry, wanted)) for wanted in old.unbind(axis)]
+    assert kept == sorted(kept)
+    return torch.tensor(kept), torch.tensor(sorted(set(range(len(entries))) - set(kept)))
+
+
+@pytest.mark.parametrize("variant", [LLAMA, GPT2])
+def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
+    """A model under two adapters, both active, measures what the same model does with both merged."""
+    model = adapted(variant, ALL[variant], lora_bias=True)
+    model.add_adapter("other", lora(variant, ALL[variant], lora_bias=True))
+    stir(model)
+    model.base_model.set_adapter(["default", "other"])
+    merged = copy.deepcopy(model).merge_and_unload()
+    measured = []
+    for base in (model.get_base_model(), merged):
+        with undisturbed(base):
+            blocks, _ = measure_moments(base, attentions(base)[:1], [PATTERNS, MESSAGES], BATCHES, 0.05)
+            measured.append(exact_gradients(base, blocks, (BATCHES[0::2], BATCHES[1::2]), dims=4))
+    for under_lora, plain_one in zip(*measured):
+        for one, other in zip(under_lora.block.old_factors(), plain_one.block.old_factors()):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        assert under_lora.starvation == pytest.approx(plain_one.starvation, rel=1e-3)
+        torch.testing.assert_close(under_lora.in_sample, plain_one.in_sample, rtol=1e-3, atol=0)
+        basis = F.column_basis(plain_one.block.whitened_factors()[1])
+        assert (basis.mT @ under_lora.v).abs().max() < 1e-3  # beyond the old dims, adapters and all
+        layer = under_lora.block.attention
+        bare = F.join_bias(layer.weight("value"), layer.bias("value"))
+        if under_lora.block.kind is MESSAGES:
+            basis = F.column_basis(under_lora.block.roots.shared_root @ bare)
+            assert (basis.mT @ under_lora.v).abs().max() > 0.01  # not beyond those of the bare weights
+
+
+def test_half_precision_adds_adapters_in_fp32():
+    model = patch_model(build(LLAMA, dtype=torch.bfloat16))
+    model = peft.get_peft_model(model, lora(LLAMA, ALL[LLAMA]))  # peft keeps its own weights in fp32
+    stir(model)
+    layer = attentions(model)[0]
+    projection = layer.q_proj
+    a, b = projection.lora_A["default"].weight, projection.lora_B["default"].weight
+    expected = projection.base_layer.weight.float() + 2 * b.float() @ a.float()
+    assert torch.equal(layer.effective_weight("query", torch.float32).flatten(0, 1), expected)
+    assert Grower(model, GROWTH).grow(BATCHES).applied
+    assert projection.base_layer.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("variant", [LLAMA, GPT2])
+def test_the_base_gets_new_columns_only(variant):
+    model = adapted(variant, ALL[variant])
+    before = [{role: a.weight(role).clone() for role in ROLES} for a in attentions(model)]
+    assert Grower(model, GROWTH).grow(BATCHES).applied
+    for attention, old in zip(attentions(model), before):
+        for role in ROLES:
+            width = old[role].shape[1]
+            assert torch.equal(attention.weight(role)[:, :width], old[role])
+            assert attention.weight(role)[:, width:].any() == (attention.layer_idx in GROWTH.layers)
+
+
+@pytest.mark.parametrize("variant", [LLAMA, GPT2])
+def test_lora_before_and_after_growth_merges_saves_and_reloads(variant, tmp_path):
+    model = adapted(variant, ALL[variant], lora_bias=True)
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
+    train(model, optimizer)
+    assert Grower(model, GROWTH, optimizer).grow(BATCHES).applied
+    train(model, optimizer)
+    double = copy.deepcopy(model).double()
+    exact = logits(double)
+    assert (logits(double.merge_and_unload()) - exact).abs().max() <= 1e-12 * exact.abs().max()
+    expected = logits(model)
+    merged = model.merge_and_unload()
+    near(logits(merged), expected)
+    merged.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(reloaded), logits(merged))
+
+
+@pytest.mark.parametrize("variant", [LLAMA, GPT2])
+def test_lora_on_a_grown_model(variant):
+    model = patch_model(build(variant))
+    Grower(model, GROWTH).grow(BATCHES)
+    expected = logits(model)
+    adapter = peft.get_peft_model(model, lora(variant))
+    assert adapter.peft_config["default"].target_modules == DEFAULT[variant]
+    near(logits(adapter), expected)
+    train(adapter, torch.optim.AdamW(trainable(adapter), lr=1e-2))
+    expected = logits(adapter)
+    near(logits(adapter.merge_and_unload()), expected)
+
+
+@pytest.mark.parametrize("variant", [LLAMA, GPT2])
+def test_a_model_may_be_patched_under_its_adapters(variant):
+    model = peft.get_peft_model(build(variant), lora(variant))
+    stir(model)
+    expected = logits(model.eval())
+    base = patch_model(model.get_base_model())
+    assert base is model.get_base_model() and torch.equal(logits(model), expected)
+    assert Grower(model, GROWTH).grow(BATCHES).applied
+    sizes_are_true(model)
+    expected = logits(model)
+    near(logits(model.merge_and_unload()), expected)
+
+
+@pytest.mark.skipif(Version(peft.__version__) < Version("0.19.1"), reason="transformers refuses older ones here")
+def test_adapters_that_transformers_itself_attaches():
+    model = patch_model(build(LLAMA))
+    model.add_adapter(lora(LLAMA))
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
+    assert Grower(model, GROWTH, optimizer).grow(BATCHES).applied
+    train(model, optimizer)
+
+
+def test_accelerate_and_checkpointed_activations():
+    from accelerate import Accelerator
+
+    model, accelerator = adapted(LLAMA, lora_dropout=0.1), Accelerator(cpu=True)
+    base = model.get_base_model()
+    getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)()
+    base.enable_input_require_grads()
+    model, optimizer = accelerator.prepare(model.train(), torch.optim.AdamW(trainable(model), lr=1e-3))
+    assert Grower(model, GROWTH, optimizer, accelerator).grow(BATCHES).applied
+    train(model, optimizer)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert [id(p) for p in held] == [id(p) for p in trainable(model)] and set(optimizer.state) == set(held)
+
+
+@pytest.mark.parametrize("variant", [LLAMA, GPT2])
+def test_merged_adapters_grow_and_unmerge(variant):
+    model, unmerged = adapted(variant, ALL[variant]), adapted(variant, ALL[variant])
+    model.merge_adapter()
+    reports = [Grower(m, GROWTH).grow(BATCHES) for m in (model, unmerged)]
+    assert reports[0].applied and reports[0].loss_after == pytest.approx(reports[1].loss_after, rel=1e-4)
+    expected = logits(model)
+    model.unmerge_adapter()
+    near(logits(model), expected)
+
+
+@pytest.mark.parametrize("variant", [LLAMA, GPT2])
+def test_adapters_come_and_go_after_growth(variant):
+    model = adapted(variant, ALL[variant])
+    model.add_adapter("other", lora(variant, ALL[variant]))
+    stir(model)
+    Grower(model, GROWTH).grow(BATCHES)
+    expected = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        expected[name] = logits(model)
+    with model.disable_adapter():
+        expected["none"] = logits(model)
+    model.add_adapter("third", lora(variant, ALL[variant]))  # starts without effect
+    model.set_adapter("third")
+    near(logits(model), expected["none"])
+    model.set_adapter("default")
+    model.delete_adapter("third")
+    model.delete_adapter("other")
+    near(logits(model), expected["default"])
+    near(logits(model.unload()), expected["none"])
+
+
+@pytest.mark.parametrize("variant", [LLAMA, GPT2])
+def test_a_saved_adapter_fits_the_saved_grown_base(variant, tmp_path):
+    model = adapted(variant, ALL[variant])
+    Grower(model, GROWTH).grow(BATCHES)
+    expected = logits(model)
+    copy.deepcopy(model).unload().save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    near(logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()), expected)
+
+
+def test_generation_goes_through_the_peft_model():
+    model = adapted(LLAMA)
+    Grower(model, GROWTH).grow(BATCHES)
+    prompt = BATCHES[0]["input_ids"][:1]
+    tokens = model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
+    again = model.merge_and_unload().generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
+    assert torch.equal(tokens, again)
+
+
+def test_nothing_is_left_of_a_growth_that_finds_nothing(monkeypatch):
+    model = adapted(LLAMA, ALL[LLAMA]).train()
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
+    train(model, optimizer)
+    before = fingerprint(model.get_base_model(), optimizer)
+    step_factors = F.step_factors
+
+    def uphill(*args):
+        stacked, shared = step_factors(*args)
+        return stacked, -shared
+
+    monkeypatch.setattr("hf_growattn.functional.step_factors", uphill)
+    assert not Grower(model, GROWTH, optimizer).grow(BATCHES).applied
+    assert same(fingerprint(model.get_base_model(), optimizer), before)
+    sizes_are_true(model)
+
+
+def test_a_budget_counts_the_adapters_weights():
+    model = adapted(LLAMA, ALL[LLAMA])
+    report = Grower(model, GrowthConfig(budget=4000, layers=[0, 1])).grow(BATCHES)
+    assert 0 < report.added_parameters <= 4000
+
+
+def test_an_optimizer_must_hold_the_adapters():
+    model = adapted(LLAMA)
+    kept_out = [
+        p for n, p in model.named_parameters() if p.requires_grad and "layers.1.self_attn.v_proj.lora_B" not in n
+    ]
+    optimizer = torch.optim.AdamW(kept_out, lr=1e-3)
+    with pytest.raises(ValueError, match=r"such as v_proj\.lora_B\.default\.weight of layer 1"):
+        Grower(model, GROWTH, optimizer).grow(BATCHES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # frozen ones too, as many scripts do
+    Grower(model, GROWTH, optimizer).grow(BATCHES)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert [id(p) for p in held] == [id(p) for p in model.parameters()]
+
+
+def test_default_targets_also_when_peft_is_imported_last(tmp_path):
+    """In a fresh process: for patched models and for those that from_pretrained builds."""
+    for variant in (LLAMA, GPT2):
+        patch_model(build(variant)).save_pretrained(tmp_path / variant)
+    script = """
+import json, sys, torch, transformers, hf_growattn
+transformers.logging.disable_progress_bar()
+found = []
+for path in sys.argv[1:]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    assert "peft" not in sys.modules or found
+    from peft import LoraConfig, get_peft_model
+    found.append(sorted(get_peft_model(model, LoraConfig(r=4)).peft_config["default"].target_modules))
+print(json.dumps(found))
+"""
+    paths = [str(tmp_path / variant) for variant in (LLAMA, GPT2)]
+    run = subprocess.run([sys.executable, "-c", script, *paths], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout.splitlines()[-1]) == [["q_proj", "v_proj"], ["c_attn"]]
+
+
+def test_every_table_of_default_targets_knows_our_types():
+    from peft.utils import constants
+
+    config = patch_model(build(LLAMA)).config
+    config.to_dict()
+    tables = [t for n, t in vars(constants).items() if n.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in t]
+    assert len(tables) > 10 and all(t["growattn_llama"] == t["llama"] for t in tables)
