@@ -86,6 +86,16 @@ def effective(module: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor 
     return total
 
 
+def without_adapters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict of a model under LoRA as the model alone would have it: no copy, base weights by their own names."""
+    own = {}
+    for name, tensor in state.items():
+        parts = name.split(".")
+        if not any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
+            own[".".join(part for part in parts if part not in ("base_layer", "original_module"))] = tensor
+    return own
+
+
 def _linears(module: nn.Module, side: str) -> list[nn.Linear]:
     return list(getattr(module, side).values()) if is_adapted(module) else []
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import numpy
 import torch
@@ -13,11 +14,14 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 
 from . import ranks
+from .adapters import is_adapted, without_adapters
 from .growth import Grower
+from .modeling import is_grown
 from .optimizer import follow_resized
 from .plan import GrowthConfig
 from .report import GrowthReport
 
+GROWN_BASE = "grown_base"
 _MOMENTS = ("epoch", "plateau")
 _ADDED = "growth_added_parameters"
 
@@ -27,7 +31,8 @@ class GrowthCallback(TrainerCallback):
 
     Give one of `steps`, `every` and `at`. The growth batches are drawn with a seed of their own and made by the
     training data loader's collator, so the order of the training data and all random states stay as they are. What grew
-    is logged through the Trainer. Everything that a resumed run must know is in the Trainer's own log history.
+    is logged through the Trainer. Everything that a resumed run must know is in the Trainer's own log history; only a
+    peft model, of which Trainer saves the adapters alone, must be put on the `grown_base` of the checkpoint first.
 
     Args:
         config: what to grow each time.
@@ -103,6 +108,13 @@ class GrowthCallback(TrainerCallback):
             due = control.should_log  # logging takes this back, and the step's own logs may still be due
             self._trainer.log(_figures(report))
             control.should_log = due
+
+    def on_save(self, args, state, control, **kwargs):
+        """Beside adapters, which are all that Trainer saves of a peft model, save the base model that grew."""
+        model = self._grower.model
+        if state.is_world_process_zero and any(map(is_adapted, model.modules())) and is_grown(model):
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}", GROWN_BASE)
+            model.save_pretrained(folder, state_dict=without_adapters(model.state_dict()))
 
     def on_train_end(self, args, state, control, **kwargs):
         """Make sure that the growth somebody waited for did happen."""

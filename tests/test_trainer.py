@@ -7,7 +7,7 @@ import torch
 from families import VOCABULARY, build
 from torch.utils.data import IterableDataset
 from training import Rows
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.modeling import attentions
@@ -141,6 +141,26 @@ def test_a_prebuilt_optimizer_follows_a_resumed_checkpoint(tmp_path):
         assert held == {id(p) for p in model.parameters()}
         assert all(state["exp_avg"].shape == parameter.shape for parameter, state in optimizer.state.items())
         assert attentions(model)[0].qk_head_dim == 17
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_lora_is_resumed_on_the_grown_base(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(model):
+        torch.manual_seed(1)
+        return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False))
+
+    options = dict(save_strategy="steps", save_steps=4)
+    model = adapted(patch_model(build("llama-2")))
+    run = trainer(tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), model, **options)
+    run.train()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4" / "grown_base")
+    assert attentions(base)[0].qk_head_dim == 17
+    again = trainer(tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), adapted(base), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    losses, unbroken = ([e["loss"] for e in r.state.log_history if "loss" in e] for r in (again, run))
+    assert losses == unbroken
 
 
 def test_never_firing_is_an_error_at_the_end(tmp_path):
