@@ -103,6 +103,7 @@ def rebuild_ddp(model: nn.Module) -> None:
         ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), static)
         ddp._has_rebuilt_buckets, ddp._comm_hooks = False, []
         if static:
+            ddp.static_graph = False  # it warns of setting it twice
             ddp._set_static_graph()
         for hook, state in hooks:
             ddp.register_comm_hook(state, hook)

@@ -11,6 +11,7 @@ from . import functional as F
 from .attention import GrowableAttention, Resize, Widening
 from .gradients import ExistingStep, Gradient
 from .probe import PATTERNS
+from .ranks import together
 
 _MOST_STEPS = 200  # of one direction of the search: more than the exponents of fp32 span
 _SMALLEST_PROMISE = 1e-7  # of the loss: below it, fp32 cannot tell an improvement from rounding
@@ -122,14 +123,15 @@ class Trial:
         self.writes: list[_Write] = []
         self.widenings: list[Widening] = []
         try:
-            self.writes = [_Write(change) for change in changes]
-            by_attention: dict[GrowableAttention, dict[str, int]] = {}
-            for change in changes:
-                block = change.gradient.block
-                width = "qk_dims" if block.kind is PATTERNS else "v_dims"
-                by_attention.setdefault(block.attention, {})[width] = change.dims
-            for attention, dims in by_attention.items():
-                self.widenings.append(attention.widen(**dims))
+            with together():
+                self.writes = [_Write(change) for change in changes]
+                by_attention: dict[GrowableAttention, dict[str, int]] = {}
+                for change in changes:
+                    block = change.gradient.block
+                    width = "qk_dims" if block.kind is PATTERNS else "v_dims"
+                    by_attention.setdefault(block.attention, {})[width] = change.dims
+                for attention, dims in by_attention.items():
+                    self.widenings.append(attention.widen(**dims))
         except BaseException:
             self.undo()
             raise

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "blocks": {"probe", "attention", "functional", "ranks"},
     "gradients": {"blocks", "probe", "attention", "functional", "ranks"},
     "estimators": {"gradients", "blocks", "functional"},
-    "trial": {"gradients", "probe", "attention", "functional"},
+    "trial": {"gradients", "probe", "attention", "functional", "ranks"},
     "plan": {"trial", "estimators", "gradients", "blocks", "probe", "functional"},
     "report": set(),
     "sharding": set(),

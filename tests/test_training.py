@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,18 +15,20 @@ LOOPS = ["accelerate", "trainer"]
 SCRIPT = Path(__file__).with_name("training.py")
 
 
+def launch(script: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess:
+    """Run a script in one process, or in several that find each other."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [*launcher, str(script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
 def run(loop: str, output: Path, *options: str, processes: int = 1) -> subprocess.CompletedProcess:
     """Train in fresh processes."""
     output.mkdir(exist_ok=True)
-    launcher = [sys.executable]
-    if processes > 1:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [*launcher, str(SCRIPT), loop, str(output), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return launch(SCRIPT, loop, str(output), *options, processes=processes)
 
 
 def trained(loop: str, output: Path, *options: str, processes: int = 1) -> dict[int, float]:
@@ -95,6 +96,13 @@ def test_resumed_from_before_the_first_growth(unbroken, tmp_path):
     shutil.copytree(output / "checkpoint-2", tmp_path / "checkpoint-2")
     again = trained(loop, tmp_path, "--resume", str(tmp_path / "checkpoint-2"))
     assert again[12] == losses[12]
+
+
+def test_what_growing_together_must_bear():
+    """Settings and hooks of the wrapper, accumulation, uneven and absent batches, a failure on one rank."""
+    done = launch(SCRIPT.with_name("ranks_run.py"), processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "uneven_batches" in done.stdout and "You've set static_graph" not in done.stderr
 
 
 def test_two_processes_resume_from_after_a_growth(unbroken, tmp_path):

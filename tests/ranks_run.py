@@ -1,0 +1,139 @@
+"""Run by torchrun with two processes: what growing together must bear. Each rank checks for itself."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from families import build, lm_batches
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.ranks import alone
+
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+
+
+def wrapped(variant="llama-2", **options):
+    model = patch_model(build(variant)).train()
+    ddp = DistributedDataParallel(model, **options)
+    return model, ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+
+
+def mine(count, seed=11):
+    """This rank's part of `count` batches for each rank."""
+    return lm_batches(2 * count, seed)[dist.get_rank() :: 2]
+
+
+def assert_alike(model):
+    for name, parameter in model.named_parameters():
+        everywhere = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(everywhere, parameter.detach())
+        assert torch.equal(*everywhere), name
+
+
+def train(ddp, optimizer, steps=2):
+    """Train on; the gradients are those of both ranks' batches."""
+    for batch in mine(steps, seed=31):
+        ddp(**batch, use_cache=False).loss.backward()
+        for name, parameter in ddp.named_parameters():
+            everywhere = [torch.empty_like(parameter) for _ in range(2)]
+            dist.all_gather(everywhere, parameter.grad)
+            assert torch.equal(*everywhere), name
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def settings_of_the_wrapper_and_hooks():
+    calls = []
+
+    def counted(state, bucket):
+        calls.append(bucket)
+        return allreduce_hook(state, bucket)
+
+    for options in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
+        model, ddp, optimizer = wrapped(**options)
+        ddp.register_comm_hook(None, counted)
+        train(ddp, optimizer)
+        assert Grower(ddp, CONFIG, optimizer).grow(mine(3)).applied, options
+        before = len(calls)
+        train(ddp, optimizer)
+        assert len(calls) > before and ddp.static_graph == options.get("static_graph", False)
+        assert_alike(model)
+
+
+def existing_weights_move_too():
+    model, ddp, optimizer = wrapped("gpt2-2")
+    train(ddp, optimizer)
+    config = GrowthConfig(budget=0.1, update_existing=True, oversampling=4)
+    assert Grower(model, config, optimizer).grow(mine(3)).applied  # the wrapper is found all the same
+    train(ddp, optimizer)
+    assert_alike(model)
+
+
+def in_the_middle_of_an_accumulation():
+    model, ddp, optimizer = wrapped()
+    with ddp.no_sync():
+        ddp(**mine(1)[0], use_cache=False).loss.backward()
+    assert Grower(ddp, CONFIG, optimizer).grow(mine(3)).applied
+    ddp(**mine(1, seed=40)[0], use_cache=False).loss.backward()
+    optimizer.step()
+    assert_alike(model)
+
+
+def uneven_batches():
+    for share in (mine(3)[: 3 if dist.get_rank() == 0 else 1], mine(4) if dist.get_rank() else []):
+        model, ddp, optimizer = wrapped()
+        report = Grower(ddp, CONFIG, optimizer).grow(share)
+        assert report.applied and report.loss_after < report.loss_before
+        train(ddp, optimizer)
+        assert_alike(model)
+
+
+def a_failure_on_one_rank_is_one_on_both():
+    batches = mine(3)
+    if dist.get_rank() == 1:
+        batches[2] = {**batches[2], "labels": torch.full_like(batches[2]["labels"], -100)}
+    model, ddp, optimizer = wrapped()
+    before = copy.deepcopy(model.state_dict())
+    try:
+        Grower(ddp, CONFIG, optimizer).grow(batches)
+    except ValueError as error:
+        assert dist.get_rank() == 1 and "loss of batch" in str(error)
+    except RuntimeError as error:
+        assert dist.get_rank() == 0 and "another process" in str(error)
+    else:
+        raise AssertionError("a loss that is not finite was accepted")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    train(ddp, optimizer)
+
+
+def comparison_is_refused_and_one_may_grow_alone():
+    model = patch_model(build("llama-2"))
+    try:
+        Grower(model, GrowthConfig(qk_dims=1, estimator="gradient"))
+    except ValueError as error:
+        assert "one process" in str(error)
+    else:
+        raise AssertionError("an estimator for comparison was accepted")
+    if dist.get_rank() == 0:
+        with alone():
+            assert Grower(model, CONFIG).grow(lm_batches()).applied
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for check in (
+        settings_of_the_wrapper_and_hooks,
+        existing_weights_move_too,
+        in_the_middle_of_an_accumulation,
+        uneven_batches,
+        a_failure_on_one_rank_is_one_on_both,
+        comparison_is_refused_and_one_may_grow_alone,
+    ):
+        check()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(check.__name__, flush=True)
+    dist.destroy_process_group()
