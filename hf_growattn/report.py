@@ -87,6 +87,20 @@ class GrowthReport:
         """First-order decrease of the loss that new batches should show at the steps that were taken."""
         return sum(layer.predicted_gain for layer in self.layers)
 
+    def figures(self) -> dict[str, float]:
+        """What the growth did, as flat numbers for a tracker, such as `accelerator.log(report.figures(), step=step)`."""
+        figures = {
+            "growth_loss_before": self.loss_before,
+            "growth_loss_after": self.loss_after,
+            "growth_predicted_gain": self.predicted_gain,
+            "growth_added_parameters": self.added_parameters,
+        }
+        for layer in (layer for layer in self.layers if layer.step_size > 0):
+            name = f"growth_layer_{layer.layer}_{layer.kind}"
+            figures |= {f"{name}_width": layer.width[1], f"{name}_gain": layer.predicted_gain}
+            figures |= {f"{name}_step_size": layer.step_size}
+        return figures
+
     def __str__(self) -> str:
         table = Table("layer", "kind", "width", "starvation", "directions", "gain", "validated gain", "step")
         for layer in self.layers:

@@ -106,7 +106,7 @@ class GrowthCallback(TrainerCallback):
             if state.is_world_process_zero:
                 tqdm.write(f"Step {state.global_step}: {report}")
             due = control.should_log  # logging takes this back, and the step's own logs may still be due
-            self._trainer.log(_figures(report))
+            self._trainer.log(report.figures())
             control.should_log = due
 
     def on_save(self, args, state, control, **kwargs):
@@ -188,22 +188,6 @@ def _growths(state) -> list[dict]:
 
 def _evaluation_loss(entry: dict) -> float | None:
     return next((value for key, value in entry.items() if key.startswith("eval_") and key.endswith("loss")), None)
-
-
-def _figures(report: GrowthReport) -> dict[str, float]:
-    """What a growth did, as flat numbers for any tracker."""
-    figures = {
-        "growth_loss_before": report.loss_before,
-        "growth_loss_after": report.loss_after,
-        "growth_predicted_gain": report.predicted_gain,
-        _ADDED: report.added_parameters,
-    }
-    for layer in report.layers:
-        name = f"growth_layer_{layer.layer}_{layer.kind}"
-        if layer.step_size > 0:
-            figures |= {f"{name}_width": layer.width[1], f"{name}_gain": layer.predicted_gain}
-            figures |= {f"{name}_step_size": layer.step_size}
-    return figures
 
 
 def _batched(stream, size: int) -> Iterator[list]:

@@ -1,0 +1,105 @@
+"""Widths travel with the weights: states from before and after a growth load into living models, either way."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from families import FAMILIES, build, lm_batches, tokens
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.modeling import attentions
+
+CONFIG = GrowthConfig(qk_dims=3, v_dims=2, layers=[1], oversampling=4)
+
+
+def trained(model, optimizer, steps=2):
+    for batch in lm_batches(steps):
+        model(**batch, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fresh(variant):
+    model = patch_model(build(variant))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, Grower(model, CONFIG, optimizer)
+
+
+def snapshot(model, optimizer):
+    logits = model(tokens(), use_cache=False).logits.detach()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return weights, copy.deepcopy(optimizer.state_dict()), logits
+
+
+def assert_is(model, optimizer, state):
+    """The model computes what it did at the snapshot, and the optimizer steps its live parameters from that state."""
+    _, kept, logits = state
+    assert torch.equal(model(tokens(), use_cache=False).logits, logits)
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], kept["state"][index]["exp_avg"])
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+    for layer in attentions(model):
+        widths = model.config.per_layer_config[layer.layer_idx]
+        assert (widths.qk_head_dim, widths.v_head_dim) == (layer.qk_head_dim, layer.v_head_dim)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_state_dicts(variant):
+    model, optimizer, grower = fresh(variant)
+    trained(model, optimizer)
+    before = snapshot(model, optimizer)
+    assert grower.grow(lm_batches()).applied
+    trained(model, optimizer)
+    after = snapshot(model, optimizer)
+
+    other, its_optimizer, its_grower = fresh(variant)
+    for weights, state, logits in (after, before, after):  # wider, narrower, wider again
+        other.load_state_dict(weights)
+        its_optimizer.load_state_dict(state)
+        assert_is(other, its_optimizer, (weights, state, logits))
+    trained(model, optimizer)
+    trained(other, its_optimizer)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters()))
+    assert its_grower.grow(lm_batches()).applied
+
+
+def test_accelerate_goes_back_to_a_state_from_before(tmp_path):
+    model, optimizer, _ = fresh("llama-2")
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    grower = Grower(model, CONFIG, optimizer, accelerator=accelerator)
+    trained(model, optimizer)
+    accelerator.save_state(tmp_path / "before")
+    before = snapshot(model, optimizer.optimizer)
+    assert grower.grow(lm_batches()).applied
+    trained(model, optimizer)
+    accelerator.save_state(tmp_path / "after")
+    after = snapshot(model, optimizer.optimizer)
+    for name, state in (("before", before), ("after", after)):
+        accelerator.load_state(tmp_path / name)
+        assert_is(model, optimizer.optimizer, state)
+
+
+def test_a_state_that_fits_no_width_is_refused_as_by_torch():
+    model, _, _ = fresh("llama-2")
+    shapes = [parameter.shape for parameter in model.parameters()]
+    wrong = model.state_dict()
+    wrong["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(4 * 16 + 1, 48)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(wrong)
+    narrower = model.state_dict()
+    narrower["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(4 * 8, 48)  # the rotary width is 16
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(narrower)
+    assert [parameter.shape for parameter in model.parameters()] == shapes
+
+
+def test_other_models_may_lend_their_state():
+    """Weights without an optimizer: the values are those of the state, and a stock state makes a stock width."""
+    grown, _, grower = fresh("gpt2-2")
+    assert grower.grow(lm_batches()).applied
+    grown.load_state_dict(build("gpt2-2").state_dict())
+    assert torch.equal(grown(tokens(), use_cache=False).logits, build("gpt2-2")(tokens()).logits)
+    assert attentions(grown)[1].qk_head_dim == grown.config.per_layer_config[1].qk_head_dim == 16
