@@ -88,7 +88,7 @@ class GrowthReport:
         return sum(layer.predicted_gain for layer in self.layers)
 
     def figures(self) -> dict[str, float]:
-        """What the growth did, as flat numbers for a tracker, such as `accelerator.log(report.figures(), step=step)`."""
+        """What the growth did, as flat numbers for a tracker, as in `accelerator.log(report.figures(), step=step)`."""
         figures = {
             "growth_loss_before": self.loss_before,
             "growth_loss_after": self.loss_after,
