@@ -94,26 +94,18 @@ class GrowthCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Grow, if it is time."""
-        if self._is_time(state):
+        if self.is_time(state):
             self._grower.config = self._config(state)
             report = self._grower.grow(self._growth_batches(args, state))
             self.reports.append(report)
             if state.is_world_process_zero:
-                tqdm.write(f"Step {state.global_step}: {report}")
+                tqdm.write(f"Step {state.global_step}:\n{report}")
             due = control.should_log  # logging takes this back, and the step's own logs may still be due
             self._trainer.log(_figures(report))
             control.should_log = due
 
-    def on_train_end(self, args, state, control, **kwargs):
-        """Make sure that the growth somebody waited for did happen."""
-        if not _growths(state):
-            raise RuntimeError(
-                f"The training is over after {state.global_step} steps, and GrowthCallback never fired: "
-                + ("the evaluation loss never stopped falling. " if self.at == "plateau" else "its time never came. ")
-                + "The trained model is in trainer.model as usual; save it, and choose an earlier time to grow."
-            )
-
-    def _is_time(self, state) -> bool:
+    def is_time(self, state) -> bool:
+        """Whether to grow after the optimizer step that was just taken."""
         growths = _growths(state)
         if state.global_step >= state.max_steps or (self.max_growths and len(growths) >= self.max_growths):
             return False
@@ -129,6 +121,15 @@ class GrowthCallback(TrainerCallback):
         losses = [_evaluation_loss(entry) for entry in state.log_history if entry["step"] > since]
         losses = [loss for loss in losses if loss is not None]
         return len(losses) > 1 and losses[-1] >= min(losses[:-1])
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Make sure that the growth somebody waited for did happen."""
+        if not _growths(state):
+            raise RuntimeError(
+                f"The training is over after {state.global_step} steps, and GrowthCallback never fired: "
+                + ("the evaluation loss never stopped falling. " if self.at == "plateau" else "its time never came. ")
+                + "The trained model is in trainer.model as usual; save it, and choose an earlier time to grow."
+            )
 
     def _left(self, state) -> int:
         """What the total budget still holds."""
