@@ -104,6 +104,15 @@ class GrowthCallback(TrainerCallback):
             self._trainer.log(_figures(report))
             control.should_log = due
 
+    def on_train_end(self, args, state, control, **kwargs):
+        """Make sure that the growth somebody waited for did happen."""
+        if not _growths(state):
+            raise RuntimeError(
+                f"The training is over after {state.global_step} steps, and GrowthCallback never fired: "
+                + ("the evaluation loss never stopped falling. " if self.at == "plateau" else "its time never came. ")
+                + "The trained model is in trainer.model as usual; save it, and choose an earlier time to grow."
+            )
+
     def is_time(self, state) -> bool:
         """Whether to grow after the optimizer step that was just taken."""
         growths = _growths(state)
@@ -121,15 +130,6 @@ class GrowthCallback(TrainerCallback):
         losses = [_evaluation_loss(entry) for entry in state.log_history if entry["step"] > since]
         losses = [loss for loss in losses if loss is not None]
         return len(losses) > 1 and losses[-1] >= min(losses[:-1])
-
-    def on_train_end(self, args, state, control, **kwargs):
-        """Make sure that the growth somebody waited for did happen."""
-        if not _growths(state):
-            raise RuntimeError(
-                f"The training is over after {state.global_step} steps, and GrowthCallback never fired: "
-                + ("the evaluation loss never stopped falling. " if self.at == "plateau" else "its time never came. ")
-                + "The trained model is in trainer.model as usual; save it, and choose an earlier time to grow."
-            )
 
     def _left(self, state) -> int:
         """What the total budget still holds."""

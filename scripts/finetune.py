@@ -32,6 +32,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers import logging as transformers_logging
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 
@@ -131,6 +132,10 @@ class FinetuneArguments(TrainingArguments):
         if self.num_train_epochs is None:
             self.num_train_epochs = 3.0
             self.max_steps = self.max_steps if self.max_steps > 0 else 400
+        if self.resume_from_checkpoint in ("True", "true"):
+            self.resume_from_checkpoint = Path(self.output_dir).is_dir() and get_last_checkpoint(self.output_dir)
+            if not self.resume_from_checkpoint:
+                raise ValueError(f"There is no checkpoint to resume from in {self.output_dir}.")
         self.prediction_loss_only = True
         # Trainer would log the same held-out loss twice, which reads as a plateau.
         self.eval_on_start = self.eval_on_start and self.eval_strategy != "no" and not self.resume_from_checkpoint
@@ -265,8 +270,7 @@ def make_trainer(model, tokenizer, data: tuple[Blocks, Blocks], training, lora_r
 
 def train(trainer: Trainer) -> float:
     """Train to the end, measure the held-out loss there, and return the seconds it took."""
-    resume = trainer.args.resume_from_checkpoint
-    output = trainer.train(resume_from_checkpoint=True if resume in ("True", "true") else resume)
+    output = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
     if not evaluated or evaluated[-1] < trainer.state.global_step:
         trainer.evaluate()
@@ -309,6 +313,9 @@ def run(model, tokenizer, blocks: torch.Tensor, growth: GrowthArguments, trainin
     callback = growth.callback(training.seed, training.half_of(len(data[0])))
     twin = copy.deepcopy(model) if growth.compare else None
     before = results.size_of(patch_model(model))
+    grown_base = Path(training.resume_from_checkpoint or "", "grown_base")
+    if training.resume_from_checkpoint and grown_base.exists():  # the rest of that checkpoint is adapters
+        model = AutoModelForCausalLM.from_pretrained(grown_base)
     trainer = make_trainer(model, tokenizer, data, training, lora_rank, callback)
     try:
         seconds = train(trainer)

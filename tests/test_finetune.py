@@ -151,6 +151,7 @@ def test_a_training_that_never_grew_is_saved(given, main, tmp_path):
         ("--growth_batches 0", "batches must be"),
         ("--grow_every 0", "every must be"),
         ("--grow_at noon", "invalid choice"),
+        ("--output_dir nowhere --resume_from_checkpoint True", "no checkpoint to resume from"),
     ],
 )
 def test_bad_combinations_are_told_before_anything_is_loaded(main, capsys, options, message):
