@@ -30,6 +30,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
     default_data_collator,
+    set_seed,
 )
 from transformers import logging as transformers_logging
 from transformers.trainer_utils import get_last_checkpoint
@@ -66,11 +67,14 @@ class GrowthArguments:
     _argument_group_name = "growth"
 
     budget: float | None = field(
-        default=None, metadata={"help": "weights to add at most, as a share of the model's or a number (default: 0.02)"}
+        default=None,
+        metadata={"help": "weights to add at most, as a share of the model's or a number; 0.02 if nothing is given"},
     )
     qk_dims: int = field(default=0, metadata={"help": "instead: dims to add to each head's queries and keys"})
     v_dims: int = field(default=0, metadata={"help": "instead: dims to add to each head's values"})
-    grow_steps: list[int] | None = field(default=None, metadata={"help": "steps after which to grow (default: half)"})
+    grow_steps: list[int] | None = field(
+        default=None, metadata={"help": "steps after which to grow; half-way if nothing is given"}
+    )
     grow_every: int | None = field(default=None, metadata={"help": "instead: grow after every so many steps"})
     grow_at: Literal["epoch", "plateau"] | None = field(
         default=None, metadata={"help": "instead: after each epoch, or when the held-out loss stops falling"}
@@ -199,10 +203,11 @@ class Progress(ProgressCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write a line for each evaluation."""
-        names = {"loss": "training loss", "eval_loss": "held-out loss"}
-        self.losses |= {key: f"{names[key]} {value:.4f}" for key, value in logs.items() if key in names}
+        self.losses |= logs
         if state.is_world_process_zero and "eval_loss" in logs:
-            tqdm.write(f"Step {state.global_step}: {', '.join(self.losses.values())}")
+            names = {"loss": "training loss", "eval_loss": "held-out loss"}
+            told = [f"{names[key]} {self.losses[key]:.4f}" for key in names if key in self.losses]
+            tqdm.write(f"Step {state.global_step}: {', '.join(told)}")
 
 
 def blocks_of(texts: list[str], tokenizer, block_size: int) -> torch.Tensor:
@@ -247,6 +252,7 @@ def split(blocks: torch.Tensor, seed: int) -> tuple[Blocks, Blocks]:
 
 def make_trainer(model, tokenizer, data: tuple[Blocks, Blocks], training, lora_rank: int, growth=None) -> Trainer:
     """Make a Trainer of all weights or of adapters, that grows if asked."""
+    set_seed(training.seed)  # adapters start at random
     if lora_rank:
         from peft import LoraConfig, get_peft_model
 
@@ -269,7 +275,7 @@ def make_trainer(model, tokenizer, data: tuple[Blocks, Blocks], training, lora_r
 
 
 def train(trainer: Trainer) -> float:
-    """Train to the end, measure the held-out loss there, and return the seconds it took."""
+    """Train to the end, measure the held-out loss there, and return the seconds it took, growths included."""
     output = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
     if not evaluated or evaluated[-1] < trainer.state.global_step:
@@ -318,7 +324,7 @@ def run(model, tokenizer, blocks: torch.Tensor, growth: GrowthArguments, trainin
         model = AutoModelForCausalLM.from_pretrained(grown_base)
     trainer = make_trainer(model, tokenizer, data, training, lora_rank, callback)
     try:
-        seconds = train(trainer)
+        seconds = train(trainer) - sum(sum(report.seconds.values()) for report in callback.reports)
     except RuntimeError as error:
         if trainer.state.global_step < trainer.state.max_steps or callback.reports:
             raise
@@ -360,7 +366,8 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 def main() -> None:
     """Read the command line and run."""
     options = (ModelArguments, TextArguments, GrowthArguments, FinetuneArguments)
-    parser = HfArgumentParser(options, description=__doc__, formatter_class=_Help)
+    usage = "%(prog)s --model MODEL --dataset DATASET [options]; --help lists them"
+    parser = HfArgumentParser(options, description=__doc__, formatter_class=_Help, usage=usage)
     try:
         chosen, text, growth, training = parser.parse_args_into_dataclasses()
     except ValueError as error:

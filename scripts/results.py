@@ -32,7 +32,7 @@ def figures(grown: list[dict], plain: list[dict] | None, before: dict, after: di
     Args:
         grown, plain: log histories of the training with growth, and of the one without.
         before, after: `size_of` the model.
-        seconds: wall time of the training with growth.
+        seconds: wall time of the training with growth, since it was started or resumed, without the growths.
         difference: largest difference of the logits after reloading.
     """
     growths = _growths(grown)
@@ -42,7 +42,7 @@ def figures(grown: list[dict], plain: list[dict] | None, before: dict, after: di
         "growths": growths,
         "before": before,
         "after": after,
-        "seconds": {"growing": sum(growth["seconds"] for growth in growths), "all": seconds},
+        "seconds": {"growing": sum(growth["seconds"] for growth in growths), "training": seconds},
         "reloaded_difference": difference,
     }
 
@@ -103,7 +103,8 @@ def summary(figures: dict, output: Path) -> str:
         widths = [" ".join(map(str, size[name])) for size in (before, after)]
         lines.append(f"Widths of {what}, by layer: {' -> '.join(dict.fromkeys(widths))}.")
     lines += [
-        f"Time: growing {seconds['growing']:.0f} s, all else {seconds['all'] - seconds['growing']:.0f} s.",
+        f"Time: growing {seconds['growing']:.0f} s, training and evaluating since the last start "
+        f"{seconds['training']:.0f} s.",
         f"Reloaded in a fresh process: largest difference of the logits {figures['reloaded_difference']:.2e}.",
         f"Checkpoint, growth.png and figures.json: {output}.",
     ]

@@ -141,6 +141,21 @@ def test_a_training_that_never_grew_is_saved(given, main, tmp_path):
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "tokenizer.json").exists()
 
 
+def test_lora(given, main, tmp_path, capsys):
+    """Adapters grow along; a resumed training ends as the unbroken one, in one plain merged checkpoint."""
+    pytest.importorskip("hf_growattn.adapters")
+    options = [*given, "--output_dir", tmp_path, "--lora_rank", "4", "--v_dims", "2", "--save_steps", "9"]
+    main(*options, "--compare")
+    figures, weights = json.loads((tmp_path / "figures.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert "largest difference of the logits 0.00e+00" in capsys.readouterr().out
+    assert [12, figures["growths"][0]["held_out"][0]] in figures["without_growth"]["held_out"]
+    assert figures["after"]["v_head_dim"] == [18, 18]
+    assert figures["after"]["parameters"] == sum(weight.numel() for weight in weights.values())
+    main(*options, "--resume_from_checkpoint", tmp_path / "checkpoint-18")
+    again = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == again.keys() and all(weights[name].equal(again[name]) for name in weights)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
