@@ -141,6 +141,7 @@ def test_a_training_that_never_grew_is_saved(given, main, tmp_path):
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "tokenizer.json").exists()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own reading
 def test_lora(given, main, tmp_path, capsys):
     """Adapters grow along; a resumed training ends as the unbroken one, in one plain merged checkpoint."""
     pytest.importorskip("hf_growattn.adapters")
