@@ -102,22 +102,16 @@ def test_killed_and_resumed(given, compared, tmp_path):
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def test_trainers_own_options(given, tmp_path):
+def test_two_processes_with_trainers_own_options(given, tmp_path):
+    """Both grow and train as one, and rank 0 alone prints and writes."""
     options = "--bf16 --gradient_accumulation_steps 2 --optim adafactor --lr_scheduler_type reduce_lr_on_plateau"
     options += " --gradient_checkpointing --grow_every 4 --max_growths 2 --budget 0.02 --total_budget 0.03"
-    figures, out = finetune(given, tmp_path, *options.split())
+    figures, out = finetune(given, tmp_path, *options.split(), processes=2)
     assert [growth["step"] for growth in figures["growths"]] == [4, 8]
     added = figures["after"]["parameters"] - figures["before"]["parameters"]
     assert 0 < added <= 0.03 * figures["before"]["parameters"]
     assert "largest difference of the logits 0.00e+00" in out  # fp32 weights, outside autocast
-
-
-def test_two_processes(given, tmp_path):
-    """Rank 0 alone prints and writes; both grow and train as one."""
-    figures, out = finetune(given, tmp_path, "--qk_dims", "2", "--save_strategy", "no", processes=2)
-    assert [growth["step"] for growth in figures["growths"]] == [12]
-    assert figures["after"]["qk_head_dim"] == [18, 18]
-    assert out.count("Reloaded in a fresh process") == out.count("validated gain") == 1
+    assert out.count("Reloaded in a fresh process") == 1 and out.count("validated gain") == 2
     assert figures["with_growth"]["held_out"][-1][1] < figures["with_growth"]["held_out"][0][1]
 
 
@@ -142,7 +136,7 @@ def test_a_training_that_never_grew_is_saved(given, main, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own reading
-def test_lora(given, main, tmp_path, capsys):
+def test_lora(given, main, monkeypatch, tmp_path, capsys):
     """Adapters grow along; a resumed training ends as the unbroken one, in one plain merged checkpoint."""
     pytest.importorskip("hf_growattn.adapters")
     options = [*given, "--output_dir", tmp_path, "--lora_rank", "4", "--v_dims", "2", "--save_steps", "9"]
@@ -152,6 +146,7 @@ def test_lora(given, main, tmp_path, capsys):
     assert [12, figures["growths"][0]["held_out"][0]] in figures["without_growth"]["held_out"]
     assert figures["after"]["v_head_dim"] == [18, 18]
     assert figures["after"]["parameters"] == sum(weight.numel() for weight in weights.values())
+    monkeypatch.setattr("finetune.reloaded_difference", lambda *_: 0.0)  # once is enough
     main(*options, "--resume_from_checkpoint", tmp_path / "checkpoint-18")
     again = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == again.keys() and all(weights[name].equal(again[name]) for name in weights)
