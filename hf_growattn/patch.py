@@ -84,6 +84,7 @@ def _replace_configs(model: PreTrainedModel, model_type: str) -> list[tuple]:
         if id(config) not in growable:
             growable[id(config)] = copy.deepcopy(config)
             growable[id(config)].__class__ = GROWABLE_CONFIGS[model_type]
+            vars(growable[id(config)]).pop("model_type", None)  # a loaded config notes it, and would hide the class's
             set_default_widths(growable[id(config)])
         before.append((module, config))
         module.config = growable[id(config)]

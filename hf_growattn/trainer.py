@@ -99,12 +99,12 @@ class GrowthCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Grow, if it is time."""
-        if self._is_time(state):
+        if self.is_time(state):
             self._grower.config = self._config(state)
             report = self._grower.grow(self._growth_batches(args, state))
             self.reports.append(report)
             if state.is_world_process_zero:
-                tqdm.write(f"Step {state.global_step}: {report}")
+                tqdm.write(f"Step {state.global_step}:\n{report}")
             due = control.should_log  # logging takes this back, and the step's own logs may still be due
             self._trainer.log(report.figures())
             control.should_log = due
@@ -125,7 +125,8 @@ class GrowthCallback(TrainerCallback):
                 + "The trained model is in trainer.model as usual; save it, and choose an earlier time to grow."
             )
 
-    def _is_time(self, state) -> bool:
+    def is_time(self, state) -> bool:
+        """Whether to grow after the optimizer step that was just taken."""
         growths = _growths(state)
         if state.global_step >= state.max_steps or (self.max_growths and len(growths) >= self.max_growths):
             return False

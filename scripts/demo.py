@@ -5,16 +5,13 @@ documentation. Half-way the model grows; the same training without growth is sho
 """
 
 import argparse
-from pathlib import Path
 from pydoc_data import topics
 
 import torch
-from finetune import Settings, blocks_of, compare_and_save
+from finetune import FinetuneArguments, GrowthArguments, blocks_of, run
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers import logging as transformers_logging
-
-from hf_growattn import GrowthConfig
 
 
 def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
@@ -29,7 +26,7 @@ def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
 def main() -> None:
     """Train the tokenizer and the model, and hand them to the fine-tuning script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("scripts/output/demo"), help="folder for all that is made")
+    parser.add_argument("--output", default="scripts/output/demo", help="folder for all that is made")
     parser.add_argument("--steps", type=int, default=400, help="training steps, growth half-way")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -52,16 +49,18 @@ def main() -> None:
     model = LlamaForCausalLM(config)
     blocks = blocks_of(texts, tokenizer, 128)
     print(f"{blocks.numel():,} tokens of English, {model.num_parameters():,} parameters, heads {config.head_dim} wide.")
-    settings = Settings(
-        steps=arguments.steps,
-        batch_size=16,
+    training = FinetuneArguments(
+        output_dir=arguments.output,
+        max_steps=arguments.steps,
+        per_device_train_batch_size=16,
+        per_device_eval_batch_size=16,
         learning_rate=3e-3,
-        growth=GrowthConfig(budget=0.08, seed=arguments.seed),
-        growth_batches=min(48, arguments.steps),
+        eval_steps=1 / 16,
+        save_strategy="no",
         seed=arguments.seed,
-        evaluate_every=25,
     )
-    compare_and_save(model, tokenizer, blocks, settings, arguments.output, compare=True)
+    growth = GrowthArguments(budget=0.08, growth_batches=min(48, arguments.steps), compare=True)
+    run(model, tokenizer, blocks, growth, training)
 
 
 if __name__ == "__main__":

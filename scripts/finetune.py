@@ -1,49 +1,213 @@
-"""Fine-tune a causal language model on a text, and grow its attention on the way.
+"""Fine-tune a causal language model on a text with transformers' Trainer, and grow its attention on the way.
 
-    python scripts/finetune.py --model gpt2 --dataset my_text.txt --output grown
+    python scripts/finetune.py --model gpt2 --dataset my_text.txt --output_dir grown --compare
+    torchrun --nproc_per_node 2 scripts/finetune.py --model gpt2 --dataset my_text.txt --bf16 --grow_every 100
 
-`--model` is a path or Hub id, `--dataset` a text file, a folder of text files or a Hub id. The model trains for half of
-`--steps`, grows on fresh training batches, trains on, is saved, and is reloaded in a fresh process to compare logits.
+`--model` is a path or Hub id, `--dataset` a text file, a folder of text files or a Hub id. Every option of Trainer
+works: optimizers, schedulers, precision, checkpoints and trackers. The trained model is saved, reloaded in a fresh
+process to compare logits, and left with `growth.png` and `figures.json`.
 """
 
 import argparse
 import copy
-import json
+import math
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Literal
 
+import results
 import torch
-from accelerate import Accelerator
 from datasets import load_dataset
+from torch.utils.data import Dataset
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    ProgressCallback,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 from transformers import logging as transformers_logging
+from transformers.trainer_utils import get_last_checkpoint
 
-from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model
-
-
-@dataclass
-class Settings:
-    """How to train, and when and how much to grow."""
-
-    steps: int
-    batch_size: int
-    learning_rate: float
-    growth: GrowthConfig
-    growth_batches: int
-    seed: int
-    evaluate_every: int
+from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 
 
 @dataclass
-class Run:
-    """What a training gave: the model, its held-out loss by step, and the growth, if there was one."""
+class ModelArguments:
+    """Which model."""
 
-    model: torch.nn.Module
-    held_out: dict[int, float] = field(default_factory=dict)
-    report: GrowthReport | None = None
+    _argument_group_name = "model"
+
+    model: str = field(metadata={"help": "path or Hub id of a Llama- or GPT-2-style causal LM"})
+    lora_rank: int = field(
+        default=0, metadata={"help": "train adapters of this rank, merged at the end; 0 trains all weights"}
+    )
+
+
+@dataclass
+class TextArguments:
+    """Which text."""
+
+    _argument_group_name = "text"
+
+    dataset: str = field(metadata={"help": "text file, folder of text files, or Hub id"})
+    block_size: int = field(default=128, metadata={"help": "tokens in one row of a batch"})
+
+
+@dataclass
+class GrowthArguments:
+    """What to grow, and when; once and half-way unless something else is given."""
+
+    _argument_group_name = "growth"
+
+    budget: float | None = field(
+        default=None,
+        metadata={"help": "weights to add at most, as a share of the model's or a number; 0.02 if nothing is given"},
+    )
+    qk_dims: int = field(default=0, metadata={"help": "instead: dims to add to each head's queries and keys"})
+    v_dims: int = field(default=0, metadata={"help": "instead: dims to add to each head's values"})
+    grow_steps: list[int] | None = field(
+        default=None, metadata={"help": "steps after which to grow; half-way if nothing is given"}
+    )
+    grow_every: int | None = field(default=None, metadata={"help": "instead: grow after every so many steps"})
+    grow_at: Literal["epoch", "plateau"] | None = field(
+        default=None, metadata={"help": "instead: after each epoch, or when the held-out loss stops falling"}
+    )
+    growth_batches: int = field(default=16, metadata={"help": "training batches to grow on, on each device"})
+    max_growths: int | None = field(default=None, metadata={"help": "growths at most"})
+    total_budget: float | None = field(
+        default=None, metadata={"help": "weights to add at most in all growths together, as --budget"}
+    )
+    compare: bool = field(default=False, metadata={"help": "train once more without growth, and show both curves"})
+
+    def __post_init__(self):
+        self.callback(seed=0, half=1)  # wrong values are told before anything is loaded
+
+    def callback(self, seed: int, half: int) -> "MeasuredGrowth":
+        """Make the callback that grows: after the step `half`, where no other time was given."""
+        when = dict(steps=self.grow_steps, every=self.grow_every, at=self.grow_at)
+        if all(given is None for given in when.values()):
+            when = dict(steps=[half])
+        widths = dict(qk_dims=self.qk_dims, v_dims=self.v_dims)
+        budget = self.budget if self.budget is not None or any(widths.values()) else 0.02
+        return MeasuredGrowth(
+            GrowthConfig(budget=_share_or_number(budget), **widths, seed=seed),
+            **when,
+            batches=self.growth_batches,
+            max_growths=self.max_growths,
+            total_budget=_share_or_number(self.total_budget),
+        )
+
+
+def _default(name: str, value):
+    """An option of TrainingArguments with another default and the same help."""
+    (stock,) = (option for option in fields(TrainingArguments) if option.name == name)
+    return field(default=value, metadata=stock.metadata)
+
+
+@dataclass
+class FinetuneArguments(TrainingArguments):
+    """TrainingArguments with the defaults of a short fine-tuning: 400 steps, unless epochs are asked for."""
+
+    _argument_group_name = "training: the options of transformers' Trainer"
+
+    output_dir: str | None = _default("output_dir", "scripts/output/finetune")
+    num_train_epochs: float | None = _default("num_train_epochs", None)
+    learning_rate: float = _default("learning_rate", 2e-4)
+    weight_decay: float = _default("weight_decay", 0.01)
+    lr_scheduler_type: str = _default("lr_scheduler_type", "cosine")
+    warmup_steps: float = _default("warmup_steps", 0.05)
+    logging_steps: float = _default("logging_steps", 0.05)
+    eval_strategy: str = _default("eval_strategy", "steps")
+    eval_steps: float | None = _default("eval_steps", 0.1)
+    eval_on_start: bool = _default("eval_on_start", True)
+    save_steps: float = _default("save_steps", 0.25)
+    save_total_limit: int | None = _default("save_total_limit", 2)
+    report_to: str = _default("report_to", "none")
+    dataloader_pin_memory: bool = _default("dataloader_pin_memory", torch.cuda.is_available())
+
+    def __post_init__(self):
+        if self.num_train_epochs is None:
+            self.num_train_epochs = 3.0
+            self.max_steps = self.max_steps if self.max_steps > 0 else 400
+        if self.resume_from_checkpoint in ("True", "true"):
+            self.resume_from_checkpoint = Path(self.output_dir).is_dir() and get_last_checkpoint(self.output_dir)
+            if not self.resume_from_checkpoint:
+                raise ValueError(f"There is no checkpoint to resume from in {self.output_dir}.")
+        self.prediction_loss_only = True
+        # Trainer would log the same held-out loss twice, which reads as a plateau.
+        self.eval_on_start = self.eval_on_start and self.eval_strategy != "no" and not self.resume_from_checkpoint
+        super().__post_init__()
+
+    def half_of(self, rows: int) -> int:
+        """The optimizer step half-way through a training on so many rows, 1 at least."""
+        steps = self.max_steps
+        if steps <= 0:
+            batch = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
+            steps = math.ceil(rows / batch * self.num_train_epochs)
+        return max(steps // 2, 1)
+
+
+class Blocks(Dataset):
+    """Rows for causal language modelling from token blocks, (rows, tokens)."""
+
+    def __init__(self, blocks: torch.Tensor):
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.blocks[row], "labels": self.blocks[row]}
+
+
+class MeasuredGrowth(GrowthCallback):
+    """Growth that also notes the held-out loss right before and after; `trainer` is set by whoever makes it."""
+
+    trainer: Trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Measure, grow, measure, if it is time."""
+        if self.is_time(state):
+            before = self._held_out()
+            super().on_step_end(args, state, control, **kwargs)
+            after, due = self._held_out(), control.should_log
+            seconds = sum(self.reports[-1].seconds.values())
+            self.trainer.log({results.BEFORE: before, results.AFTER: after, results.SECONDS: seconds})
+            control.should_log = due  # logging takes this back
+            if state.is_world_process_zero:
+                tqdm.write(f"Held-out loss {before:.4f} -> {after:.4f} at the growth.")
+
+    def _held_out(self) -> float:
+        # evaluate() would log it as one of the regular evaluations, which a plateau is read from
+        return self.trainer.predict(self.trainer.eval_dataset).metrics["test_loss"]
+
+
+class Progress(ProgressCallback):
+    """Trainer's progress bar, on terminals only, with the losses in few words; all the rest is in the log history."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Open the bar."""
+        self.current_step, self.losses = state.global_step, {}
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True, disable=None)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        """An evaluation is too short for a bar."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Write a line for each evaluation."""
+        self.losses |= logs
+        if state.is_world_process_zero and "eval_loss" in logs:
+            names = {"loss": "training loss", "eval_loss": "held-out loss"}
+            told = [f"{names[key]} {self.losses[key]:.4f}" for key in names if key in self.losses]
+            tqdm.write(f"Step {state.global_step}: {', '.join(told)}")
 
 
 def blocks_of(texts: list[str], tokenizer, block_size: int) -> torch.Tensor:
@@ -79,45 +243,52 @@ def load_texts(dataset: str) -> list[str]:
     return data["text"]
 
 
-@torch.no_grad()
-def held_out_loss(model, blocks: torch.Tensor, batch_size: int) -> float:
-    """Mean loss over held-out blocks, in nats a token; dropout off."""
-    training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    losses = [model(input_ids=b, labels=b).loss.item() * len(b) for b in blocks.to(device).split(batch_size)]
-    model.train(training)
-    return sum(losses) / len(blocks)
+def split(blocks: torch.Tensor, seed: int) -> tuple[Blocks, Blocks]:
+    """Shuffle the blocks and set a tenth of them aside: rows to train on, and held-out ones."""
+    shuffled = blocks[torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))]
+    count = min(max(len(blocks) // 10, 8), 128)
+    return Blocks(shuffled[count:]), Blocks(shuffled[:count])
 
 
-def train(model, training: torch.Tensor, held_out: torch.Tensor, settings: Settings, grow: bool) -> Run:
-    """Train under accelerate, growing half-way if asked; the same seed draws the same batches either way."""
-    accelerator = Accelerator()
-    torch.manual_seed(settings.seed)
-    order = torch.randint(len(training), (settings.steps, settings.batch_size))
-    fresh = torch.randint(len(training), (settings.growth_batches, settings.batch_size))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, settings.steps // 20, settings.steps)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    run = Run(accelerator.unwrap_model(model))
-    label = "with growth" if grow else "without growth"
-    for step in tqdm(range(settings.steps), desc=f"training {label}", disable=None):
-        if grow and step == settings.steps // 2:
-            run.held_out[step] = held_out_loss(model, held_out, settings.batch_size)
-            run.report = Grower(model, settings.growth, optimizer, accelerator).grow([training[rows] for rows in fresh])
-            after = held_out_loss(model, held_out, settings.batch_size)
-            tqdm.write(f"{run.report}\nHeld-out loss {run.held_out[step]:.4f} -> {after:.4f} at the growth.")
-            run.held_out[step] = after
-        model.train()
-        batch = training[order[step]].to(accelerator.device)
-        accelerator.backward(model(input_ids=batch, labels=batch).loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        if (step + 1) % settings.evaluate_every == 0 or step + 1 == settings.steps:
-            run.held_out[step + 1] = held_out_loss(model, held_out, settings.batch_size)
-    return run
+def make_trainer(model, tokenizer, data: tuple[Blocks, Blocks], training, lora_rank: int, growth=None) -> Trainer:
+    """Make a Trainer of all weights or of adapters, that grows if asked."""
+    set_seed(training.seed)  # adapters start at random
+    if lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=lora_rank, task_type="CAUSAL_LM"))
+    trainer = Trainer(
+        model,
+        training,
+        data_collator=default_data_collator,
+        train_dataset=data[0],
+        eval_dataset=data[1],
+        processing_class=tokenizer,
+        callbacks=[growth] if growth else None,
+    )
+    if growth:
+        growth.trainer = trainer
+    if not training.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(Progress)
+    return trainer
+
+
+def train(trainer: Trainer) -> float:
+    """Train to the end, measure the held-out loss there, and return the seconds it took, growths included."""
+    output = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    if not evaluated or evaluated[-1] < trainer.state.global_step:
+        trainer.evaluate()
+    return output.metrics["train_runtime"]
+
+
+def save(trainer: Trainer, lora_rank: int) -> None:
+    """Save the model, adapters merged, and the tokenizer; every process calls this."""
+    trainer.model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
+    if lora_rank:
+        trainer.model = trainer.model.merge_and_unload()
+    trainer.save_model()
 
 
 RELOAD = """
@@ -131,10 +302,8 @@ print((logits.float() - sample["logits"].float()).abs().max().item())
 
 
 @torch.no_grad()
-def save_and_reload(model, tokenizer, sample: torch.Tensor, output: Path) -> float:
-    """Save, load in a fresh process, and return the largest difference of the logits."""
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+def reloaded_difference(model, sample: torch.Tensor, output: Path) -> float:
+    """Load what was saved in a fresh process, and return the largest difference of the logits."""
     model = copy.deepcopy(model).cpu().eval()
     kept = output / "sample.pt"
     torch.save({"input_ids": sample, "logits": model(sample).logits}, kept)
@@ -144,103 +313,71 @@ def save_and_reload(model, tokenizer, sample: torch.Tensor, output: Path) -> flo
     return difference
 
 
-def picture(grown: Run, plain: Run | None, path: Path) -> None:
-    """Draw the held-out loss by step, the lead of the grown model, and what each layer promised, into one PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 3 if plain else 2, figsize=(13 if plain else 9, 3.6), layout="constrained")
-    curves, layers = panels[0], panels[-1]
-    growth = max(grown.held_out) // 2
-    if plain:
-        curves.plot(*zip(*sorted(plain.held_out.items())), label="without growth", color="tab:gray")
-        steps = sorted(grown.held_out.keys() & plain.held_out.keys())
-        panels[1].plot(steps, [plain.held_out[s] - grown.held_out[s] for s in steps], marker=".", color="tab:blue")
-        panels[1].axhline(0, color="tab:gray", linewidth=1)
-        panels[1].axvline(growth, color="tab:blue", linestyle=":", linewidth=1)
-        panels[1].set(xlabel="step", ylabel="nats a token", title="Lead of the grown model, held out")
-    curves.plot(*zip(*sorted(grown.held_out.items())), label="with growth", color="tab:blue")
-    curves.axvline(growth, color="tab:blue", linestyle=":", linewidth=1)
-    curves.set(xlabel="step", ylabel="nats a token", title="Held-out loss, growth half-way")
-    curves.legend()
-    report = grown.report
-    index = range(len(report.layers))
-    layers.bar(index, [layer.in_sample_gain for layer in report.layers], color="tab:gray", label="on its batches")
-    layers.bar(index, [layer.predicted_gain for layer in report.layers], color="tab:blue", label="validated")
-    layers.set_xticks(index, [f"{layer.layer} {layer.kind[0]}\n{layer.starvation:.2f}" for layer in report.layers])
-    layers.set(xlabel="layer, patterns or messages, starvation", ylabel="nats a token", title="First-order gain")
-    layers.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def compare_and_save(model, tokenizer, blocks: torch.Tensor, settings: Settings, output: Path, compare: bool) -> Run:
-    """Train with growth, and without it where asked; save the grown model, its picture and its figures."""
-    shuffled = blocks[torch.randperm(len(blocks), generator=torch.Generator().manual_seed(settings.seed))]
-    count = min(max(len(blocks) // 10, 8), 128)
-    held_out, training = shuffled[:count], shuffled[count:]
-    twin = copy.deepcopy(model) if compare else None
-    grown = train(patch_model(model), training, held_out, settings, grow=True)
-    plain = train(twin, training, held_out, settings, grow=False) if compare else None
-    output.mkdir(parents=True, exist_ok=True)
-    difference = save_and_reload(grown.model, tokenizer, held_out[:2], output)
-    picture(grown, plain, output / "growth.png")
-    figures = {
-        "grown": grown.held_out,
-        "plain": plain and plain.held_out,
-        "predicted_gain": grown.report.predicted_gain,
-    }
-    (output / "figures.json").write_text(json.dumps(figures, indent=2))
-    last = settings.steps
-    print(f"Held-out loss after {last} steps, with growth: {grown.held_out[last]:.4f}.")
-    if plain is not None:
-        print(f"Held-out loss after {last} steps, without:     {plain.held_out[last]:.4f}.")
-    print(f"Reloaded in a fresh process: largest difference of the logits {difference:.2e}.")
-    print(f"Checkpoint and picture: {output} (growth.png).")
-    if difference > 1e-5 and grown.model.dtype == torch.float32:
+def run(model, tokenizer, blocks: torch.Tensor, growth: GrowthArguments, training, lora_rank: int = 0) -> None:
+    """Train with growth and save, then train without it where asked; leave picture and figures beside the model."""
+    data = split(blocks, training.seed)
+    callback = growth.callback(training.seed, training.half_of(len(data[0])))
+    twin = copy.deepcopy(model) if growth.compare else None
+    before = results.size_of(patch_model(model))
+    grown_base = Path(training.resume_from_checkpoint or "", "grown_base")
+    if training.resume_from_checkpoint and grown_base.exists():  # the rest of that checkpoint is adapters
+        model = AutoModelForCausalLM.from_pretrained(grown_base)
+    trainer = make_trainer(model, tokenizer, data, training, lora_rank, callback)
+    try:
+        seconds = train(trainer) - sum(sum(report.seconds.values()) for report in callback.reports)
+    except RuntimeError as error:
+        if trainer.state.global_step < trainer.state.max_steps or callback.reports:
+            raise
+        save(trainer, lora_rank)  # it never grew, and yet is trained
+        raise SystemExit(f"{error} It is saved in {training.output_dir}.") from error
+    save(trainer, lora_rank)
+    output, first = Path(training.output_dir), trainer.is_world_process_zero()
+    difference = reloaded_difference(trainer.model, data[1].blocks[:2], output) if first else 0.0
+    after = results.size_of(trainer.model)
+    figures = results.figures(trainer.state.log_history, None, before, after, seconds, difference)
+    if first:
+        results.write(figures, output)
+    if twin is not None:
+        plain_training = copy.copy(training)
+        plain_training.output_dir = str(output / "without_growth")
+        plain_training.resume_from_checkpoint, plain_training.report_to = None, []
+        plain_training.eval_on_start = training.eval_strategy != "no"
+        plain = make_trainer(twin, tokenizer, data, plain_training, lora_rank)
+        train(plain)
+        history = plain.state.log_history
+        figures = results.figures(trainer.state.log_history, history, before, after, seconds, difference)
+        if first:
+            results.write(figures, output)
+    if first:
+        print(results.summary(figures, output))
+    if difference > 1e-5 and trainer.model.dtype == torch.float32:
         raise SystemExit("The reloaded model computes something else: this is a bug, please report it.")
-    return grown
+
+
+def _share_or_number(value: float | None) -> int | float | None:
+    """A command line has one type for both: a share is below 1."""
+    return int(value) if value is not None and value >= 1 and value == int(value) else value
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The text as it stands, and each option's default."""
 
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="path or Hub id of a Llama- or GPT-2-style causal LM")
-    parser.add_argument("--dataset", required=True, help="text file, folder of text files, or Hub id")
-    parser.add_argument(
-        "--output", type=Path, default=Path("scripts/output/finetune"), help="folder for the checkpoint"
-    )
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--block-size", type=int, default=128, help="tokens in one row of a batch")
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
-    parser.add_argument("--budget", type=float, default=0.02, help="weights to add at most, as a share of the model's")
-    parser.add_argument("--qk-dims", type=int, default=0, help="instead: dims to add to each head's queries and keys")
-    parser.add_argument("--v-dims", type=int, default=0, help="instead: dims to add to each head's values")
-    parser.add_argument("--growth-batches", type=int, default=16, help="training batches to measure and grow on")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compare", action="store_true", help="train once more without growth, and show both curves")
-    arguments = parser.parse_args()
+    options = (ModelArguments, TextArguments, GrowthArguments, FinetuneArguments)
+    usage = "%(prog)s --model MODEL --dataset DATASET [options]; --help lists them"
+    parser = HfArgumentParser(options, description=__doc__, formatter_class=_Help, usage=usage)
+    try:
+        chosen, text, growth, training = parser.parse_args_into_dataclasses()
+    except ValueError as error:
+        parser.error(str(error))
     transformers_logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model)
-    if arguments.qk_dims or arguments.v_dims:
-        growth = GrowthConfig(qk_dims=arguments.qk_dims, v_dims=arguments.v_dims, seed=arguments.seed)
-    else:
-        growth = GrowthConfig(budget=arguments.budget, seed=arguments.seed)
-    settings = Settings(
-        steps=arguments.steps,
-        batch_size=arguments.batch_size,
-        learning_rate=arguments.learning_rate,
-        growth=growth,
-        growth_batches=arguments.growth_batches,
-        seed=arguments.seed,
-        evaluate_every=max(arguments.steps // 10, 1),
-    )
-    blocks = blocks_of(load_texts(arguments.dataset), tokenizer, arguments.block_size)
-    compare_and_save(model, tokenizer, blocks, settings, arguments.output, arguments.compare)
+    tokenizer = AutoTokenizer.from_pretrained(chosen.model)
+    model = AutoModelForCausalLM.from_pretrained(chosen.model)
+    with training.main_process_first():  # one reads, the others find it in the cache
+        texts = load_texts(text.dataset)
+    run(model, tokenizer, blocks_of(texts, tokenizer, text.block_size), growth, training, chosen.lora_rank)
 
 
 if __name__ == "__main__":

@@ -64,23 +64,23 @@ def test_the_demo_in_a_short_form(tmp_path):
     out = run("demo.py", "--steps", "20", "--output", tmp_path)
     assert "patterns" in out and "Reloaded in a fresh process: largest difference of the logits 0.00e+00" in out
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert "10" in figures["grown"] and "20" in figures["grown"] and "20" in figures["plain"]
+    (growth,) = figures["growths"]
+    assert growth["step"] == 10
+    assert figures["with_growth"]["held_out"][-1][0] == figures["without_growth"]["held_out"][-1][0] == 20
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "sample.pt").exists()
 
 
-@pytest.mark.parametrize("folder", [False, True])
-def test_fine_tuning_any_model_on_any_text(tmp_path, folder):
+def test_fine_tuning_any_model_on_any_text(tmp_path):
+    """A text file, then a folder, where the model that grew on the one grows on."""
     text = data_path("text", "tinyshakespeare.txt").read_text()[:60_000]
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "play.txt").write_text(text)
-    dataset = tmp_path / "texts" if folder else tmp_path / "texts" / "play.txt"
-    model, output = data_path("models", "stories260K"), tmp_path / "out"
-    options = ["--dataset", dataset, "--output", output, "--steps", "6", "--growth-batches", "2", "--qk-dims", "8"]
-    out = run("finetune.py", "--model", model, *options)
+    file, output = tmp_path / "texts" / "play.txt", tmp_path / "out"
+    file.write_text(text)
+    options = ["--output_dir", output, "--max_steps", "6", "--growth-batches", "2", "--qk-dims", "8"]
+    out = run("finetune.py", "--model", data_path("models", "stories260K"), "--dataset", file, *options)
     assert "Held-out loss" in out and "8 -> 16" in out and (output / "model.safetensors").exists()
-    if folder:
-        assert "16 -> 24" in run("finetune.py", "--model", output, *options)
+    assert "16 -> 24" in run("finetune.py", "--model", output, "--dataset", file.parent, *options)
 
 
 def test_the_benchmarks_run(tmp_path):

@@ -15,7 +15,7 @@ from conftest import data_path
 from families import build, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_growattn import patch_model
+from hf_growattn import patch_model, unpatch_model
 from hf_growattn.modeling import _exchange, attentions
 
 
@@ -178,3 +178,10 @@ def test_the_tokenizer_travels_along(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again("Once upon a time")["input_ids"] == tokenizer("Once upon a time")["input_ids"]
+
+
+def test_a_loaded_models_config_takes_our_type_and_gives_it_back(tmp_path):
+    build("llama-2").save_pretrained(tmp_path)
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path))  # a loaded config notes its type by itself
+    assert model.config.model_type == model.config.to_dict()["model_type"] == "growattn_llama"
+    assert unpatch_model(model).config.model_type == "llama"

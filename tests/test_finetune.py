@@ -1,0 +1,182 @@
+"""`scripts/finetune.py` as a user runs it: real processes on a tiny model and a tiny text."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from families import VOCABULARY, build
+from safetensors.torch import load_file
+
+OPTIONS = "--block_size 16 --growth_batches 4 --learning_rate 1e-3 --max_steps 24 --save_steps 6 --use_cpu".split()
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> list:
+    """The options that name a tiny model with its tokenizer, and a text in which each word has one successor."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("given")
+    words = ["<pad>", "<bos>", *(f"w{index}" for index in range(2, VOCABULARY))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder / "model")
+    build("llama-2").save_pretrained(folder / "model")
+    draw, ids = random.Random(0), []
+    for index in range(2400):
+        ids.append(draw.randrange(2, VOCABULARY) if index % 12 == 0 else 2 + 5 * ids[-1] % 95)
+    (folder / "text.txt").write_text(" ".join(words[index] for index in ids))
+    return ["--model", folder / "model", "--dataset", folder / "text.txt", *OPTIONS]
+
+
+def start(given: list, output: Path, *options, processes: int = 1) -> subprocess.Popen:
+    launcher = [sys.executable]
+    if processes > 1:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    command = [*launcher, ROOT / "scripts" / "finetune.py", *given, "--output_dir", output, *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([str(word) for word in command], env=environment, cwd=ROOT, **pipes)
+
+
+def finetune(given: list, output: Path, *options, processes: int = 1) -> tuple[dict, str]:
+    """Run to the end, and return the figures and what was printed."""
+    process = start(given, output, *options, processes=processes)
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return json.loads((output / "figures.json").read_text()), out
+
+
+@pytest.fixture(scope="module")
+def compared(given, tmp_path_factory):
+    """A training with growth half-way beside one without: its folder, figures and output."""
+    output = tmp_path_factory.mktemp("compared")
+    return output, *finetune(given, output, "--compare", "--v-dims", "4", "--grow-steps", "12")
+
+
+def test_with_and_without_growth(compared):
+    output, figures, out = compared
+    (growth,) = figures["growths"]
+    grown, plain = figures["with_growth"], figures["without_growth"]
+    assert growth["step"] == 12 and growth["held_out"][1] < growth["held_out"][0]
+    assert [12, growth["held_out"][0]] in plain["held_out"]  # until then the two are one training
+    early = [loss for step, loss in grown["training"] if step <= 12]
+    assert early == [loss for step, loss in plain["training"] if step <= 12] and len(early) > 3
+    assert grown["held_out"][0] == plain["held_out"][0] and grown["held_out"][0][0] == 0
+    assert grown["held_out"][-1][0] == plain["held_out"][-1][0] == 24
+    assert figures["after"]["v_head_dim"] == [20, 20] and figures["before"]["v_head_dim"] == [16, 16]
+    added = figures["after"]["parameters"] - figures["before"]["parameters"]
+    assert added == growth["added_parameters"] > 0 and len(growth["validated_gains"]) == 2
+    assert f"{growth['held_out'][0]:.4f}" in out and "16 16 -> 20 20" in out and "without growth" in out
+    assert "Reloaded in a fresh process: largest difference of the logits 0.00e+00" in out
+    assert (output / "growth.png").read_bytes().startswith(b"\x89PNG") and not (output / "sample.pt").exists()
+    assert (output / "tokenizer.json").exists() and (output / "checkpoint-24").exists()
+
+
+def test_killed_and_resumed(given, compared, tmp_path):
+    """The resumed training ends as the unbroken one, and its figures reach back to the start."""
+    unbroken, figures, _ = compared
+    options = ["--v_dims", "4", "--grow_steps", "12"]
+    process = start(given, tmp_path, *options, "--save_steps", "2", "--save_total_limit", "12")
+    while process.poll() is None and not (tmp_path / "checkpoint-16").exists():
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "model.safetensors").exists()
+    again, out = finetune(given, tmp_path, *options, "--resume_from_checkpoint", tmp_path / "checkpoint-14")
+    assert again["with_growth"] == figures["with_growth"]
+    assert [growth["held_out"] for growth in again["growths"]] == [growth["held_out"] for growth in figures["growths"]]
+    assert "largest difference of the logits 0.00e+00" in out
+    one, other = (load_file(folder / "model.safetensors") for folder in (unbroken, tmp_path))
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+def test_two_processes_with_trainers_own_options(given, tmp_path):
+    """Both grow and train as one, and rank 0 alone prints and writes."""
+    options = "--bf16 --gradient_accumulation_steps 2 --optim adafactor --lr_scheduler_type reduce_lr_on_plateau"
+    options += " --gradient_checkpointing --grow_every 4 --max_growths 2 --budget 0.02 --total_budget 0.03"
+    figures, out = finetune(given, tmp_path, *options.split(), processes=2)
+    assert [growth["step"] for growth in figures["growths"]] == [4, 8]
+    added = figures["after"]["parameters"] - figures["before"]["parameters"]
+    assert 0 < added <= 0.03 * figures["before"]["parameters"]
+    assert "largest difference of the logits 0.00e+00" in out  # fp32 weights, outside autocast
+    assert out.count("Reloaded in a fresh process") == 1 and out.count("validated gain") == 2
+    assert figures["with_growth"]["held_out"][-1][1] < figures["with_growth"]["held_out"][0][1]
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """The script's `main` in this process, on a command line."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import finetune
+
+    def call(*options):
+        monkeypatch.setattr(sys, "argv", ["finetune.py", *map(str, options)])
+        finetune.main()
+
+    return call
+
+
+def test_a_training_that_never_grew_is_saved(given, main, tmp_path):
+    options = "--grow_at plateau --max_steps 2 --eval_steps 2 --save_strategy no".split()
+    with pytest.raises(SystemExit, match=r"the evaluation loss never stopped falling.*It is saved in"):
+        main(*given, *options, "--output_dir", tmp_path)
+    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "tokenizer.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own reading
+def test_lora(given, main, monkeypatch, tmp_path, capsys):
+    """Adapters grow along; a resumed training ends as the unbroken one, in one plain merged checkpoint."""
+    pytest.importorskip("hf_growattn.adapters")
+    options = [*given, "--output_dir", tmp_path, "--lora_rank", "4", "--v_dims", "2", "--save_steps", "9"]
+    main(*options, "--compare")
+    figures, weights = json.loads((tmp_path / "figures.json").read_text()), load_file(tmp_path / "model.safetensors")
+    assert "largest difference of the logits 0.00e+00" in capsys.readouterr().out
+    assert [12, figures["growths"][0]["held_out"][0]] in figures["without_growth"]["held_out"]
+    assert figures["after"]["v_head_dim"] == [18, 18]
+    assert figures["after"]["parameters"] == sum(weight.numel() for weight in weights.values())
+    monkeypatch.setattr("finetune.reloaded_difference", lambda *_: 0.0)  # once is enough
+    main(*options, "--resume_from_checkpoint", tmp_path / "checkpoint-18")
+    again = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == again.keys() and all(weights[name].equal(again[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--budget 0.1 --qk_dims 2", "Give a budget, or fixed widths"),
+        ("--grow_every 5 --grow_steps 3", "by one of steps"),
+        ("--v_dims 2 --total_budget 0.1", "give GrowthConfig a budget"),
+        ("--budget 1.5", "budget must be"),
+        ("--growth_batches 0", "batches must be"),
+        ("--grow_every 0", "every must be"),
+        ("--grow_at noon", "invalid choice"),
+        ("--output_dir nowhere --resume_from_checkpoint True", "no checkpoint to resume from"),
+    ],
+)
+def test_bad_combinations_are_told_before_anything_is_loaded(main, capsys, options, message):
+    with pytest.raises(SystemExit):
+        main("--model", "none", "--dataset", "none", *options.split())
+    assert message in capsys.readouterr().err
+
+
+def test_epochs_on_the_command_line_are_not_outvoted_by_the_default_steps(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from finetune import FinetuneArguments
+
+    common = dict(output_dir=str(tmp_path), use_cpu=True)
+    assert FinetuneArguments(**common).half_of(80) == 200
+    assert FinetuneArguments(**common, max_steps=10).half_of(80) == 5
+    epochs = FinetuneArguments(**common, num_train_epochs=4, gradient_accumulation_steps=2)
+    assert epochs.max_steps == -1 and epochs.half_of(80) == 10  # 5 steps an epoch
