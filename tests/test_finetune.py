@@ -105,7 +105,9 @@ def test_killed_and_resumed(given, compared, tmp_path):
 def test_two_processes_with_trainers_own_options(given, tmp_path):
     """Both grow and train as one, and rank 0 alone prints and writes."""
     options = "--bf16 --gradient_accumulation_steps 2 --optim adafactor --lr_scheduler_type reduce_lr_on_plateau"
-    options += " --gradient_checkpointing --grow_every 4 --max_growths 2 --budget 0.02 --total_budget 0.03"
+    options += (
+        " --gradient_checkpointing --grow_every 4 --max_growths 2 --budget 0.02 --total_budget 0.03 --max_steps 10"
+    )
     figures, out = finetune(given, tmp_path, *options.split(), processes=2)
     assert [growth["step"] for growth in figures["growths"]] == [4, 8]
     added = figures["after"]["parameters"] - figures["before"]["parameters"]
@@ -138,7 +140,7 @@ def test_a_training_that_never_grew_is_saved(given, main, tmp_path):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own reading
 def test_lora(given, main, monkeypatch, tmp_path, capsys):
     """Adapters grow along; a resumed training ends as the unbroken one, in one plain merged checkpoint."""
-    pytest.importorskip("hf_growattn.adapters")
+    pytest.importorskip("peft")
     options = [*given, "--output_dir", tmp_path, "--lora_rank", "4", "--v_dims", "2", "--save_steps", "9"]
     main(*options, "--compare")
     figures, weights = json.loads((tmp_path / "figures.json").read_text()), load_file(tmp_path / "model.safetensors")
