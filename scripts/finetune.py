@@ -36,6 +36,7 @@ from transformers import logging as transformers_logging
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
+from hf_growattn.trainer import GROWN_BASE
 
 
 @dataclass
@@ -319,7 +320,7 @@ def run(model, tokenizer, blocks: torch.Tensor, growth: GrowthArguments, trainin
     callback = growth.callback(training.seed, training.half_of(len(data[0])))
     twin = copy.deepcopy(model) if growth.compare else None
     before = results.size_of(patch_model(model))
-    grown_base = Path(training.resume_from_checkpoint or "", "grown_base")
+    grown_base = Path(training.resume_from_checkpoint or "", GROWN_BASE)
     if training.resume_from_checkpoint and grown_base.exists():  # the rest of that checkpoint is adapters
         model = AutoModelForCausalLM.from_pretrained(grown_base)
     trainer = make_trainer(model, tokenizer, data, training, lora_rank, callback)
