@@ -90,7 +90,7 @@ class GrowthCallback(TrainerCallback):
             )
         if self.at == "plateau" and args.eval_strategy == "no":
             raise ValueError('at="plateau" watches the evaluation loss: set eval_strategy and eval_dataset.')
-        self._trainer = _trainer_of(self)
+        self._trainer = _trainer_of(state)
         self._grower = Grower(
             self._trainer.model_wrapped, self.config, self._trainer.optimizer, self._trainer.accelerator
         )
@@ -174,11 +174,11 @@ class GrowthCallback(TrainerCallback):
             return [loader.collate_fn([dataset[row] for row in rows]) for rows in own if rows]
 
 
-def _trainer_of(callback: TrainerCallback) -> Trainer:
-    """Find the Trainer that runs a callback: it hands callbacks no reference to itself."""
+def _trainer_of(state) -> Trainer:
+    """Find the Trainer whose state this is: it hands callbacks no reference to itself."""
     for candidate in gc.get_objects():
         # type() and not isinstance, which would resolve proxies
-        if issubclass(type(candidate), Trainer) and callback in candidate.callback_handler.callbacks:
+        if issubclass(type(candidate), Trainer) and getattr(candidate, "state", None) is state:
             return candidate
     raise ValueError("GrowthCallback runs inside a transformers Trainer; in another loop, call Grower yourself.")
 

@@ -233,3 +233,12 @@ def test_trls_trainer(tmp_path):
     )
     run.train()
     assert grown_at(run.state) == [3] and growth.reports[0].applied
+
+
+def test_a_callback_may_serve_one_trainer_after_the_other(tmp_path):
+    growth = GrowthCallback(CONFIG, steps=[2], batches=4)
+    runs = [trainer(tmp_path, growth) for _ in range(2)]
+    for run in runs:
+        run.train()
+        assert grown_at(run.state) == [2] and attentions(run.model)[0].qk_head_dim == 17
+    assert len(growth.reports) == 2
