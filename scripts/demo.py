@@ -27,7 +27,7 @@ def main() -> None:
     """Train the tokenizer and the model, and hand them to the fine-tuning script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="scripts/output/demo", help="folder for all that is made")
-    parser.add_argument("--steps", type=int, default=400, help="training steps, growth half-way")
+    parser.add_argument("--steps", type=int, default=300, help="training steps, growth half-way")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     transformers_logging.disable_progress_bar()
@@ -55,11 +55,11 @@ def main() -> None:
         per_device_train_batch_size=16,
         per_device_eval_batch_size=16,
         learning_rate=3e-3,
-        eval_steps=1 / 16,
+        eval_steps=1 / 12,
         save_strategy="no",
         seed=arguments.seed,
     )
-    growth = GrowthArguments(budget=0.08, growth_batches=min(48, arguments.steps), compare=True)
+    growth = GrowthArguments(budget=0.08, growth_batches=min(32, arguments.steps), compare=True)
     run(model, tokenizer, blocks, growth, training)
 
 
