@@ -137,7 +137,7 @@ def launched(processes: int, width: int, batches: int, grow: bool) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = [sys.executable, *(launcher if processes > 1 else []), __file__, "--run", str(output)]
+        command = [sys.executable, *(launcher if processes > 1 else []), __file__, "--measure", str(output)]
         command += ["--width", str(width), "--batches", str(batches), *(["--grow"] if grow else [])]
         # Freed tensors leave the process, so the mark is theirs; a thread each, for processes on one machine.
         tidy = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
@@ -152,11 +152,11 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8, help="growth batches of each process")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--grow", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.run:
-        measure(arguments.width, arguments.batches, arguments.grow, arguments.run)
+    if arguments.measure:
+        measure(arguments.width, arguments.batches, arguments.grow, arguments.measure)
         return
     print(
         f"Llama, 4 layers, d {arguments.width}, {BATCH} x {TOKENS} tokens for each process, growth of 8 dims of each "
