@@ -337,11 +337,8 @@ class GrowableAttention(nn.Module):
         """Which old entries of a projection stay once its roles have grown, where they land, and the new size."""
         kept, positions, old_start, new_start = [], [], 0, 0
         for role in roles:
-            heads, old, new = (
-                torch.arange(self.heads(role), device=device),
-                self.width(role),
-                self.width(role) + grown[role],
-            )
+            heads = torch.arange(self.heads(role), device=device)
+            old, new = self.width(role), self.width(role) + grown[role]
             dims = torch.arange(min(old, new), device=device)
             kept.append((old_start + old * heads[:, None] + dims).flatten())
             positions.append((new_start + new * heads[:, None] + dims).flatten())

@@ -64,7 +64,7 @@ class _Measurement:
         self.installed = KindProbe(block.roots.shared_whitening @ shared_inputs, stacked_probe, block.heads, features)
         return self.installed
 
-    def read(self, batches: int) -> tuple[Tensor, Tensor]:
+    def read(self, batches: float) -> tuple[Tensor, Tensor]:
         """Return `M shared_inputs` (G, g a, r) and `M^T stacked_inputs` (G, b, r') of the mean loss, and start anew."""
         probe, roots = self.installed, self.block.roots
         zeros = probe.zero_stacked, probe.zero_shared
@@ -199,8 +199,9 @@ def whole_gradients(
     whole: list[list[Tensor]] = [[] for _ in blocks]
     for batches in halves:
         backward(model, batches, tick)
+        (count,) = total(len(batches))
         for measurement, parts in zip(measurements, whole):
-            parts.append(measurement.read(*total(len(batches)))[0])
+            parts.append(measurement.read(count)[0])
     return whole
 
 
@@ -241,15 +242,16 @@ def tangent_steps(
     read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
     for batches in halves:
         backward(model, batches, tick)
+        (count,) = total(len(batches))
         for block, parts in zip(blocks, read):
-            parts.append(_weight_gradients(block, *total(len(batches))))
+            parts.append(_weight_gradients(block, count))
         model.zero_grad(set_to_none=True)
     model.requires_grad_(False)
     weights = shares(halves)
     return [_existing_step(block, parts, weights) for block, parts in zip(blocks, read)]
 
 
-def _weight_gradients(block: Block, batches: int) -> tuple[Tensor, Tensor]:
+def _weight_gradients(block: Block, batches: float) -> tuple[Tensor, Tensor]:
     """The whitened gradients of the mean loss in the existing factors: (G, g a, k) and (G, b, k)."""
     attention, kind, roots = block.attention, block.kind, block.roots
     stacked, shared = (
@@ -308,8 +310,9 @@ def sketched_gradients(
         raw: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
         for batches in halves:
             backward(model, batches, tick)
+            (count,) = total(len(batches))
             for measurement, read in zip(measurements, raw):
-                read.append(measurement.read(*total(len(batches))))
+                read.append(measurement.read(count))
         for index, m in enumerate(measurements):
             right = [F.project_out(products, m.stacked_basis) for products, _ in raw[index]]
             left = [F.project_out(mirrored, m.shared_basis) for _, mirrored in raw[index]]

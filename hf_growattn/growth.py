@@ -65,11 +65,14 @@ class Grower:
             raise ValueError(f'The estimator {config.estimator!r} is for comparison in one process; use "whitened".')
         self.config = config
         for bare in self.optimizers:
-            bare.register_load_state_dict_pre_hook(self._follow_loaded)
+            bare.register_load_state_dict_pre_hook(lambda *_: self.follow_loaded())
 
-    def _follow_loaded(self, optimizer: torch.optim.Optimizer, state_dict: dict) -> None:
-        """Before a state is loaded: the model may have taken other widths with a state of its own just now."""
-        if follow_resized([optimizer]):
+    def follow_loaded(self) -> None:
+        """Let optimizers and DistributedDataParallel follow a model that took other widths with a loaded state.
+
+        An optimizer calls this by itself before its own state is loaded.
+        """
+        if follow_resized(self.optimizers):
             ranks.rebuild_ddp(self.model)
 
     def grow(self, batches: Iterable) -> "GrowthReport":

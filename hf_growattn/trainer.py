@@ -13,11 +13,9 @@ import torch
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 
-from . import ranks
 from .adapters import is_adapted, without_adapters
 from .growth import Grower
 from .modeling import is_grown
-from .optimizer import follow_resized
 from .plan import GrowthConfig
 from .report import GrowthReport
 
@@ -94,8 +92,7 @@ class GrowthCallback(TrainerCallback):
         self._grower = Grower(
             self._trainer.model_wrapped, self.config, self._trainer.optimizer, self._trainer.accelerator
         )
-        if follow_resized(self._grower.optimizers):  # a checkpoint with other widths was loaded
-            ranks.rebuild_ddp(self._grower.model)
+        self._grower.follow_loaded()  # a checkpoint may have had other widths
 
     def on_step_end(self, args, state, control, **kwargs):
         """Grow, if it is time."""

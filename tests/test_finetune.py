@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -40,10 +39,7 @@ def given(tmp_path_factory) -> list:
 def start(given: list, output: Path, *options, processes: int = 1) -> subprocess.Popen:
     launcher = [sys.executable]
     if processes > 1:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [*launcher, ROOT / "scripts" / "finetune.py", *given, "--output_dir", output, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -29,7 +29,7 @@ MAY_IMPORT = {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
         *("trainable", "optimizer", "sharding", "modeling", "attention", "ranks"),
     },
-    "trainer": {"growth", "optimizer", "plan", "ranks", "report", "modeling", "adapters"},
+    "trainer": {"growth", "plan", "report", "modeling", "adapters"},
     "__init__": {"attention", "growth", "patch", "plan", "report", "trainer", "views"},
 }
 TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling")

@@ -9,15 +9,13 @@ one. Peak memory is that of a fresh process each, over what model and optimizer 
 import argparse
 import contextlib
 import copy
-import gc
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from memory import TIDY, forget_peak, peak
 from tasks import spread
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import logging as transformers_logging
@@ -45,18 +43,6 @@ def build(width: int):
     )
     ids = torch.randint(0, 4096, (BATCH, TOKENS))
     return patch_model(LlamaForCausalLM(config)).train(), {"input_ids": ids, "labels": ids}
-
-
-def peak() -> int:
-    """The process's own high-water mark in bytes since the last `forget_peak` (Linux)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def forget_peak() -> None:
-    """Lower the high-water mark to what is in memory now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory(mode: str, width: int, dims: int) -> int:
@@ -167,7 +153,6 @@ def main() -> None:
         "| width | passes / same without probes | / same of training | solving, share of a growth | peak / training |"
     )
     print("|---|---|---|---|---|")
-    tidy = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # freed tensors leave the process, so the mark is theirs
     for width in arguments.widths:
         seconds = compare(width, arguments.dims, arguments.repeats)
         cells = [
@@ -176,7 +161,7 @@ def main() -> None:
         ]
         command = [sys.executable, __file__, "--dims", str(arguments.dims), "--memory"]
         peaks = [
-            int(subprocess.run([*command, mode, str(width)], check=True, stdout=subprocess.PIPE, env=tidy).stdout)
+            int(subprocess.run([*command, mode, str(width)], check=True, stdout=subprocess.PIPE, env=TIDY).stdout)
             for mode in ("growth", "training")
         ]
         print(f"| {width} | " + " | ".join(cells) + f" | {peaks[0] / peaks[1]:.2f} |", flush=True)

@@ -8,7 +8,6 @@ training began, in steps with a growth against steps without one.
 """
 
 import argparse
-import gc
 import json
 import os
 import statistics
@@ -18,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import memory
 import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -42,20 +42,15 @@ class Tokens(Dataset):
 
 
 def peak() -> int:
-    """Bytes at most since `forget_peak`."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    """Bytes at most since `forget_peak`, on the GPU if there is one."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else memory.peak()
 
 
 def forget_peak() -> None:
-    """Lower the mark to what is in memory now (Linux, or a GPU)."""
-    gc.collect()
+    """Lower the mark to what is in memory now."""
+    memory.forget_peak()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 class Stopwatch(TrainerCallback):
@@ -139,9 +134,8 @@ def launched(processes: int, width: int, batches: int, grow: bool) -> dict[str, 
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command = [sys.executable, *(launcher if processes > 1 else []), __file__, "--measure", str(output)]
         command += ["--width", str(width), "--batches", str(batches), *(["--grow"] if grow else [])]
-        # Freed tensors leave the process, so the mark is theirs; a thread each, for processes on one machine.
-        tidy = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=tidy, stdout=subprocess.DEVNULL)
+        one_thread = memory.TIDY | {"OMP_NUM_THREADS": "1"}  # each, for processes on one machine
+        subprocess.run(command, check=True, env=one_thread, stdout=subprocess.DEVNULL)
         return json.loads(output.read_text())
 
 
