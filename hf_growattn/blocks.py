@@ -83,7 +83,7 @@ def measure_moments(
     """
     sums, outputs = {}, {}
     for attention in attentions:  # a rank without batches brings zeros
-        weight = attention.weight("query")
+        weight = attention.weight_of("query")
         sums[attention] = weight.new_zeros([weight.shape[-1] + 1] * 2, dtype=_statistics_dtype(weight))
         outputs[attention] = sums[attention].new_zeros(())
     mask: Tensor | None = None
@@ -114,11 +114,11 @@ def measure_moments(
         roots = _InputRoots(moment, ridge)
         size = (outputs[attention] / sums[attention][-1, -1]).sqrt()
         for kind in kinds:
-            shared = roots[attention.bias(kind.shared) is not None]
+            shared = roots[attention.bias_of(kind.shared) is not None]
             if kind.stacked == "output":
                 stacked = 1 / size, size
             else:
-                stacked = roots[attention.bias(kind.stacked) is not None]
+                stacked = roots[attention.bias_of(kind.stacked) is not None]
             blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
     return blocks, loss / count
 

@@ -264,10 +264,11 @@ class Grower:
             ):
                 if rewrites:
                     check_no_adapters(attention, config.chosen_kinds, setting)
-            if config.method == "refactor" and attention.rotate is not None and PATTERNS in config.chosen_kinds:
+            way = "rotates" if attention.rotate is not None else "normalises" if attention.normalises else None
+            if config.method == "refactor" and way and PATTERNS in config.chosen_kinds:
                 raise ValueError(
-                    f"Layer {attention.layer_idx} rotates its queries and keys, so its pattern is another matrix at "
-                    'every offset and has no factors to replace. Use method="append", or grow messages (v_dims) alone.'
+                    f"Layer {attention.layer_idx} {way} its queries and keys, so its pattern is no one matrix and has "
+                    'no factors to replace. Use method="append", or grow messages (v_dims) alone.'
                 )
             self._check_room(attention)
         return chosen

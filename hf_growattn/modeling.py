@@ -16,6 +16,7 @@ from pathlib import Path
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils import output_capturing
 
 from .architectures import ARCHITECTURES, Architecture, architecture_of
@@ -109,16 +110,18 @@ def adopt(model: PreTrainedModel) -> None:
         ValueError: an attention module does not run the stock forward, so swapping it would change the model.
     """
     row = architecture_of(model.config.model_type.removeprefix(PREFIX))
-    stock_attention = [m for m in model.modules() if _is_stock_self_attention(m, row)]
-    for module in stock_attention:
+    if row.refusal(model.config):
+        raise ValueError(f"This model cannot be grown: {row.refusal(model.config)}.")
+    stock_attention = {name: m for name, m in model.named_modules() if _is_stock_self_attention(m, row)}
+    for name, module in stock_attention.items():
         stock_forward = getattr(row.modeling_file, row.attention).forward
         replaced = "forward" in vars(module) and "_old_forward" not in vars(module)
         if type(module).forward is not stock_forward or replaced:
             raise ValueError(
-                f"The attention of layer {module.layer_idx} has a forward of its own ({type(module).__name__}), which "
-                "patching would replace. Patch the model before other libraries do, or use the stock attention class."
+                f"{name} has a forward of its own ({type(module).__name__}), which patching would replace. Patch the "
+                "model before other libraries do, and use the stock attention class."
             )
-    for module in stock_attention:
+    for module in stock_attention.values():
         module.__class__ = growable_attention_class(type(module), row)
         module.adopt()
     for module in model.modules():
@@ -147,6 +150,11 @@ def growable_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     config_class = GROWABLE_CONFIGS[stock.config_class.model_type]
     cls = type(name, (GrowableModelMixin, stock), {"__module__": __name__, "config_class": config_class})
     globals()[name] = cls  # so that pickle finds it
+    # Checkpoints of some families hold other tensors than the modules, and what converts them goes by these names.
+    for theirs, ours in ((stock.__name__, name), (stock.config_class.model_type, config_class.model_type)):
+        conversions = get_checkpoint_conversion_mapping(theirs)
+        if conversions is not None:
+            register_checkpoint_conversion_mapping(ours, conversions, overwrite=True)
     return cls
 
 

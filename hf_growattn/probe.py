@@ -67,7 +67,8 @@ class KindProbe(nn.Module):
         )
         zero = shared_probe.new_zeros(())  # one number in memory stands for all; the gradients have their full size
         self.zero_stacked = nn.Parameter(zero.expand(heads, stacked_features, shared_probe.shape[-1]))
-        self.zero_shared = nn.Parameter(zero.expand(*shared_probe.shape[:2], self.stacked_probe.shape[-1]))
+        rank = self.stacked_probe.shape[-1]
+        self.zero_shared = nn.Parameter(zero.expand(*shared_probe.shape[:2], rank), requires_grad=rank > 0)
 
     def stacked(self, inputs: Tensor) -> Tensor:
         """Project inputs by `[zeros | Psi]`: (batch, tokens, d) -> (batch, H, tokens, r + r')."""

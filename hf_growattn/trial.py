@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from . import functional as F
-from .attention import GrowableAttention, Resize, Widening
+from .attention import GrowableAttention
 from .gradients import ExistingStep, Gradient
 from .probe import PATTERNS
 from .ranks import together
+from .widths import Resize, Widening
 
 _MOST_STEPS = 200  # of one direction of the search: more than the exponents of fp32 span
 _SMALLEST_PROMISE = 1e-7  # of the loss: below it, fp32 cannot tell an improvement from rounding
@@ -108,11 +109,11 @@ class _Write:
         kind, attention = self.block.kind, self.block.attention
         touched = slice(0 if self.moves_old_dims else self.old[0].shape[-1], None)
         for role, factors in zip((kind.stacked, kind.shared), self.at(step, source)):
-            live = attention.weight(role)
+            live = attention.weight_of(role)
             weight, bias = F.split_bias(factors, live.shape[-1])
             live[:, touched] = weight[:, touched].to(live.dtype)
             if bias is not None:
-                attention.bias(role)[:, touched] = bias[:, touched].to(live.dtype)
+                attention.bias_of(role)[:, touched] = bias[:, touched].to(live.dtype)
 
 
 class Trial:

@@ -150,12 +150,12 @@ class AttentionView:
     @property
     def layer_idx(self) -> int:
         """Index of the layer."""
-        return self.module.layer_idx
+        return self._attention.layer_idx
 
     @property
     def scaling(self) -> float:
         """The softmax scale `s`, which is not part of the patterns."""
-        return self.module.scaling
+        return self._attention.scaling
 
     @property
     def heads(self) -> int:
@@ -184,10 +184,16 @@ class AttentionView:
 
         Raises:
             IndexError: there is no such head; the message tells the number of heads.
+            ValueError: the family normalises queries and keys, so the logits are no bilinear form.
 
         Source: draft 003 section 4, with rotation: the pattern then depends on the offset.
         """
         attention = self._attention
+        if attention.normalises:
+            raise ValueError(
+                f"Layer {self.layer_idx} normalises its queries and keys, so that its logits are no bilinear form and "
+                "have no pattern. Its messages can be viewed."
+            )
         query, key = self._factors(attention, "query", head), self._factors(attention, "key", head)
         if attention.rotate is not None:
             # Some rope types choose frequencies by the largest position of a call, and write them into the module.
@@ -233,8 +239,15 @@ class AttentionView:
         Returns:
             (batch, tokens, d), in the dtype of `hidden_states`.
 
+        Raises:
+            ValueError: the family normalises queries and keys, caps its logits or adds ALiBi to them.
+
         Source: draft 003 section 5.
         """
+        if self._attention._at("config.attn_logit_softcapping") or self._attention._at("config.alibi"):
+            raise ValueError(
+                f"The logits of layer {self.layer_idx} are no patterns alone: a soft cap or ALiBi follows."
+            )
         features = F.augment(_working(hidden_states))  # cut to X where there is no bias
         output = torch.zeros_like(features[..., :-1])
         for head in range(self.heads):
@@ -267,7 +280,7 @@ class AttentionView:
         if head not in range(heads):
             raise IndexError(f"Layer {self.layer_idx} has {heads} heads, 0 to {heads - 1}; got head {head}.")
         own = head * attention.heads(role) // heads
-        weight, bias = attention.weight(role)[own, None], attention.bias(role)
+        weight, bias = attention.weight_of(role)[own, None], attention.bias_of(role)
         factors = F.join_bias(weight, None if bias is None else bias[own, None])[0]
         return _working(factors).clone()
 
@@ -289,7 +302,7 @@ def attention_views(model: nn.Module) -> list[AttentionView]:
         row = architecture_of(model.config.model_type)
         stock = getattr(row.modeling_file, row.attention)
         found = (m for m in model.modules() if isinstance(m, stock) and not getattr(m, "is_cross_attention", False))
-        modules = sorted(found, key=lambda attention: attention.layer_idx)
+        modules = sorted(found, key=lambda module: AttentionView(module, row, None).layer_idx)
     rotary = next((m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb")), None)
     if row.rotate is not None and rotary is None:
         raise ValueError(f"{type(model).__name__} has no rotary_emb; pass the whole model, not a part of it.")

@@ -5,46 +5,81 @@ Weights are drawn wide enough for attention to be far from uniform, and biases a
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     GPT2Config,
-    LlamaConfig,
 )
 
 VOCABULARY = 97
-
-LLAMA = dict(
+COMMON = dict(
     vocab_size=VOCABULARY,
-    hidden_size=48,
-    intermediate_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
     max_position_embeddings=128,
     initializer_range=0.3,
     bos_token_id=1,
     eos_token_id=None,
     pad_token_id=0,
 )
-GPT2 = dict(
-    vocab_size=VOCABULARY,
-    n_embd=64,
-    n_head=4,
-    n_positions=128,
-    initializer_range=0.3,
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=0,
-)
+HEADS_OF_16 = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4)
+GROUPED = HEADS_OF_16 | dict(num_key_value_heads=2)
+LLAMA = COMMON | GROUPED | dict(hidden_size=48, head_dim=16)
+GPT2 = COMMON | dict(n_embd=64, n_head=4, n_positions=128)
+GPT2.pop("max_position_embeddings")
+EXPERTS = dict(num_experts_per_tok=2, output_router_logits=False)
+WINDOW = 6  # narrower than the inputs below are long
 
+
+def _of(model_type: str, *parts: dict, layers: int = 2, **fields):
+    """What makes a config of a family from some of the parts above."""
+    fields = {key: value for part in (COMMON, *parts) for key, value in part.items()} | fields
+    return lambda: AutoConfig.for_model(model_type, num_hidden_layers=layers, **fields)
+
+
+# A line for each family, and one more for each way that its config can make the attention differ.
 VARIANTS = {
-    "llama-2": lambda: LlamaConfig(**LLAMA, num_hidden_layers=2),
-    "llama-5-bias": lambda: LlamaConfig(**LLAMA, num_hidden_layers=5, attention_bias=True),
+    "llama-2": _of("llama", LLAMA),
+    "llama-5-bias": _of("llama", LLAMA, layers=5, attention_bias=True),
     "gpt2-2": lambda: GPT2Config(**GPT2, n_layer=2),
     "gpt2-5-scaled": lambda: GPT2Config(**GPT2, n_layer=5, scale_attn_by_inverse_layer_idx=True),
     "gpt2-2-upcast": lambda: GPT2Config(**GPT2, n_layer=2, reorder_and_upcast_attn=True),
+    "mistral": _of("mistral", LLAMA, sliding_window=WINDOW),
+    "mixtral": _of("mixtral", LLAMA, EXPERTS, num_local_experts=4, sliding_window=None),
+    "qwen2": _of("qwen2", GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3": _of("qwen3", LLAMA, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3-moe": _of("qwen3_moe", LLAMA, EXPERTS, num_experts=4, moe_intermediate_size=32),
+    "gemma": _of("gemma", LLAMA),
+    "gemma2": _of("gemma2", LLAMA, sliding_window=WINDOW, query_pre_attn_scalar=24, attn_logit_softcapping=3.0),
+    "gemma3": _of(
+        "gemma3_text",
+        LLAMA,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "granite": _of("granite", GROUPED, attention_multiplier=0.4, attention_bias=True),
+    "olmo2": _of("olmo2", GROUPED),
+    "smollm3": _of("smollm3", GROUPED, no_rope_layers=[1, 0]),
+    "stablelm": _of("stablelm", GROUPED, use_qkv_bias=True),
+    "stablelm-norms": _of("stablelm", GROUPED, qk_layernorm=True, use_parallel_residual=True),
+    "phi3": _of(
+        "phi3", GROUPED, partial_rotary_factor=0.5, sliding_window=WINDOW, original_max_position_embeddings=128
+    ),
+    "gpt-neo": _of(  # unscaled logits, so narrower weights
+        "gpt_neo",
+        hidden_size=64,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+        initializer_range=0.15,
+    ),
+    "gpt-neox": _of("gpt_neox", HEADS_OF_16, rotary_pct=0.5),
+    "opt": _of("opt", hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_attention_heads=4),
+    "falcon": _of("falcon", hidden_size=64, num_attention_heads=4, multi_query=True, bias=True),
+    "falcon-alibi": _of("falcon", hidden_size=64, num_attention_heads=4, multi_query=False, alibi=True),
 }
+# transformers offers these nothing but the eager implementation.
+EAGER_ONLY = ("gemma2", "gpt-neo")
 FAMILIES = ["llama-5-bias", "gpt2-2"]
 HEADS = {
     "causal-lm": AutoModelForCausalLM,
@@ -53,8 +88,8 @@ HEADS = {
 }
 
 
-def build(variant: str, auto_class=AutoModelForCausalLM, attention: str = "sdpa", dtype=torch.float32):
-    """A stock model in evaluation mode, the same weights at every call."""
+def build(variant: str, auto_class=AutoModelForCausalLM, attention: str | None = None, dtype=torch.float32):
+    """A stock model in evaluation mode, the same weights at every call; by default with sdpa where it is offered."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = auto_class.from_config(VARIANTS[variant](), attn_implementation=attention)

@@ -266,7 +266,7 @@ def _raise(error):
 
 
 def _fail_at(call, error):
-    from hf_growattn.attention import _resize
+    from hf_growattn.widths import _resize
 
     calls = []
 

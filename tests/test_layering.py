@@ -11,7 +11,8 @@ MAY_IMPORT = {
     "architectures": set(),
     "optimizer": set(),
     "adapters": set(),
-    "attention": {"architectures", "adapters"},
+    "widths": {"architectures", "adapters"},
+    "attention": {"widths", "architectures"},
     "configuration": {"architectures"},
     "modeling": {"configuration", "attention", "architectures"},
     "patch": {"modeling", "configuration", "attention", "architectures"},
@@ -21,7 +22,7 @@ MAY_IMPORT = {
     "blocks": {"probe", "attention", "functional", "ranks"},
     "gradients": {"blocks", "probe", "attention", "functional", "ranks"},
     "estimators": {"gradients", "blocks", "functional"},
-    "trial": {"gradients", "probe", "attention", "functional", "ranks"},
+    "trial": {"gradients", "probe", "attention", "widths", "functional", "ranks"},
     "plan": {"trial", "estimators", "gradients", "blocks", "probe", "functional"},
     "report": set(),
     "sharding": set(),
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
     "__init__": {"attention", "growth", "patch", "plan", "report", "trainer", "views"},
 }
-TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling")
+TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling", "widths")
 
 
 def _imports(path):

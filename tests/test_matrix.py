@@ -91,7 +91,7 @@ def test_training_goes_on_through_a_growth(optimizer, scheduler, precision, vari
         assert report.applied and math.isfinite(report.loss_after)
 
     train(lm_batches(3), after=grow)
-    weights = [attentions(model)[0].weight(role) for role in ("query", "key", "value", "output")]
+    weights = [attentions(model)[0].weight_of(role) for role in ("query", "key", "value", "output")]
     before = [weight.clone() for weight in weights]
     train(lm_batches(3))
     for weight, old in zip(weights, before):

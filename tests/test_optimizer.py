@@ -92,7 +92,7 @@ def test_a_factored_state_follows_its_axis_and_no_other(kind, names, variant, mo
 def test_a_carried_state_steps_on_and_is_saved_and_loaded(name):
     model, optimizers = trained("gpt2-2", OPTIMIZERS[name], steps=2)
     Grower(model, GrowthConfig(qk_dims=4, v_dims=2, layers=[0], estimator="random"), optimizers).grow(lm_batches(2))
-    weights = [attentions(model)[0].weight(role) for role in ROLES]
+    weights = [attentions(model)[0].weight_of(role) for role in ROLES]
     before = [weight.clone() for weight in weights]
     for batch in lm_batches(2):
         step(model, optimizers, batch)
@@ -112,7 +112,7 @@ def test_a_carried_state_steps_on_and_is_saved_and_loaded(name):
 
 def largest_updates(model, update):
     """By role, the largest changes of the old and of the new columns of the first layer's weights by an update."""
-    weights = {role: attentions(model)[0].weight(role) for role in ROLES}
+    weights = {role: attentions(model)[0].weight_of(role) for role in ROLES}
     before = {role: weight.clone() for role, weight in weights.items()}
     update()
     moved = {role: (weight - before[role]).abs() for role, weight in weights.items()}
@@ -247,7 +247,7 @@ def test_lbfgs_is_refused_once_it_has_a_history_and_followed_before():
         return loss
 
     Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(lm_batches())
-    weight = attentions(model)[0].weight("query")
+    weight = attentions(model)[0].weight_of("query")
     before = weight.clone()
     optimizer.step(closure)
     assert (weight != before)[:, 16:].any()

@@ -181,7 +181,7 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
         basis = F.column_basis(plain_one.block.whitened_factors()[1])
         assert (basis.mT @ under_lora.v).abs().max() < 1e-3  # beyond the old dims, adapters and all
         layer = under_lora.block.attention
-        bare = F.join_bias(layer.weight("value"), layer.bias("value"))
+        bare = F.join_bias(layer.weight_of("value"), layer.bias_of("value"))
         if under_lora.block.kind is MESSAGES:
             basis = F.column_basis(under_lora.block.roots.shared_root @ bare)
             assert (basis.mT @ under_lora.v).abs().max() > 0.01  # not beyond those of the bare weights
@@ -203,13 +203,13 @@ def test_half_precision_adds_adapters_in_fp32():
 @pytest.mark.parametrize("variant", [LLAMA, GPT2])
 def test_the_base_gets_new_columns_only(variant):
     model = adapted(variant, ALL[variant])
-    before = [{role: a.weight(role).clone() for role in ROLES} for a in attentions(model)]
+    before = [{role: a.weight_of(role).clone() for role in ROLES} for a in attentions(model)]
     assert Grower(model, GROWTH).grow(BATCHES).applied
     for attention, old in zip(attentions(model), before):
         for role in ROLES:
             width = old[role].shape[1]
-            assert torch.equal(attention.weight(role)[:, :width], old[role])
-            assert attention.weight(role)[:, width:].any() == (attention.layer_idx in GROWTH.layers)
+            assert torch.equal(attention.weight_of(role)[:, :width], old[role])
+            assert attention.weight_of(role)[:, width:].any() == (attention.layer_idx in GROWTH.layers)
 
 
 @pytest.mark.parametrize("variant", [LLAMA, GPT2])

@@ -131,12 +131,14 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     model(**batches[0]).loss.backward()
     layer = attentions(model)[1]
     rms = [
-        layer.weight(role)[:, dims].square().mean().sqrt()
+        layer.weight_of(role)[:, dims].square().mean().sqrt()
         for role, dims in (("key", slice(16)), ("key", slice(16, None)))
     ]
     torch.testing.assert_close(*rms, rtol=0.2, atol=0)
-    assert not layer.weight("query")[:, 16:].any() and layer.weight_gradient("query")[:, 16:].abs().amin(-1).gt(0).all()
-    assert not layer.weight("output")[:, 16:].any() and layer.weight_gradient("output")[:, 16:].abs().sum() > 0
+    assert (
+        not layer.weight_of("query")[:, 16:].any() and layer.weight_gradient("query")[:, 16:].abs().amin(-1).gt(0).all()
+    )
+    assert not layer.weight_of("output")[:, 16:].any() and layer.weight_gradient("output")[:, 16:].abs().sum() > 0
 
 
 def test_both_sides_of_a_new_pair_have_one_length_in_the_metric():
@@ -231,9 +233,9 @@ def test_the_steepest_step_of_the_existing_weights_descends(variant):
 
 def test_updating_the_existing_weights_moves_them_with_the_rest():
     model, batches = patch_model(build("llama-2")), lm_batches(6)
-    old = attentions(model)[0].weight("query").clone()
+    old = attentions(model)[0].weight_of("query").clone()
     report = grow(model, batches, qk_dims=2, update_existing=True)
-    assert report.applied and not torch.equal(attentions(model)[0].weight("query")[:, :16], old)
+    assert report.applied and not torch.equal(attentions(model)[0].weight_of("query")[:, :16], old)
     assert all(layer.existing_slope > 0 and layer.quadratic_ratio > 0 for layer in report.layers)
     still = grow(patch_model(build("llama-2")), batches, qk_dims=2)
     assert all(layer.existing_slope == layer.quadratic_ratio == 0 for layer in still.layers)
@@ -256,7 +258,7 @@ def test_random_dims_change_nothing_yet():
     report = grow(model, batches, qk_dims=4, v_dims=4, estimator="random")
     assert report.applied and report.loss_after == report.loss_before
     torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
-    assert all(a.weight("key")[:, 16:].any() and a.weight("value")[:, 16:].any() for a in attentions(model))
+    assert all(a.weight_of("key")[:, 16:].any() and a.weight_of("value")[:, 16:].any() for a in attentions(model))
 
 
 @pytest.mark.parametrize("estimator", ["whitened", "gradient"])

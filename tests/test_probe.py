@@ -92,8 +92,8 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
             probes = {}
             for kind in (PATTERNS, MESSAGES):
                 heads, groups, hidden = layer.heads("query"), layer.heads("key"), layer.config.hidden_size
-                stacked = hidden + (layer.bias(kind.stacked) is not None)
-                shared = hidden + (layer.bias(kind.shared) is not None)
+                stacked = hidden + (layer.bias_of(kind.stacked) is not None)
+                shared = hidden + (layer.bias_of(kind.shared) is not None)
                 identity = torch.eye(shared, dtype=dtype).expand(groups, -1, -1)
                 probes[kind.name] = KindProbe(identity, torch.randn(heads, stacked, 3, dtype=dtype), heads, stacked)
             layer.extension = Probe(**probes)

@@ -23,7 +23,7 @@ def grown(qk_dims: int, variant: str = "llama-2"):
     torch.manual_seed(qk_dims)
     model = patch_model(build(variant))
     attentions(model)[0].widen(qk_dims)
-    torch.nn.init.normal_(attentions(model)[0].weight("query"), std=0.3)
+    torch.nn.init.normal_(attentions(model)[0].weight_of("query"), std=0.3)
     model.sync_config()
     return model
 
@@ -166,8 +166,8 @@ def test_a_config_that_contradicts_the_weights_is_refused(tmp_path):
 
 def test_a_model_built_from_a_config_starts_random_everywhere():
     model = AutoModelForCausalLM.from_config(grown(4).config)
-    new = attentions(model)[0].weight("query")[:, 16:]
-    assert new.shape[1] == 4 and 0.1 < new.std() < 0.5 and attentions(model)[0].weight("key")[:, 16:].std() > 0.1
+    new = attentions(model)[0].weight_of("query")[:, 16:]
+    assert new.shape[1] == 4 and 0.1 < new.std() < 0.5 and attentions(model)[0].weight_of("key")[:, 16:].std() > 0.1
 
 
 def test_the_tokenizer_travels_along(tmp_path):

@@ -1,20 +1,20 @@
-"""Views agree with the models they look at, and a factored matrix with the matrix it stands for."""
+"""Views agree with the models they look at."""
 
 import pytest
 import torch
 from conftest import real_batches, real_model
 from families import FAMILIES, LLAMA, VARIANTS, build, tokens
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
 
 from hf_growattn import patch_model
 from hf_growattn.modeling import attentions
-from hf_growattn.views import FactoredMatrix, attention_views
+from hf_growattn.views import attention_views
 
 ROLES = ("query", "key", "value", "output")
-EVERY = pytest.mark.parametrize("variant", VARIANTS)
+# Each way to lay heads out and to place them, without sliding windows.
+OTHERS = ["stablelm", "gpt-neox", "smollm3", "opt", "falcon"]
+EVERY = pytest.mark.parametrize("variant", [name for name in VARIANTS if name[:4] in ("llam", "gpt2")] + OTHERS)
 GROWN = pytest.mark.parametrize("grown", [False, True], ids=["stock", "grown"])
 # fp64: sums in another order, and nothing else.
 EXACT = dict(rtol=1e-10, atol=1e-10)
@@ -28,9 +28,9 @@ def grow(model, layers=None, qk_dims=3, v_dims=5):
         layer.widen(qk_dims, v_dims)
         for role in ROLES:
             old = layer.width(role) - (qk_dims if role in ("query", "key") else v_dims)
-            torch.nn.init.normal_(layer.weight(role)[:, old:], std=0.3)
-            if layer.bias(role) is not None:
-                torch.nn.init.normal_(layer.bias(role)[:, old:], std=0.3)
+            torch.nn.init.normal_(layer.weight_of(role)[:, old:], std=0.3)
+            if layer.bias_of(role) is not None:
+                torch.nn.init.normal_(layer.bias_of(role)[:, old:], std=0.3)
     model.sync_config()
     return model
 
@@ -92,7 +92,7 @@ def test_pattern_gives_the_logits_of_the_projections(variant, grown):
         assert (view.heads, view.groups, view.scaling) == (query.shape[1], key.shape[1], layer.scaling)
         for head in range(view.heads):
             pattern = view.pattern(head)
-            assert pattern.shape == (x.shape[-1] + (layer.bias("query") is not None),) * 2
+            assert pattern.shape == (x.shape[-1] + (layer.bias_of("query") is not None),) * 2
             assert pattern.left.shape[1] == layer.qk_head_dim
             inputs = features(x, pattern.shape[0])
             shared = key[:, head * view.groups // view.heads]
@@ -134,7 +134,7 @@ def test_new_dims_do_not_rotate():
     model = grow(build("llama-2", dtype=torch.float64))
     view, layer = attention_views(model)[0], attentions(model)[0]
     for role in ("query", "key"):
-        layer.weight(role)[:, :16] = 0
+        layer.weight_of(role)[:, :16] = 0
     assert view.pattern(0).norm > 1
     assert_close(view.pattern(0, 9).dense(), view.pattern(0).dense(), rtol=0, atol=0)
 
@@ -183,7 +183,7 @@ def test_message_is_the_heads_share_of_the_output(variant, grown):
         total = torch.zeros_like(x)
         for head in range(view.heads):
             message = view.message(head)
-            assert message.shape == (x.shape[-1] + (layer.bias("value") is not None), x.shape[-1])
+            assert message.shape == (x.shape[-1] + (layer.bias_of("value") is not None), x.shape[-1])
             assert message.left.shape[1] == layer.v_head_dim
             # The output projection applied to this head's values alone.
             alone = torch.zeros(*x.shape[:2], view.heads, layer.v_head_dim, dtype=torch.float64)
@@ -303,112 +303,24 @@ def test_bad_input_is_named(variant, grown):
                 look(head)
 
 
+@pytest.mark.parametrize("variant", ["qwen3", "olmo2", "stablelm-norms"])
+def test_normalised_queries_and_keys_have_no_pattern_but_messages(variant):
+    view = attention_views(build(variant))[0]
+    with pytest.raises(ValueError, match=r"Layer 0 normalises its queries .* have no pattern"):
+        view.pattern(0)
+    assert view.message(0).shape[1] == view.module.config.hidden_size
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "falcon-alibi"])
+def test_logits_that_are_no_patterns_alone_are_not_refactored(variant):
+    view = attention_views(build(variant))[0]
+    with pytest.raises(ValueError, match="soft cap or ALiBi"):
+        view.refactored(torch.randn(1, 5, view.module.config.hidden_size))
+
+
 def test_unknown_and_partial_models_are_refused():
     bert = BertModel(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match=r"'bert'\. Known types: gpt2, llama"):
         attention_views(bert)
     with pytest.raises(ValueError, match="has no rotary_emb"):
         attention_views(patch_model(build("llama-2")).model.layers[0])
-
-
-# Factored matrices
-
-
-def factored(a, b, k, seed=0, dtype=torch.float64, rank=None):
-    generator = torch.Generator().manual_seed(seed)
-    left, right, mix = (torch.randn(*n, generator=generator, dtype=torch.float64) for n in ((a, k), (b, k), (k, k)))
-    if rank is not None:
-        mix = mix[:, :rank] @ mix[:rank]
-    return FactoredMatrix((left @ mix).to(dtype), right.to(dtype))
-
-
-SIZES = st.integers(1, 12)
-
-
-@settings(max_examples=150, deadline=None)
-@given(SIZES, SIZES, st.integers(0, 15), st.integers(0, 15), st.integers(0, 99))
-def test_factored_equals_dense(a, b, k, rank, seed):
-    matrix = factored(a, b, k, seed, rank=min(rank, k))
-    dense, n = matrix.dense(), min(a, b, k)
-    assert matrix.shape == dense.shape == (a, b)
-    values = matrix.singular_values
-    close = dict(rtol=1e-10, atol=1e-10 * (1 + float(dense.norm())))
-    assert_close(values, torch.linalg.svdvals(dense)[:n], **close)
-    assert (values.diff() <= 0).all()
-    assert_close(matrix.norm, dense.norm(), **close)
-    u, s, v = matrix.svd()
-    assert (u.shape, s.shape, v.shape) == ((a, n), (n,), (b, n))
-    assert_close(u * s @ v.T, dense, **close)
-    for basis in (u, v):
-        assert_close(basis.T @ basis, torch.eye(n, dtype=torch.float64), **EXACT)
-    assert_close(matrix.T.dense(), dense.T, rtol=0, atol=close["atol"])
-    assert 0 <= matrix.effective_rank <= n + 1e-9
-
-
-@settings(max_examples=100, deadline=None)
-@given(SIZES, SIZES, SIZES, st.integers(0, 15), st.integers(0, 15), st.integers(0, 99))
-def test_products(a, b, c, k, other_k, seed):
-    one, other = factored(a, b, k, seed), factored(b, c, other_k, seed + 1)
-    dense, close = one.dense(), dict(rtol=1e-9, atol=1e-9)
-    product = one @ other
-    assert isinstance(product, FactoredMatrix) and product.left.shape[1] == min(k, other_k)
-    assert_close(product.dense(), dense @ other.dense(), **close)
-    for shape in ((a,), (3, a), (2, 3, a)):
-        x = torch.randn(shape, dtype=torch.float64)
-        for found in (x @ one, torch.matmul(x, one), x.matmul(one), torch.nn.Parameter(x) @ one):
-            assert_close(found.detach(), x @ dense, **close)
-    for shape in ((b,), (b, 3), (2, b, 3)):
-        x = torch.randn(shape, dtype=torch.float64)
-        for found in (one @ x, torch.matmul(one, x)):
-            assert_close(found, dense @ x, **close)
-
-
-def test_effective_rank():
-    equal = FactoredMatrix(torch.eye(9, 4), 3 * torch.eye(7, 4))
-    assert_close(equal.effective_rank, torch.tensor(4.0))
-    values = torch.tensor([3.0, 1.0])
-    share = values / 4
-    expected = (-(share * share.log()).sum()).exp()
-    assert_close(FactoredMatrix(torch.eye(5, 2) * values, torch.eye(6, 2)).effective_rank, expected)
-    for zero in (factored(5, 6, 0), FactoredMatrix(torch.zeros(5, 2), torch.randn(6, 2))):
-        assert zero.effective_rank == zero.norm == 0
-        assert torch.equal(zero.dense(), torch.zeros(5, 6).to(zero.left))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_precisions(dtype):
-    matrix, working = factored(8, 6, 3, dtype=dtype), torch.float64 if dtype == torch.float64 else torch.float32
-    for found in (matrix.singular_values, matrix.norm, matrix.effective_rank, matrix.dense(), *matrix.svd()):
-        assert found.dtype == working
-    assert (torch.ones(2, 8, dtype=dtype) @ matrix).dtype == dtype
-    assert (torch.ones(2, 8, dtype=torch.float32) @ matrix).dtype == working
-
-
-def test_a_large_matrix_is_never_formed():
-    size = 200_000  # the matrix itself would take 160 GB
-    matrix = factored(size, size, 4, dtype=torch.float32)
-    assert matrix.singular_values.shape == (4,) and 1 < matrix.effective_rank <= 4
-    u, s, v = matrix.svd()
-    assert u.shape == v.shape == (size, 4)
-    assert_close(s.norm(), matrix.norm)
-    x = torch.randn(3, size)
-    assert (x @ matrix).shape == (3, size) and (matrix @ x.T).shape == (size, 3)
-    assert (matrix @ matrix.T).shape == (size, size)
-    assert_close((matrix @ matrix.T).norm, s.square().norm(), rtol=1e-4, atol=0)
-
-
-def test_what_it_cannot_do_is_refused():
-    matrix = factored(5, 6, 2)
-    with pytest.raises(ValueError, match=r"not \(5, 2\) and \(6, 3\)"):
-        FactoredMatrix(torch.zeros(5, 2), torch.zeros(6, 3))
-    with pytest.raises(ValueError, match="FactoredMatrix needs"):
-        FactoredMatrix(torch.zeros(2, 5, 2), torch.zeros(2, 6, 2))
-    with pytest.raises(TypeError):
-        torch.ones(5, 6, dtype=torch.float64) + matrix
-    with pytest.raises(TypeError):
-        matrix @ 2.0
-    with pytest.raises(TypeError):
-        2.0 @ matrix
-    with pytest.raises(RuntimeError):
-        matrix @ torch.ones(5, dtype=torch.float64)
-    assert repr(matrix) == "FactoredMatrix(5 x 6, 2 columns)"
