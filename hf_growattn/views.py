@@ -245,9 +245,7 @@ class AttentionView:
         Source: draft 003 section 5.
         """
         if self._attention._at("config.attn_logit_softcapping") or self._attention._at("config.alibi"):
-            raise ValueError(
-                f"The logits of layer {self.layer_idx} are no patterns alone: a soft cap or ALiBi follows."
-            )
+            raise ValueError(f"The logits of layer {self.layer_idx} are not patterns alone: soft cap or ALiBi follows.")
         features = F.augment(_working(hidden_states))  # cut to X where there is no bias
         output = torch.zeros_like(features[..., :-1])
         for head in range(self.heads):

@@ -314,7 +314,7 @@ def test_normalised_queries_and_keys_have_no_pattern_but_messages(variant):
 @pytest.mark.parametrize("variant", ["gemma2", "falcon-alibi"])
 def test_logits_that_are_no_patterns_alone_are_not_refactored(variant):
     view = attention_views(build(variant))[0]
-    with pytest.raises(ValueError, match="soft cap or ALiBi"):
+    with pytest.raises(ValueError, match="soft cap or ALiBi follows"):
         view.refactored(torch.randn(1, 5, view.module.config.hidden_size))
 
 
