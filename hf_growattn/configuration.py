@@ -6,12 +6,17 @@ was: the rotary width and the source of the softmax scale.
 """
 
 import sys
+from collections.abc import Callable
+from functools import cache
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from .architectures import ARCHITECTURES
 
 PREFIX = "growattn_"
+
+# What to do once, when the first config of a class is made: a family's model classes cost an import that few need.
+WHEN_FIRST_MADE: dict[type[PreTrainedConfig], Callable[[], None]] = {}
 
 
 def stock_head_dim(config: PreTrainedConfig) -> int:
@@ -26,6 +31,12 @@ class GrowableConfigMixin:
         qk_head_dim, v_head_dim: the stock head width. Layers that grew override them in `per_layer_config`; read a
             layer's own with `layer_widths`.
     """
+
+    def __new__(cls, *args, **kwargs):
+        """Make a config, by its constructor, by a copy or by pickle; see `WHEN_FIRST_MADE`."""
+        if cls in WHEN_FIRST_MADE:
+            WHEN_FIRST_MADE.pop(cls)()
+        return super().__new__(cls)
 
     def __post_init__(self, **kwargs):
         per_layer_config = kwargs.pop("per_layer_config", None)
@@ -79,14 +90,24 @@ def layer_widths(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
     return widths
 
 
-def _growable_config_class(model_type: str) -> type[PreTrainedConfig]:
+@cache
+def growable_config_class(model_type: str) -> type[PreTrainedConfig]:
+    """Return `GrowAttn<Stock config class>` for a stock model type."""
     stock = CONFIG_MAPPING[model_type]
     namespace = {"__module__": __name__, "model_type": PREFIX + model_type}
     return type(f"GrowAttn{stock.__name__}", (GrowableConfigMixin, stock), namespace)
 
 
-# By stock model type. AutoConfig learns them, so that from_pretrained finds them.
-GROWABLE_CONFIGS = {model_type: _growable_config_class(model_type) for model_type in ARCHITECTURES}
-for _config_class in GROWABLE_CONFIGS.values():
-    globals()[_config_class.__name__] = _config_class  # so that pickle finds it
-    AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
+def config_class_by_name(name: str) -> type[PreTrainedConfig]:
+    """Return a config class of ours by its name.
+
+    Raises:
+        AttributeError: no family has a class of this name.
+    """
+    for model_type in ARCHITECTURES:
+        if name == f"GrowAttn{CONFIG_MAPPING[model_type].__name__}":
+            return growable_config_class(model_type)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__getattr__ = config_class_by_name  # pickle asks the module for its classes

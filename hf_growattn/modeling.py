@@ -1,7 +1,8 @@
 """Model classes of grown models, made from the stock ones, and what makes a model tree growable.
 
 `GrowAttn<Stock class>` is the stock class with growable attention. `patch_model` swaps a living model to it;
-`from_pretrained` builds it from a config. Importing this module registers the classes with the Auto classes.
+`from_pretrained` builds it from a config. Classes are made when they are needed, by `growable_model_class`, by name as
+an attribute of this module, or by the Auto classes once `register` has told them of a family.
 """
 
 import ctypes
@@ -10,17 +11,25 @@ import os
 import shutil
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils import output_capturing
 
 from .architectures import ARCHITECTURES, Architecture, architecture_of
 from .attention import GrowableAttention, growable_attention_class
-from .configuration import GROWABLE_CONFIGS, PREFIX, GrowableConfigMixin, layer_widths, stock_head_dim
+from .configuration import (
+    PREFIX,
+    WHEN_FIRST_MADE,
+    GrowableConfigMixin,
+    config_class_by_name,
+    growable_config_class,
+    layer_widths,
+    stock_head_dim,
+)
 
 _AUTO_CLASSES = (
     ("AutoModel", "MODEL_MAPPING"),
@@ -143,25 +152,45 @@ def is_grown(model: nn.Module) -> bool:
 @cache
 def growable_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return `GrowAttn<Stock class>`, a subclass of a stock model class, base model or head alike."""
-    name = f"GrowAttn{stock.__name__}"
-    config_class = GROWABLE_CONFIGS[stock.config_class.model_type]
-    cls = type(name, (GrowableModelMixin, stock), {"__module__": __name__, "config_class": config_class})
-    globals()[name] = cls  # so that pickle finds it
+    model_type = stock.config_class.model_type
+    row = architecture_of(model_type)
+    growable_attention_class(getattr(row.modeling_file, row.attention), row)  # pickle asks for it next, by its name
+    namespace = {"__module__": __name__, "config_class": growable_config_class(model_type)}
+    cls = type(f"GrowAttn{stock.__name__}", (GrowableModelMixin, stock), namespace)
+    globals()[cls.__name__] = cls  # so that pickle finds it
     return cls
 
 
-def _register() -> None:
-    for model_type in ARCHITECTURES:
-        config_class = GROWABLE_CONFIGS[model_type]
-        stock_config_class = transformers.CONFIG_MAPPING[model_type]
-        for auto_name, mapping_name in _AUTO_CLASSES:
-            mapping = getattr(transformers, mapping_name)
-            if stock_config_class in mapping:
-                model_class = growable_model_class(mapping[stock_config_class])
-                getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
+def __getattr__(name: str):
+    """Make a model class, or find a config class, when it is asked for by name, as pickle and `auto_map` do."""
+    stock = getattr(transformers, name.removeprefix("GrowAttn"), None) if name.startswith("GrowAttn") else None
+    stock_config = getattr(stock, "config_class", None)
+    if getattr(stock_config, "model_type", None) in ARCHITECTURES:
+        return growable_model_class(stock)
+    return config_class_by_name(name)
 
 
-_register()
+def register(model_type: str) -> None:
+    """Teach the Auto classes the grown models of a family that has a row in `ARCHITECTURES`.
+
+    Its modeling file is imported when the first config of a grown model is made, which comes before any model.
+    """
+    config_class = growable_config_class(model_type)
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    WHEN_FIRST_MADE[config_class] = partial(_register_models, model_type)
+
+
+def _register_models(model_type: str) -> None:
+    for auto_name, stock in _stock_classes(model_type).items():
+        model_class = growable_model_class(stock)
+        getattr(transformers, auto_name).register(model_class.config_class, model_class, exist_ok=True)
+
+
+def _stock_classes(model_type: str) -> dict[str, type[PreTrainedModel]]:
+    """The stock model class of a family by the name of its Auto class, for those that know the family."""
+    config_class = CONFIG_MAPPING[model_type]
+    mappings = {auto_name: getattr(transformers, mapping_name) for auto_name, mapping_name in _AUTO_CLASSES}
+    return {name: mapping[config_class] for name, mapping in mappings.items() if config_class in mapping}
 
 
 def _take_place(partial: Path, target: Path) -> None:

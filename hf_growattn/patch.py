@@ -4,10 +4,13 @@ import copy
 
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from .architectures import architecture_of
+from .architectures import ARCHITECTURES, architecture_of
 from .attention import GrowableAttention
-from .configuration import GROWABLE_CONFIGS, PREFIX, GrowableConfigMixin, set_default_widths
-from .modeling import GrowableModelMixin, adopt, attentions, growable_configs, is_grown
+from .configuration import PREFIX, GrowableConfigMixin, growable_config_class, set_default_widths
+from .modeling import GrowableModelMixin, adopt, attentions, growable_configs, is_grown, register
+
+for _model_type in ARCHITECTURES:
+    register(_model_type)
 
 
 def patch_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -76,16 +79,16 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
 
 def _replace_configs(model: PreTrainedModel, model_type: str) -> list[tuple]:
     """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
-    growable, before = {}, []
+    growable, before, config_class = {}, [], growable_config_class(model_type)
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "model_type", None) != model_type or isinstance(config, GrowableConfigMixin):
             continue
         if id(config) not in growable:
-            growable[id(config)] = copy.deepcopy(config)
-            growable[id(config)].__class__ = GROWABLE_CONFIGS[model_type]
-            vars(growable[id(config)]).pop("model_type", None)  # a loaded config notes it, and would hide the class's
-            set_default_widths(growable[id(config)])
+            growable[id(config)] = new = config_class.__new__(config_class)
+            vars(new).update(copy.deepcopy(vars(config)))
+            vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
+            set_default_widths(new)
         before.append((module, config))
         module.config = growable[id(config)]
     return before
