@@ -15,8 +15,8 @@ from .architectures import ARCHITECTURES
 
 PREFIX = "growattn_"
 
-# What to do once, when the first config of a class is made: a family's model classes cost an import that few need.
-WHEN_FIRST_MADE: dict[type[PreTrainedConfig], Callable[[], None]] = {}
+# Called with a config class when the first config of it is made: its model classes cost an import that few need.
+WHEN_FIRST_MADE: list[Callable[[type[PreTrainedConfig]], None]] = []
 
 
 def stock_head_dim(config: PreTrainedConfig) -> int:
@@ -34,8 +34,7 @@ class GrowableConfigMixin:
 
     def __new__(cls, *args, **kwargs):
         """Make a config, by its constructor, by a copy or by pickle; see `WHEN_FIRST_MADE`."""
-        if cls in WHEN_FIRST_MADE:
-            WHEN_FIRST_MADE.pop(cls)()
+        _first_made(cls)
         return super().__new__(cls)
 
     def __post_init__(self, **kwargs):
@@ -47,10 +46,20 @@ class GrowableConfigMixin:
         for layer in range(self.num_hidden_layers):
             layer_widths(self, layer)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Do nothing: `save_pretrained` of the model says where the code is; transformers would say it otherwise."""
+
     def to_dict(self):
         """Return the config as a dict, as the stock class does."""
         _tell_peft(self.model_type)
         return super().to_dict()
+
+
+@cache
+def _first_made(config_class: type[PreTrainedConfig]) -> None:
+    for call in WHEN_FIRST_MADE:
+        call(config_class)
 
 
 def _tell_peft(model_type: str) -> None:

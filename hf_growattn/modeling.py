@@ -2,22 +2,24 @@
 
 `GrowAttn<Stock class>` is the stock class with growable attention. `patch_model` swaps a living model to it;
 `from_pretrained` builds it from a config. Classes are made when they are needed, by `growable_model_class`, by name as
-an attribute of this module, or by the Auto classes once `register` has told them of a family.
+an attribute of this module, or by the Auto classes.
 """
 
 import ctypes
 import inspect
+import json
 import os
 import shutil
 import sys
 import tempfile
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
-from transformers.utils import output_capturing
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import CONFIG_NAME, output_capturing
 
 from .architectures import ARCHITECTURES, Architecture, architecture_of
 from .attention import GrowableAttention, growable_attention_class
@@ -39,6 +41,9 @@ _AUTO_CLASSES = (
     ("AutoModelForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING"),
 )
 
+_CODE_FOLDER = "growattn"  # of a checkpoint: this file and those it imports, which load it where this library is not
+_SHIPPED_FAMILIES = frozenset(ARCHITECTURES)  # rows that a program adds later are not in the files
+
 
 class GrowableModelMixin:
     """Mixed into a stock model class: attention widths come from the config, and saving is all or nothing."""
@@ -58,10 +63,13 @@ class GrowableModelMixin:
         The checkpoint is written beside `save_directory` and then takes its place in one step, so a process that is
         killed leaves the former checkpoint as it was. Other files of the directory stay. Where the directory itself
         cannot be replaced, as the current directory or a mount, the files are, one after the other.
+
+        The code of the classes goes along, so that `trust_remote_code=True` loads it where this library is not.
         """
         target = Path(save_directory).resolve()
         if kwargs.get("distributed_checkpoint"):
-            return super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
+            super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
+            return _add_code(self, target) if is_main_process else None
         if not is_main_process:
             with tempfile.TemporaryDirectory() as discarded:  # ranks may gather weights together, but one keeps them
                 return super().save_pretrained(discarded, is_main_process, **kwargs)
@@ -74,11 +82,18 @@ class GrowableModelMixin:
         partial.mkdir(parents=True)
         try:
             super().save_pretrained(partial, is_main_process, **kwargs)
+            _add_code(self, partial)
             _take_place(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Do nothing for a class of ours, as for its config; a class derived from it is transformers' to care for."""
+        if cls.__module__ != __name__:
+            super().register_for_auto_class(auto_class)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the widths along with the weights, so that a state from before or after a growth loads (`fit`)."""
@@ -171,19 +186,22 @@ def __getattr__(name: str):
 
 
 def register(model_type: str) -> None:
-    """Teach the Auto classes the grown models of a family that has a row in `ARCHITECTURES`.
+    """Teach AutoConfig the grown models of a family that has a row in `ARCHITECTURES`; model classes follow it.
 
-    Its modeling file is imported when the first config of a grown model is made, which comes before any model.
+    The library does this on import. Code that travelled with a checkpoint does not: it serves that checkpoint alone.
     """
     config_class = growable_config_class(model_type)
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    WHEN_FIRST_MADE[config_class] = partial(_register_models, model_type)
 
 
-def _register_models(model_type: str) -> None:
-    for auto_name, stock in _stock_classes(model_type).items():
+def _register_models(config_class: type[GrowableConfigMixin]) -> None:
+    """Teach the Auto classes the models of a config class; transformers itself builds some through them."""
+    for auto_name, stock in _stock_classes(config_class.model_type.removeprefix(PREFIX)).items():
         model_class = growable_model_class(stock)
         getattr(transformers, auto_name).register(model_class.config_class, model_class, exist_ok=True)
+
+
+WHEN_FIRST_MADE.append(_register_models)
 
 
 def _stock_classes(model_type: str) -> dict[str, type[PreTrainedModel]]:
@@ -191,6 +209,30 @@ def _stock_classes(model_type: str) -> dict[str, type[PreTrainedModel]]:
     config_class = CONFIG_MAPPING[model_type]
     mappings = {auto_name: getattr(transformers, mapping_name) for auto_name, mapping_name in _AUTO_CLASSES}
     return {name: mapping[config_class] for name, mapping in mappings.items() if config_class in mapping}
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    """Where a checkpoint of a family keeps the classes that the Auto classes may load it by, for its config.json."""
+    names = {"AutoConfig": growable_config_class(model_type).__name__}
+    for auto_name, stock in _stock_classes(model_type).items():
+        names[auto_name] = growable_model_class(stock).__name__
+    return {auto_name: f"{_CODE_FOLDER}/{Path(__file__).stem}.{name}" for auto_name, name in names.items()}
+
+
+def _add_code(model: PreTrainedModel, folder: Path) -> None:
+    """Put the code of a model's class into its checkpoint, byte for byte, and where it is into config.json.
+
+    Not for adapters saved alone, which have no config, nor for classes and families that are not in our files.
+    """
+    ours = next(cls for cls in type(model).__mro__ if cls.__module__ == __name__)
+    model_type = model.config.model_type.removeprefix(PREFIX)
+    derived = type(model).__name__.removeprefix("FSDP") != ours.__name__  # FSDP's own class is a wrapper in name only
+    if derived or model_type not in _SHIPPED_FAMILIES or not (folder / CONFIG_NAME).exists():
+        return
+    (folder / _CODE_FOLDER).mkdir(exist_ok=True)
+    custom_object_save(ours, folder / _CODE_FOLDER)
+    config = {**json.loads((folder / CONFIG_NAME).read_text()), "auto_map": auto_map(model_type)}
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _take_place(partial: Path, target: Path) -> None:
@@ -201,8 +243,10 @@ def _take_place(partial: Path, target: Path) -> None:
     replaced = {entry.name for entry in partial.iterdir()}
     others = [entry for entry in target.iterdir() if entry.name not in replaced]
     if os.path.ismount(target) or Path.cwd().is_relative_to(target):
-        for entry in sorted(partial.iterdir(), key=lambda entry: not _is_weights(entry.name)):
-            os.replace(entry, target / entry.name)
+        files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
+        for file in sorted(files, key=lambda file: not _is_weights(file.name)):
+            (target / file).parent.mkdir(exist_ok=True)
+            os.replace(partial / file, target / file)
         for entry in filter(lambda entry: _is_weights(entry.name), others):
             entry.unlink()
         return

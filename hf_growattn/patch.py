@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from .architectures import ARCHITECTURES, architecture_of
 from .attention import GrowableAttention
 from .configuration import PREFIX, GrowableConfigMixin, growable_config_class, set_default_widths
-from .modeling import GrowableModelMixin, adopt, attentions, growable_configs, is_grown, register
+from .modeling import GrowableModelMixin, adopt, attentions, auto_map, growable_configs, is_grown, register
 
 for _model_type in ARCHITECTURES:
     register(_model_type)
@@ -38,6 +38,11 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
         )
     if isinstance(model, GrowableModelMixin):
         return model
+    if hasattr(model, "sync_config") and model.config.model_type.startswith(PREFIX):
+        raise ValueError(
+            "This model runs the code that its checkpoint carries, which cannot grow. Import hf_growattn first, then "
+            "load the model again."
+        )
     architecture_of(model.config.model_type)
     stock_configs = _replace_configs(model, model.config.model_type)
     try:
@@ -66,9 +71,12 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
             "model.save_pretrained; a stock checkpoint is a matter for export_model, which is still to come."
         )
     for config in growable_configs(model):
+        stock_type = config.model_type.removeprefix(PREFIX)
         config.per_layer_config = None
         del config.qk_head_dim, config.v_head_dim
-        config.__class__ = CONFIG_MAPPING[config.model_type.removeprefix(PREFIX)]
+        if getattr(config, "auto_map", None) == auto_map(stock_type):
+            del config.auto_map
+        config.__class__ = CONFIG_MAPPING[stock_type]
     for attention in attentions(model):
         attention.release()
     for module in model.modules():

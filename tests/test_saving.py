@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import data_path
 from families import build, tokens
+from test_layering import TRAVELLING
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_growattn import patch_model, unpatch_model
@@ -26,6 +27,10 @@ def grown(qk_dims: int, variant: str = "llama-2"):
     torch.nn.init.normal_(attentions(model)[0].weight("query"), std=0.3)
     model.sync_config()
     return model
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def logits(path):
@@ -43,12 +48,13 @@ def test_saving_over_an_old_checkpoint(tmp_path, variant):
     assert torch.equal(logits(tmp_path / "m"), model(tokens()).logits)
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     kept = {"m/tokenizer.json", "m/runs/events"}
-    assert files == kept | {"m/config.json", "m/generation_config.json", "m/model.safetensors"}
+    code = {f"m/growattn/{name}.py" for name in TRAVELLING}
+    assert files == kept | code | {"m/config.json", "m/generation_config.json", "m/model.safetensors"}
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     grown(4).save_pretrained(tmp_path / "m")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+    before = contents(tmp_path / "m")
 
     def no_space(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -56,7 +62,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", no_space)
     with pytest.raises(OSError, match="No space"):
         grown(9).save_pretrained(tmp_path / "m")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()} == before
+    assert contents(tmp_path / "m") == before
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
@@ -95,7 +101,9 @@ def test_relative_paths_and_files_in_the_way(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="needs a directory"):
         model.save_pretrained("file")
     monkeypatch.chdir(tmp_path / "m")
+    Path("modeling.py").write_text("mine")
     model.save_pretrained(".")
+    assert Path("modeling.py").read_text() == "mine"
     assert torch.equal(logits("."), model(tokens()).logits)
     monkeypatch.chdir(tmp_path)
     Path("link").symlink_to("m")
