@@ -41,8 +41,21 @@ class GrowableConfigMixin:
         per_layer_config = kwargs.pop("per_layer_config", None)
         super().__post_init__(**kwargs)
         set_default_widths(self)
+        for name in ("qk_head_dim", "v_head_dim"):
+            if getattr(self, name) != stock_head_dim(self):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} and the stock head width {stock_head_dim(self)}; outside of "
+                    "per_layer_config they are equal. Mend config.json: growth changes per_layer_config "
+                    "alone."
+                )
         if per_layer_config is not None:
-            self.per_layer_config = per_layer_config
+            try:
+                self.per_layer_config = per_layer_config
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    'per_layer_config in config.json must hold widths by layer, such as {"0": {"qk_head_dim": 20}}: '
+                    f"{error}."
+                ) from error
         for layer in range(self.num_hidden_layers):
             layer_widths(self, layer)
 

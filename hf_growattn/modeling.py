@@ -90,6 +90,42 @@ class GrowableModelMixin:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """Load as `PreTrainedModel.from_pretrained` does, and say of a damaged checkpoint what to do."""
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except Exception as error:
+            absent = isinstance(error, FileNotFoundError) and ".safetensors" in str(error)
+            if absent or type(error).__name__ == "SafetensorError":  # these files may not import safetensors
+                raise OSError(
+                    f"The checkpoint {pretrained_model_name_or_path} is not whole: {error}. Copy, download or save it "
+                    "again."
+                ) from error
+            raise
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
+        """Refuse what would leave a part of the model at random: transformers raises `loading_info.error_msgs`.
+
+        That is attention weights of other sizes, even with `ignore_mismatched_sizes`, which is meant for task heads,
+        and weights that the checkpoint lacks, but for those of a task head.
+        """
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        layers = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, GrowableAttention))
+        backbone = "" if self.base_model is self else f"{self.base_model_prefix}."
+        problems = [
+            f"{key} is {tuple(saved)} in the weights and {tuple(expected)} by config.json"
+            for key, saved, expected in sorted(loading_info.mismatched_keys)
+            if key.startswith(layers)
+        ]
+        problems += [f"{key} is missing" for key in sorted(loading_info.missing_keys) if key.startswith(backbone)]
+        if problems:
+            more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
+            loading_info.error_msgs.append(
+                f"{'; '.join(problems[:4] + more)}. config.json and the weights are not of the same save: put back "
+                "what save_pretrained wrote together, or mend per_layer_config in config.json."
+            )
+
+    @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
         """Do nothing for a class of ours, as for its config; a class derived from it is transformers' to care for."""
         if cls.__module__ != __name__:
