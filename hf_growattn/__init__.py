@@ -1,13 +1,15 @@
 """Attention that grows: widen the heads of Hugging Face models where the loss asks for it."""
 
+from .architectures import Architecture
 from .attention import GrowableAttention
 from .growth import Grower
-from .patch import patch_model, unpatch_model
+from .patch import patch_model, register_architecture, unpatch_model
 from .plan import GrowthConfig
 from .report import GrowthReport
 from .views import attention_views
 
 __all__ = [
+    "Architecture",
     "GrowableAttention",
     "Grower",
     "GrowthCallback",
@@ -15,6 +17,7 @@ __all__ = [
     "GrowthReport",
     "attention_views",
     "patch_model",
+    "register_architecture",
     "unpatch_model",
 ]
 __version__ = "0.1.0"

@@ -116,7 +116,7 @@ class GrowableAttention(Widths):
         # (batch, tokens, heads, v_head_dim), and beside it what an extension added
         attn_output, added = attn_output[..., :v_width].split((self.v_head_dim, v_width - self.v_head_dim), dim=-1)
         attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        attn_output = self.projection("output")(attn_output)
+        attn_output = self.projection_of("output")(attn_output)
         if added.shape[-1]:
             attn_output = attn_output + self.extension.output(added)
         if row.output_dropout is not None:
@@ -127,11 +127,11 @@ class GrowableAttention(Widths):
         """(batch, tokens, hidden_size) -> queries, keys and values, each (batch, its heads, tokens, its width)."""
         row, roles, batch_shape = self.architecture, ("query", "key", "value"), hidden_states.shape[:-1]
         if row.fused:
-            grouped = self.projection("query")(hidden_states).unflatten(-1, (self._groups("query"), -1))
+            grouped = self.projection_of("query")(hidden_states).unflatten(-1, (self._groups("query"), -1))
             projected = grouped.split([self._block(role)[1] for role in roles], dim=-1)
         else:
-            projected = [self.projection(role)(hidden_states) for role in roles]
-        query, key, value = (x.view(*batch_shape, -1, self.width(role)) for x, role in zip(projected, roles))
+            projected = [self.projection_of(role)(hidden_states) for role in roles]
+        query, key, value = (x.view(*batch_shape, -1, self.width_of(role)) for x, role in zip(projected, roles))
         query, key = self._normed(row.query_norm, query), self._normed(row.key_norm, key)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 

@@ -33,12 +33,12 @@ class Block:
     @property
     def heads(self) -> int:
         """Query heads `H`."""
-        return self.attention.heads("query")
+        return self.attention.heads_of("query")
 
     @property
     def groups(self) -> int:
         """Key/value heads `G`."""
-        return self.attention.heads("key")
+        return self.attention.heads_of("key")
 
     def old_factors(self) -> tuple[Tensor, Tensor]:
         """What the old dims compute: stacked (H, a, k), shared (G, b, k), with biases, in the statistics' precision.

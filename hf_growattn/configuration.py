@@ -6,12 +6,17 @@ was: the rotary width and the source of the softmax scale.
 """
 
 import sys
+from collections.abc import Callable
+from functools import cache
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from .architectures import ARCHITECTURES
 
 PREFIX = "growattn_"
+
+# Called with a config class when the first config of it is made: its model classes cost an import that few need.
+WHEN_FIRST_MADE: list[Callable[[type[PreTrainedConfig]], None]] = []
 
 
 def stock_head_dim(config: PreTrainedConfig) -> int:
@@ -27,19 +32,47 @@ class GrowableConfigMixin:
             layer's own with `layer_widths`.
     """
 
+    def __new__(cls, *args, **kwargs):
+        """Make a config, by its constructor, by a copy or by pickle; see `WHEN_FIRST_MADE`."""
+        _first_made(cls)
+        return super().__new__(cls)
+
     def __post_init__(self, **kwargs):
         per_layer_config = kwargs.pop("per_layer_config", None)
         super().__post_init__(**kwargs)
         set_default_widths(self)
+        for name in ("qk_head_dim", "v_head_dim"):
+            if getattr(self, name) != stock_head_dim(self):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} and the stock head width {stock_head_dim(self)}; outside of "
+                    "per_layer_config they are equal. Mend config.json: growth changes per_layer_config "
+                    "alone."
+                )
         if per_layer_config is not None:
-            self.per_layer_config = per_layer_config
+            try:
+                self.per_layer_config = per_layer_config
+            except (AttributeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    'per_layer_config in config.json must hold widths by layer, such as {"0": {"qk_head_dim": 20}}: '
+                    f"{error}."
+                ) from error
         for layer in range(self.num_hidden_layers):
             layer_widths(self, layer)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Do nothing: `save_pretrained` of the model says where the code is; transformers would say it otherwise."""
 
     def to_dict(self):
         """Return the config as a dict, as the stock class does."""
         _tell_peft(self.model_type)
         return super().to_dict()
+
+
+@cache
+def _first_made(config_class: type[PreTrainedConfig]) -> None:
+    for call in WHEN_FIRST_MADE:
+        call(config_class)
 
 
 def _tell_peft(model_type: str) -> None:
@@ -79,14 +112,24 @@ def layer_widths(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
     return widths
 
 
-def _growable_config_class(model_type: str) -> type[PreTrainedConfig]:
+@cache
+def growable_config_class(model_type: str) -> type[PreTrainedConfig]:
+    """Return `GrowAttn<Stock config class>` for a stock model type."""
     stock = CONFIG_MAPPING[model_type]
     namespace = {"__module__": __name__, "model_type": PREFIX + model_type}
     return type(f"GrowAttn{stock.__name__}", (GrowableConfigMixin, stock), namespace)
 
 
-# By stock model type. AutoConfig learns them, so that from_pretrained finds them.
-GROWABLE_CONFIGS = {model_type: _growable_config_class(model_type) for model_type in ARCHITECTURES}
-for _config_class in GROWABLE_CONFIGS.values():
-    globals()[_config_class.__name__] = _config_class  # so that pickle finds it
-    AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
+def config_class_by_name(name: str) -> type[PreTrainedConfig]:
+    """Return a config class of ours by its name.
+
+    Raises:
+        AttributeError: no family has a class of this name.
+    """
+    for model_type in ARCHITECTURES:
+        if name == f"GrowAttn{CONFIG_MAPPING[model_type].__name__}":
+            return growable_config_class(model_type)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__getattr__ = config_class_by_name  # pickle asks the module for its classes

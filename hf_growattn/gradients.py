@@ -238,7 +238,7 @@ def tangent_steps(
     """
     for block in blocks:
         for role in (block.kind.stacked, block.kind.shared):
-            block.attention.projection(role).requires_grad_(True)
+            block.attention.projection_of(role).requires_grad_(True)
     read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
     for batches in halves:
         backward(model, batches, tick)

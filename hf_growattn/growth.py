@@ -313,7 +313,7 @@ def _as_first_rank(change: Change) -> Change:
 
 def _layer_growth(change: Change, step: float) -> LayerGrowth:
     gradient, block = change.gradient, change.gradient.block
-    width = block.attention.width(block.kind.shared)
+    width = block.attention.width_of(block.kind.shared)
     strength = change.strength.tolist() + [0.0] * (len(gradient.validated) - change.dims)
     return LayerGrowth(
         layer=block.attention.layer_idx,

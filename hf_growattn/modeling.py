@@ -1,11 +1,13 @@
 """Model classes of grown models, made from the stock ones, and what makes a model tree growable.
 
 `GrowAttn<Stock class>` is the stock class with growable attention. `patch_model` swaps a living model to it;
-`from_pretrained` builds it from a config. Importing this module registers the classes with the Auto classes.
+`from_pretrained` builds it from a config. Classes are made when they are needed, by `growable_model_class`, by name as
+an attribute of this module, or by the Auto classes.
 """
 
 import ctypes
 import inspect
+import json
 import os
 import shutil
 import sys
@@ -15,13 +17,22 @@ from pathlib import Path
 
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.utils import output_capturing
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import CONFIG_NAME, output_capturing
 
 from .architectures import ARCHITECTURES, Architecture, architecture_of
 from .attention import GrowableAttention, growable_attention_class
-from .configuration import GROWABLE_CONFIGS, PREFIX, GrowableConfigMixin, layer_widths, stock_head_dim
+from .configuration import (
+    PREFIX,
+    WHEN_FIRST_MADE,
+    GrowableConfigMixin,
+    config_class_by_name,
+    growable_config_class,
+    layer_widths,
+    stock_head_dim,
+)
 
 _AUTO_CLASSES = (
     ("AutoModel", "MODEL_MAPPING"),
@@ -30,6 +41,9 @@ _AUTO_CLASSES = (
     ("AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING"),
     ("AutoModelForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING"),
 )
+
+_CODE_FOLDER = "growattn"  # of a checkpoint: this file and those it imports, which load it where this library is not
+_SHIPPED_FAMILIES = frozenset(ARCHITECTURES)  # rows that a program adds later are not in the files
 
 
 class GrowableModelMixin:
@@ -50,10 +64,13 @@ class GrowableModelMixin:
         The checkpoint is written beside `save_directory` and then takes its place in one step, so a process that is
         killed leaves the former checkpoint as it was. Other files of the directory stay. Where the directory itself
         cannot be replaced, as the current directory or a mount, the files are, one after the other.
+
+        The code of the classes goes along, so that `trust_remote_code=True` loads it where this library is not.
         """
         target = Path(save_directory).resolve()
         if kwargs.get("distributed_checkpoint"):
-            return super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
+            super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
+            return _add_code(self, target) if is_main_process else None
         if not is_main_process:
             with tempfile.TemporaryDirectory() as discarded:  # ranks may gather weights together, but one keeps them
                 return super().save_pretrained(discarded, is_main_process, **kwargs)
@@ -66,11 +83,54 @@ class GrowableModelMixin:
         partial.mkdir(parents=True)
         try:
             super().save_pretrained(partial, is_main_process, **kwargs)
+            _add_code(self, partial)
             _take_place(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """Load as `PreTrainedModel.from_pretrained` does, and say of a damaged checkpoint what to do."""
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except Exception as error:
+            absent = isinstance(error, FileNotFoundError) and ".safetensors" in str(error)
+            if absent or type(error).__name__ == "SafetensorError":  # these files may not import safetensors
+                raise OSError(
+                    f"The checkpoint {pretrained_model_name_or_path} is not whole: {error}. Copy, download or save it "
+                    "again."
+                ) from error
+            raise
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
+        """Refuse what would leave a part of the model at random: transformers raises `loading_info.error_msgs`.
+
+        That is attention weights of other sizes, even with `ignore_mismatched_sizes`, which is meant for task heads,
+        and weights that the checkpoint lacks, but for those of a task head.
+        """
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        layers = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, GrowableAttention))
+        backbone = "" if self.base_model is self else f"{self.base_model_prefix}."
+        problems = [
+            f"{key} is {tuple(saved)} in the weights and {tuple(expected)} by config.json"
+            for key, saved, expected in sorted(loading_info.mismatched_keys)
+            if key.startswith(layers)
+        ]
+        problems += [f"{key} is missing" for key in sorted(loading_info.missing_keys) if key.startswith(backbone)]
+        if problems:
+            more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
+            loading_info.error_msgs.append(
+                f"{'; '.join(problems[:4] + more)}. config.json and the weights are not of the same save: put back "
+                "what save_pretrained wrote together, or mend per_layer_config in config.json."
+            )
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Do nothing for a class of ours, as for its config; a class derived from it is transformers' to care for."""
+        if cls.__module__ != __name__:
+            super().register_for_auto_class(auto_class)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the widths along with the weights, so that a state from before or after a growth loads (`fit`)."""
@@ -146,30 +206,77 @@ def is_grown(model: nn.Module) -> bool:
 @cache
 def growable_model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return `GrowAttn<Stock class>`, a subclass of a stock model class, base model or head alike."""
-    name = f"GrowAttn{stock.__name__}"
-    config_class = GROWABLE_CONFIGS[stock.config_class.model_type]
-    cls = type(name, (GrowableModelMixin, stock), {"__module__": __name__, "config_class": config_class})
-    globals()[name] = cls  # so that pickle finds it
+    model_type = stock.config_class.model_type
+    row = architecture_of(model_type)
+    growable_attention_class(getattr(row.modeling_file, row.attention), row)  # pickle asks for it next, by its name
+    namespace = {"__module__": __name__, "config_class": growable_config_class(model_type)}
+    cls = type(f"GrowAttn{stock.__name__}", (GrowableModelMixin, stock), namespace)
+    globals()[cls.__name__] = cls  # so that pickle finds it
     # Checkpoints of some families hold other tensors than the modules, and what converts them goes by these names.
-    for theirs, ours in ((stock.__name__, name), (stock.config_class.model_type, config_class.model_type)):
+    for theirs, ours in ((stock.__name__, cls.__name__), (model_type, PREFIX + model_type)):
         conversions = get_checkpoint_conversion_mapping(theirs)
         if conversions is not None:
             register_checkpoint_conversion_mapping(ours, conversions, overwrite=True)
     return cls
 
 
-def _register() -> None:
-    for model_type in ARCHITECTURES:
-        config_class = GROWABLE_CONFIGS[model_type]
-        stock_config_class = transformers.CONFIG_MAPPING[model_type]
-        for auto_name, mapping_name in _AUTO_CLASSES:
-            mapping = getattr(transformers, mapping_name)
-            if stock_config_class in mapping:
-                model_class = growable_model_class(mapping[stock_config_class])
-                getattr(transformers, auto_name).register(config_class, model_class, exist_ok=True)
+def __getattr__(name: str):
+    """Make a model class, or find a config class, when it is asked for by name, as pickle and `auto_map` do."""
+    stock = getattr(transformers, name.removeprefix("GrowAttn"), None) if name.startswith("GrowAttn") else None
+    stock_config = getattr(stock, "config_class", None)
+    if getattr(stock_config, "model_type", None) in ARCHITECTURES:
+        return growable_model_class(stock)
+    return config_class_by_name(name)
 
 
-_register()
+def register(model_type: str) -> None:
+    """Teach AutoConfig the grown models of a family that has a row in `ARCHITECTURES`; model classes follow it.
+
+    The library does this on import. Code that travelled with a checkpoint does not: it serves that checkpoint alone.
+    """
+    config_class = growable_config_class(model_type)
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+
+
+def _register_models(config_class: type[GrowableConfigMixin]) -> None:
+    """Teach the Auto classes the models of a config class; transformers itself builds some through them."""
+    for auto_name, stock in _stock_classes(config_class.model_type.removeprefix(PREFIX)).items():
+        model_class = growable_model_class(stock)
+        getattr(transformers, auto_name).register(model_class.config_class, model_class, exist_ok=True)
+
+
+WHEN_FIRST_MADE.append(_register_models)
+
+
+def _stock_classes(model_type: str) -> dict[str, type[PreTrainedModel]]:
+    """The stock model class of a family by the name of its Auto class, for those that know the family."""
+    config_class = CONFIG_MAPPING[model_type]
+    mappings = {auto_name: getattr(transformers, mapping_name) for auto_name, mapping_name in _AUTO_CLASSES}
+    return {name: mapping[config_class] for name, mapping in mappings.items() if config_class in mapping}
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    """Where a checkpoint of a family keeps the classes that the Auto classes may load it by, for its config.json."""
+    names = {"AutoConfig": growable_config_class(model_type).__name__}
+    for auto_name, stock in _stock_classes(model_type).items():
+        names[auto_name] = growable_model_class(stock).__name__
+    return {auto_name: f"{_CODE_FOLDER}/{Path(__file__).stem}.{name}" for auto_name, name in names.items()}
+
+
+def _add_code(model: PreTrainedModel, folder: Path) -> None:
+    """Put the code of a model's class into its checkpoint, byte for byte, and where it is into config.json.
+
+    Not for adapters saved alone, which have no config, nor for classes and families that are not in our files.
+    """
+    ours = next(cls for cls in type(model).__mro__ if cls.__module__ == __name__)
+    model_type = model.config.model_type.removeprefix(PREFIX)
+    derived = type(model).__name__.removeprefix("FSDP") != ours.__name__  # FSDP's own class is a wrapper in name only
+    if derived or model_type not in _SHIPPED_FAMILIES or not (folder / CONFIG_NAME).exists():
+        return
+    (folder / _CODE_FOLDER).mkdir(exist_ok=True)
+    custom_object_save(ours, folder / _CODE_FOLDER)
+    config = {**json.loads((folder / CONFIG_NAME).read_text()), "auto_map": auto_map(model_type)}
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _take_place(partial: Path, target: Path) -> None:
@@ -180,8 +287,10 @@ def _take_place(partial: Path, target: Path) -> None:
     replaced = {entry.name for entry in partial.iterdir()}
     others = [entry for entry in target.iterdir() if entry.name not in replaced]
     if os.path.ismount(target) or Path.cwd().is_relative_to(target):
-        for entry in sorted(partial.iterdir(), key=lambda entry: not _is_weights(entry.name)):
-            os.replace(entry, target / entry.name)
+        files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
+        for file in sorted(files, key=lambda file: not _is_weights(file.name)):
+            (target / file).parent.mkdir(exist_ok=True)
+            os.replace(partial / file, target / file)
         for entry in filter(lambda entry: _is_weights(entry.name), others):
             entry.unlink()
         return

@@ -4,10 +4,36 @@ import copy
 
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from .architectures import architecture_of
+from .architectures import ARCHITECTURES, Architecture, architecture_of
 from .attention import GrowableAttention
-from .configuration import GROWABLE_CONFIGS, PREFIX, GrowableConfigMixin, set_default_widths
-from .modeling import GrowableModelMixin, adopt, attentions, growable_configs, is_grown
+from .configuration import PREFIX, GrowableConfigMixin, growable_config_class, set_default_widths
+from .modeling import GrowableModelMixin, adopt, attentions, auto_map, growable_configs, is_grown, register
+
+for _model_type in ARCHITECTURES:
+    register(_model_type)
+
+
+def register_architecture(row: Architecture) -> None:
+    """Teach the library a model family of your own, by its row; `patch_model` and the Auto classes know it then.
+
+    Do this before `from_pretrained` of its grown checkpoints too. They need this library: a row that is not in its
+    files does not travel with a checkpoint.
+
+    Raises:
+        ValueError: the family has a row already, AutoConfig does not know its type, or the row names what the family
+            does not have.
+    """
+    if row.model_type in ARCHITECTURES:
+        raise ValueError(f"{row.model_type!r} has a row already; rows are not replaced.")
+    if row.model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"AutoConfig does not know {row.model_type!r}. Call AutoConfig.register with its config first."
+        )
+    for name in filter(None, (row.attention, row.rotate)):
+        if not hasattr(row.modeling_file, name):
+            raise ValueError(f"{row.modeling_file.__name__} has no {name}; mend the row of {row.model_type!r}.")
+    ARCHITECTURES[row.model_type] = row
+    register(row.model_type)
 
 
 def patch_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -35,6 +61,11 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
         )
     if isinstance(model, GrowableModelMixin):
         return model
+    if hasattr(model, "sync_config") and model.config.model_type.startswith(PREFIX):
+        raise ValueError(
+            "This model runs the code that its checkpoint carries, which cannot grow. Import hf_growattn first, then "
+            "load the model again."
+        )
     architecture_of(model.config.model_type)
     stock_configs = _replace_configs(model, model.config.model_type)
     try:
@@ -63,9 +94,12 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
             "model.save_pretrained; a stock checkpoint is a matter for export_model, which is still to come."
         )
     for config in growable_configs(model):
+        stock_type = config.model_type.removeprefix(PREFIX)
         config.per_layer_config = None
         del config.qk_head_dim, config.v_head_dim
-        config.__class__ = CONFIG_MAPPING[config.model_type.removeprefix(PREFIX)]
+        if getattr(config, "auto_map", None) == auto_map(stock_type):
+            del config.auto_map
+        config.__class__ = CONFIG_MAPPING[stock_type]
     for attention in attentions(model):
         attention.release()
     for module in model.modules():
@@ -76,16 +110,16 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
 
 def _replace_configs(model: PreTrainedModel, model_type: str) -> list[tuple]:
     """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
-    growable, before = {}, []
+    growable, before, config_class = {}, [], growable_config_class(model_type)
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "model_type", None) != model_type or isinstance(config, GrowableConfigMixin):
             continue
         if id(config) not in growable:
-            growable[id(config)] = copy.deepcopy(config)
-            growable[id(config)].__class__ = GROWABLE_CONFIGS[model_type]
-            vars(growable[id(config)]).pop("model_type", None)  # a loaded config notes it, and would hide the class's
-            set_default_widths(growable[id(config)])
+            growable[id(config)] = new = config_class.__new__(config_class)
+            vars(new).update(copy.deepcopy(vars(config)))
+            vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
+            set_default_widths(new)
         before.append((module, config))
         module.config = growable[id(config)]
     return before

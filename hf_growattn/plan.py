@@ -103,7 +103,7 @@ class GrowthConfig:
     def most_dims(self, block: Block) -> int:
         """The largest number of dims that this growth may add to a block."""
         patterns = block.kind is PATTERNS
-        width = block.attention.width(block.kind.shared)
+        width = block.attention.width_of(block.kind.shared)
         limit = self.max_qk_head_dim if patterns else self.max_v_head_dim
         # Beyond hidden_size the product gains no rank.
         room = max(min(limit or block.attention.config.hidden_size, block.attention.config.hidden_size) - width, 0)
@@ -134,7 +134,7 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
     gains, costs, ends = [], [], []
     for change, price in zip(changes, prices):
         block, values = change.gradient.block, worth_of(change.gradient)
-        width = block.attention.width(block.kind.shared)
+        width = block.attention.width_of(block.kind.shared)
         stops = [n for n in range(1, change.dims + 1) if (width + n) % config.multiple_of == 0]
         spans = list(zip([0, *stops], stops))
         gains.append([price * values[start:stop].sum().item() for start, stop in spans])
@@ -167,5 +167,5 @@ def _parameters_of_a_dim(block: Block) -> int:
     for role in (block.kind.stacked, block.kind.shared):
         for module, name, axis in attention.parameters_along(role):
             parameter = getattr(module, name)
-            count += attention.heads(role) * (parameter.numel() // parameter.shape[axis])
+            count += attention.heads_of(role) * (parameter.numel() // parameter.shape[axis])
     return count

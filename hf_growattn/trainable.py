@@ -41,7 +41,7 @@ def trainable_parameters(chosen: list[GrowableAttention], kinds: list[Kind]) -> 
         names = {parameter: name for name, parameter in attention.named_parameters()}
         for kind in kinds:
             roles = (kind.stacked, kind.shared)
-            adapted = any(is_adapted(attention.projection(role)) for role in roles)
+            adapted = any(is_adapted(attention.projection_of(role)) for role in roles)
             for module, part, _ in (entry for role in roles for entry in attention.parameters_along(role)):
                 parameter = getattr(module, part)
                 name = f"{names[parameter]} of layer {attention.layer_idx}"
@@ -54,7 +54,7 @@ def trainable_parameters(chosen: list[GrowableAttention], kinds: list[Kind]) -> 
 def check_no_adapters(attention: GrowableAttention, kinds: list[Kind], setting: str) -> None:
     """Raise a ValueError if a setting that rewrites old weights meets adapters, which were trained for those."""
     for role in (role for kind in kinds for role in (kind.stacked, kind.shared)):
-        if is_adapted(attention.projection(role)):
+        if is_adapted(attention.projection_of(role)):
             raise ValueError(
                 f"{setting} rewrites existing weights, and {getattr(attention.architecture, role)} of layer "
                 f"{attention.layer_idx} carries adapters that were trained for them. Call merge_and_unload() first, or "

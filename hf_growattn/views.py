@@ -160,12 +160,12 @@ class AttentionView:
     @property
     def heads(self) -> int:
         """Number of query heads `H`: there is a pattern and a message for each."""
-        return self._attention.heads("query")
+        return self._attention.heads_of("query")
 
     @property
     def groups(self) -> int:
         """Number of key/value heads `G`: `H / G` patterns share one key side, and as many messages one value side."""
-        return self._attention.heads("key")
+        return self._attention.heads_of("key")
 
     def pattern(self, head: int, offset: int = 0, length: int | None = None) -> FactoredMatrix:
         """Return the pattern of a query head, `W^P = W_Q R_offset W_K^T`: the logits are `s x'_t W^P x'_u^T`.
@@ -254,7 +254,7 @@ class AttentionView:
                 logits = logits + attention_mask[:, 0]
             message = self.message(head)
             output += logits.softmax(-1) @ (features[..., : message.shape[0]] @ message)
-        bias = self._attention.projection("output").bias
+        bias = self._attention.projection_of("output").bias
         return (output if bias is None else output + bias).to(hidden_states.dtype)
 
     def _logits(self, head: int, features: Tensor, causal: bool) -> Tensor:
@@ -274,10 +274,10 @@ class AttentionView:
 
     def _factors(self, attention: GrowableAttention, role: str, head: int) -> Tensor:
         """Copy a query head's factors of a role, (d or d + 1, width)."""
-        heads = attention.heads("query")
+        heads = attention.heads_of("query")
         if head not in range(heads):
             raise IndexError(f"Layer {self.layer_idx} has {heads} heads, 0 to {heads - 1}; got head {head}.")
-        own = head * attention.heads(role) // heads
+        own = head * attention.heads_of(role) // heads
         weight, bias = attention.weight_of(role)[own, None], attention.bias_of(role)
         factors = F.join_bias(weight, None if bias is None else bias[own, None])[0]
         return _working(factors).clone()

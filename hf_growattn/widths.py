@@ -70,31 +70,31 @@ class Widths(nn.Module):
     qk_head_dim: int
     v_head_dim: int
 
-    def heads(self, role: str) -> int:
+    def heads_of(self, role: str) -> int:
         """Number of heads of a role: `num_key_value_heads` for keys and values, `num_attention_heads` otherwise."""
         if role in ("key", "value"):
             return self.architecture.key_value_heads(self.config)
         return self.config.num_attention_heads
 
-    def width(self, role: str) -> int:
+    def width_of(self, role: str) -> int:
         """Width of one head of a role."""
         return self.qk_head_dim if role in ("query", "key") else self.v_head_dim
 
-    def projection(self, role: str) -> nn.Module:
+    def projection_of(self, role: str) -> nn.Module:
         """The module that computes a role: a linear one, or what peft has put around it."""
         return getattr(self, getattr(self.architecture, role))
 
     def weight_of(self, role: str) -> torch.Tensor:
         """A view on a role's live weight, (heads, width, hidden_size); for "output" that is `W_O` itself per head."""
-        return self._weight_view(role, plain(self.projection(role)).weight.detach())
+        return self._weight_view(role, plain(self.projection_of(role)).weight.detach())
 
     def weight_gradient(self, role: str) -> torch.Tensor:
         """A view on the gradient of a role's weight, in the shape of `weight_of`."""
-        return self._weight_view(role, plain(self.projection(role)).weight.grad)
+        return self._weight_view(role, plain(self.projection_of(role)).weight.grad)
 
     def effective_weight(self, role: str, dtype: torch.dtype) -> torch.Tensor:
         """A role's weight with what active adapters add to it, in the shape of `weight_of`."""
-        return self._weight_view(role, effective(self.projection(role), "weight", dtype))
+        return self._weight_view(role, effective(self.projection_of(role), "weight", dtype))
 
     def _weight_view(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
         axis = self._axis(role)
@@ -103,17 +103,17 @@ class Widths(nn.Module):
 
     def bias_of(self, role: str) -> torch.Tensor | None:
         """A view on a role's live bias, (heads, width); None where the dims have none, as those of "output"."""
-        bias = plain(self.projection(role)).bias
+        bias = plain(self.projection_of(role)).bias
         return None if bias is None or role == "output" else self._bias_view(role, bias.detach())
 
     def bias_gradient(self, role: str) -> torch.Tensor | None:
         """A view on the gradient of a role's bias, in the shape of `bias_of`; None where there is no such bias."""
-        bias = plain(self.projection(role)).bias
+        bias = plain(self.projection_of(role)).bias
         return None if bias is None or role == "output" else self._bias_view(role, bias.grad)
 
     def effective_bias(self, role: str, dtype: torch.dtype) -> torch.Tensor | None:
         """A role's bias with what active adapters add to it, in the shape of `bias_of`; None where that is None."""
-        bias = effective(self.projection(role), "bias", dtype)
+        bias = effective(self.projection_of(role), "bias", dtype)
         return None if bias is None or role == "output" else self._bias_view(role, bias)
 
     def _bias_view(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Widths(nn.Module):
         """Split an axis along which a role's heads lie into (heads, width)."""
         start, size = self._block(role)
         grouped = tensor.unflatten(axis, (self._groups(role), -1)).narrow(axis + 1, start, size)
-        shape = (*tensor.shape[:axis], self.heads(role), self.width(role), *tensor.shape[axis + 1 :])
+        shape = (*tensor.shape[:axis], self.heads_of(role), self.width_of(role), *tensor.shape[axis + 1 :])
         return grouped.view(shape)
 
     def widen(self, qk_dims: int = 0, v_dims: int = 0) -> Widening:
@@ -144,7 +144,7 @@ class Widths(nn.Module):
         grown = {"query": qk_dims, "key": qk_dims, "value": v_dims, "output": v_dims}
         by_module: dict[nn.Module, list[str]] = {}
         for role in grown:
-            by_module.setdefault(self.projection(role), []).append(role)
+            by_module.setdefault(self.projection_of(role), []).append(role)
         resizes = []
         for projection, roles in by_module.items():
             if not any(grown[role] for role in roles):
@@ -175,14 +175,14 @@ class Widths(nn.Module):
         """The widths in a state dict; this module's own where that says nothing that fits."""
         sizes = {}
         for role in ("query", "output"):
-            module = self.projection(role)
+            module = self.projection_of(role)
             weight, name = plain(module).weight, getattr(self.architecture, role)
             inside = next(n for n, m in module.named_modules(prefix=name) if m is plain(module))
             saved, axis = state.get(f"{prefix}{inside}.weight", weight), self._axis(role)
             if saved.dim() != weight.dim() or saved.shape[1 - axis] != weight.shape[1 - axis]:
                 return self.qk_head_dim, self.v_head_dim
             sizes[role] = saved.shape[axis]
-        query_heads, key_heads = self.heads("query"), self.heads("key")
+        query_heads, key_heads = self.heads_of("query"), self.heads_of("key")
         v_head_dim, rest = divmod(sizes["output"], query_heads)
         if self.architecture.fused:
             qk_head_dim, more = divmod(sizes["query"] - key_heads * v_head_dim, query_heads + key_heads)
@@ -198,18 +198,18 @@ class Widths(nn.Module):
         Raises:
             ValueError: the projection is neither a plain one nor one under plain LoRA; the message names the fix.
         """
-        problem = hindrance(self.projection(role))
+        problem = hindrance(self.projection_of(role))
         if problem is not None:
             raise ValueError(
                 f"{getattr(self.architecture, role)} of layer {self.layer_idx} is {problem}, which growth cannot "
                 "resize. Merge adapters other than plain LoRA into the weights (merge_and_unload() of peft), and load "
                 "the model without quantization."
             )
-        return parameters_along(self.projection(role), outputs=role != "output")
+        return parameters_along(self.projection_of(role), outputs=role != "output")
 
     def _axis(self, role: str) -> int:
         """Axis of the weight along which a role's heads lie."""
-        return weight_axis(plain(self.projection(role)), outputs=role != "output")
+        return weight_axis(plain(self.projection_of(role)), outputs=role != "output")
 
     def _groups(self, role: str) -> int:
         """Into how many groups the axis falls along which a role's heads lie."""
@@ -219,7 +219,10 @@ class Widths(nn.Module):
         """Start and size of a role's entries inside each group of its projection."""
         before = {"key": ("query",), "value": ("query", "key")}.get(role, ()) if self.architecture.fused else ()
         groups = self._groups(role)
-        start, size = sum(self.heads(r) * self.width(r) for r in before), self.heads(role) * self.width(role)
+        start, size = (
+            sum(self.heads_of(r) * self.width_of(r) for r in before),
+            self.heads_of(role) * self.width_of(role),
+        )
         return start // groups, size // groups
 
     def _layout(self, roles, grown, device) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -227,8 +230,8 @@ class Widths(nn.Module):
         kept, positions, old_start, new_start = [], [], 0, 0
         groups = self._groups(roles[0])
         for role in roles:
-            heads = torch.arange(self.heads(role) // groups, device=device)
-            old, new = self.width(role), self.width(role) + grown[role]
+            heads = torch.arange(self.heads_of(role) // groups, device=device)
+            old, new = self.width_of(role), self.width_of(role) + grown[role]
             dims = torch.arange(min(old, new), device=device)
             kept.append((old_start + old * heads[:, None] + dims).flatten())
             positions.append((new_start + new * heads[:, None] + dims).flatten())
@@ -241,8 +244,8 @@ class Widths(nn.Module):
         """Record the widths, here and where the projections note their sizes."""
         self.qk_head_dim, self.v_head_dim = qk_head_dim, v_head_dim
         for role in ("query", "key", "value", "output"):
-            if hindrance(self.projection(role)) is None:
-                note_sizes(self.projection(role))
+            if hindrance(self.projection_of(role)) is None:
+                note_sizes(self.projection_of(role))
 
 
 def _resize(module: nn.Module, name: str, axis: int, kept, positions, new_size: int) -> Resize:

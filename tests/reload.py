@@ -1,24 +1,41 @@
 """Run in a fresh process: load every checkpoint named in a JSON file and save what it computes.
 
-Usage: python reload.py JOBS RESULTS, where JOBS holds {name: {"path", "auto_class", "input_ids", "new_tokens"}}.
+Usage: python reload.py JOBS RESULTS [without-library], where JOBS holds {name: {"path", "auto_class", "input_ids",
+"new_tokens"}}, and may add "kwargs" for from_pretrained and "save_to". Without the library the code that the
+checkpoints carry runs instead.
 """
 
 import json
 import sys
 
+import pytest
 import torch
 import transformers
 
-import hf_growattn  # noqa: F401  registers the Auto classes
-
 torch.set_num_threads(1)
 transformers.logging.disable_progress_bar()
-results = {}
-for name, job in json.load(open(sys.argv[1])).items():
-    model = getattr(transformers, job["auto_class"]).from_pretrained(job["path"]).eval()
+jobs_file, results_file, *without_library = sys.argv[1:]
+jobs, results, trust = json.load(open(jobs_file)), {}, {}
+
+if without_library:
+    sys.modules["hf_growattn"] = None  # importing it raises ImportError
+    trust = {"trust_remote_code": True}
+    job = next(iter(jobs.values()))
+    for refusal in ({}, {"trust_remote_code": False}):  # standard input is closed: a question has no answer
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            getattr(transformers, job["auto_class"]).from_pretrained(job["path"], **refusal)
+else:
+    import hf_growattn  # noqa: F401  registers the Auto classes
+
+for name, job in jobs.items():
+    auto_class, kwargs = getattr(transformers, job["auto_class"]), job.get("kwargs", {})
+    model = auto_class.from_pretrained(job["path"], **trust, **kwargs).eval()
     input_ids = torch.tensor(job["input_ids"])
     with torch.no_grad():
         results[name] = {"output": model(input_ids)[0], "class": type(model).__name__, "dtype": str(model.dtype)}
+        results[name]["module"] = type(model).__module__
         if job["new_tokens"]:
             results[name]["tokens"] = model.generate(input_ids, max_new_tokens=job["new_tokens"], do_sample=False)
-torch.save(results, sys.argv[2])
+    if "save_to" in job:
+        model.save_pretrained(job["save_to"])
+torch.save(results, results_file)

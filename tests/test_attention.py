@@ -214,12 +214,12 @@ def test_a_foreign_forward_is_not_replaced_in_silence():
 def test_projections_keep_true_notes_of_their_size(variant):
     layer = attentions(widened(variant, 6, 5))[0]
     for role in ("query", "key", "value", "output"):
-        module = layer.projection(role)
+        module = layer.projection_of(role)
         if isinstance(module, torch.nn.Linear):
             assert (module.out_features, module.in_features) == module.weight.shape
         else:
             assert (module.nx, module.nf) == module.weight.shape
-        assert layer.weight_of(role).shape == (layer.heads(role), layer.width(role), layer.config.hidden_size)
+        assert layer.weight_of(role).shape == (layer.heads_of(role), layer.width_of(role), layer.config.hidden_size)
 
 
 def test_continuous_batching_is_refused_by_name():

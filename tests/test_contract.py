@@ -13,12 +13,17 @@ from families import EAGER_ONLY, HEADS, VARIANTS, build, lm_batches, padded, tok
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
+from hf_growattn.architectures import ARCHITECTURES
 from hf_growattn.modeling import attentions
 
 MODELS = [*VARIANTS, "stories260K"]
 MODELS_BY_ATTENTION = [
     (name, how) for name in MODELS for how in ("eager", "sdpa") if how == "eager" or name not in EAGER_ONLY
 ]
+
+
+def test_every_family_has_a_line():
+    assert {build_config().model_type for build_config in VARIANTS.values()} == set(ARCHITECTURES)
 
 
 def make(name: str, attention: str | None = None):

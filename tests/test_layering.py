@@ -31,7 +31,7 @@ MAY_IMPORT = {
         *("trainable", "optimizer", "sharding", "modeling", "attention", "ranks"),
     },
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
-    "__init__": {"attention", "growth", "patch", "plan", "report", "trainer", "views"},
+    "__init__": {"architectures", "attention", "growth", "patch", "plan", "report", "trainer", "views"},
 }
 TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling", "widths")
 

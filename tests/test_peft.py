@@ -78,7 +78,7 @@ def trainable(model):
 
 def sizes_are_true(model):
     for attention in attentions(model):
-        for projection in {attention.projection(role) for role in ROLES}:
+        for projection in {attention.projection_of(role) for role in ROLES}:
             inside = plain(projection)
             inputs, outputs = (inside.nx, inside.nf) if attention.architecture.fused else inside.weight.shape[::-1]
             assert sorted(inside.weight.shape) == sorted((inputs, outputs))

@@ -91,7 +91,7 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
         for layer in layers:
             probes = {}
             for kind in (PATTERNS, MESSAGES):
-                heads, groups, hidden = layer.heads("query"), layer.heads("key"), layer.config.hidden_size
+                heads, groups, hidden = layer.heads_of("query"), layer.heads_of("key"), layer.config.hidden_size
                 stacked = hidden + (layer.bias_of(kind.stacked) is not None)
                 shared = hidden + (layer.bias_of(kind.shared) is not None)
                 identity = torch.eye(shared, dtype=dtype).expand(groups, -1, -1)
@@ -108,7 +108,7 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
                 cross = expected[kind.name][index][:, : probe.zero_stacked.shape[1], : probe.shared_probe.shape[1]]
                 read = probe.zero_stacked.grad / len(batches)
                 assert (read - cross).norm() <= 1e-5 * cross.norm()
-                mirrored = (cross.mT @ probe.stacked_probe).unflatten(0, (layer.heads("key"), -1)).sum(1)
+                mirrored = (cross.mT @ probe.stacked_probe).unflatten(0, (layer.heads_of("key"), -1)).sum(1)
                 assert (probe.zero_shared.grad / len(batches) - mirrored).norm() <= 1e-5 * mirrored.norm()
 
 

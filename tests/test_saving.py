@@ -1,6 +1,5 @@
 """Saving is all or nothing, and leaves what else lies in the directory."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,7 +12,8 @@ import pytest
 import torch
 from conftest import data_path
 from families import build, tokens
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from test_layering import TRAVELLING
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_growattn import patch_model, unpatch_model
 from hf_growattn.modeling import _exchange, attentions
@@ -26,6 +26,10 @@ def grown(qk_dims: int, variant: str = "llama-2"):
     torch.nn.init.normal_(attentions(model)[0].weight_of("query"), std=0.3)
     model.sync_config()
     return model
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def logits(path):
@@ -43,12 +47,13 @@ def test_saving_over_an_old_checkpoint(tmp_path, variant):
     assert torch.equal(logits(tmp_path / "m"), model(tokens()).logits)
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     kept = {"m/tokenizer.json", "m/runs/events"}
-    assert files == kept | {"m/config.json", "m/generation_config.json", "m/model.safetensors"}
+    code = {f"m/growattn/{name}.py" for name in TRAVELLING}
+    assert files == kept | code | {"m/config.json", "m/generation_config.json", "m/model.safetensors"}
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     grown(4).save_pretrained(tmp_path / "m")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+    before = contents(tmp_path / "m")
 
     def no_space(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -56,7 +61,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", no_space)
     with pytest.raises(OSError, match="No space"):
         grown(9).save_pretrained(tmp_path / "m")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()} == before
+    assert contents(tmp_path / "m") == before
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
@@ -95,7 +100,9 @@ def test_relative_paths_and_files_in_the_way(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="needs a directory"):
         model.save_pretrained("file")
     monkeypatch.chdir(tmp_path / "m")
+    Path("modeling.py").write_text("mine")
     model.save_pretrained(".")
+    assert Path("modeling.py").read_text() == "mine"
     assert torch.equal(logits("."), model(tokens()).logits)
     monkeypatch.chdir(tmp_path)
     Path("link").symlink_to("m")
@@ -143,25 +150,6 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path):
         assert any(matches)
         found.add(matches.index(True))
     print(f"{kills} kills, found checkpoints {sorted(found)}")
-
-
-@pytest.mark.parametrize("width", [0, -4, 8, 2.5, "20", None, True])
-def test_a_config_with_impossible_widths_is_refused(tmp_path, width):
-    grown(4).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["per_layer_config"]["0"]["qk_head_dim"] = width
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="qk_head_dim of layer 0"):
-        AutoConfig.from_pretrained(tmp_path)
-
-
-def test_a_config_that_contradicts_the_weights_is_refused(tmp_path):
-    grown(4).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["per_layer_config"]["0"]["qk_head_dim"] = 32
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RuntimeError, match="mismatch"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_model_built_from_a_config_starts_random_everywhere():

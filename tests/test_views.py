@@ -27,7 +27,7 @@ def grow(model, layers=None, qk_dims=3, v_dims=5):
     for layer in attentions(patch_model(model))[slice(0, None, 2) if layers is None else layers]:
         layer.widen(qk_dims, v_dims)
         for role in ROLES:
-            old = layer.width(role) - (qk_dims if role in ("query", "key") else v_dims)
+            old = layer.width_of(role) - (qk_dims if role in ("query", "key") else v_dims)
             torch.nn.init.normal_(layer.weight_of(role)[:, old:], std=0.3)
             if layer.bias_of(role) is not None:
                 torch.nn.init.normal_(layer.bias_of(role)[:, old:], std=0.3)
@@ -179,7 +179,7 @@ def test_message_is_the_heads_share_of_the_output(variant, grown):
     for view, layer in zip(views, layers):
         x = torch.randn(2, 6, layer.config.hidden_size, dtype=torch.float64)
         value = layer._project(x)[2]
-        bias = layer.projection("output").bias
+        bias = layer.projection_of("output").bias
         total = torch.zeros_like(x)
         for head in range(view.heads):
             message = view.message(head)
@@ -188,7 +188,7 @@ def test_message_is_the_heads_share_of_the_output(variant, grown):
             # The output projection applied to this head's values alone.
             alone = torch.zeros(*x.shape[:2], view.heads, layer.v_head_dim, dtype=torch.float64)
             alone[:, :, head] = value[:, head * view.groups // view.heads]
-            expected = layer.projection("output")(alone.flatten(2)) - (0 if bias is None else bias)
+            expected = layer.projection_of("output")(alone.flatten(2)) - (0 if bias is None else bias)
             assert_close(features(x, message.shape[0]) @ message, expected, **EXACT)
             total = total + expected
         assert total.abs().max() > 0.1

@@ -1,0 +1,183 @@
+"""A checkpoint that is not whole is refused with the fix in the message, and nothing is half-loaded."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from families import HEADS, build, tokens
+from test_saving import grown
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hf_growattn import patch_model
+from hf_growattn.modeling import attentions
+
+VARIANTS = ["llama-2", "gpt2-2"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Each family twice, with 4 and with 9 dims more in layer 0: whole, and a shard for every weight."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for variant in VARIANTS:
+        for dims in (4, 9):
+            model = grown(dims, variant)
+            model.save_pretrained(folder / f"{variant}-{dims}")
+            model.save_pretrained(folder / f"{variant}-{dims}-shards", max_shard_size="1KB")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path):
+    return lambda name: shutil.copytree(saved / name, tmp_path / name)
+
+
+def edit(path, change, name="config.json"):
+    content = json.loads((path / name).read_text())
+    change(content)
+    (path / name).write_text(json.dumps(content))
+
+
+def shard_of(path, weight: str):
+    return path / json.loads((path / "model.safetensors.index.json").read_text())["weight_map"][weight]
+
+
+@pytest.mark.parametrize("width", [0, -4, 8, 2.5, "20", None, True])
+def test_impossible_widths(checkpoint, width):
+    path = checkpoint("llama-2-4")
+    edit(path, lambda config: config["per_layer_config"]["0"].update(qk_head_dim=width))
+    with pytest.raises(ValueError, match=r"qk_head_dim of layer 0.*Mend per_layer_config in config.json"):
+        AutoConfig.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    "layers, reason",
+    [
+        ({"7": {"qk_head_dim": 20}}, "7"),
+        ({"-1": {"qk_head_dim": 20}}, "-1"),
+        ({"first": {"qk_head_dim": 20}}, "first"),
+        ({"0": {"qk_dim": 20}}, "qk_dim"),
+        ({"0": 20}, "int"),
+        ([{"qk_head_dim": 20}], "list"),
+        ("20", "str"),
+    ],
+)
+def test_widths_of_no_layer(checkpoint, layers, reason):
+    path = checkpoint("gpt2-2-4")
+    edit(path, lambda config: config.update(per_layer_config=layers))
+    with pytest.raises(ValueError, match=f"(?s)per_layer_config in config.json must hold widths by layer.*{reason}"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("name, value", [("qk_head_dim", 20), ("v_head_dim", "16"), ("head_dim", 8)])
+def test_the_stock_width_is_in_three_places(checkpoint, name, value):
+    """A smaller head_dim would fit the same weights, and rotate and scale them otherwise."""
+    path = checkpoint("llama-2-4")
+    edit(path, lambda config: config.update({name: value}))
+    with pytest.raises(ValueError, match=r"the stock head width.*Mend config.json"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_the_stock_width_need_not_be_said_again(checkpoint):
+    path = checkpoint("llama-2-4")
+    edit(path, lambda config: [config.pop(name) for name in ("qk_head_dim", "v_head_dim")])
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(path).eval()(tokens()).logits, grown(4)(tokens()).logits)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+@pytest.mark.parametrize("width", [18, 32, None])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_widths_that_are_not_the_weights(checkpoint, variant, width, ignore):
+    path = checkpoint(f"{variant}-4")
+    layers = {"0": {"qk_head_dim": width}} if width else None
+    edit(path, lambda config: config.update(per_layer_config=layers))
+    with pytest.raises(RuntimeError, match=r"\.0\..*attn.* is \(.*in the weights and .*by config.json.*same save"):
+        AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=ignore)
+
+
+@pytest.mark.parametrize("keep", [5, 0.5, -1])
+def test_a_file_cut_short(checkpoint, keep):
+    path = checkpoint("llama-2-4")
+    content = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
+    with pytest.raises(OSError, match=r"llama-2-4 is not whole.*Copy, download or save it again"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_a_shard_that_is_not_there(checkpoint):
+    path = checkpoint("gpt2-2-4-shards")
+    shard_of(path, "transformer.h.1.attn.c_attn.weight").unlink()
+    with pytest.raises(OSError, match=r"is not whole.*safetensors.*again"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_an_index_that_names_no_file(checkpoint):
+    path, weight = checkpoint("llama-2-4-shards"), "model.layers.1.self_attn.o_proj.weight"
+    edit(
+        path, lambda index: index["weight_map"].update({weight: "model-x.safetensors"}), "model.safetensors.index.json"
+    )
+    with pytest.raises(OSError, match=r"is not whole.*model-x.safetensors.*again"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+WEIGHTS = {"llama-2": "model.layers.{}.self_attn.k_proj.weight", "gpt2-2": "transformer.h.{}.attn.c_attn.weight"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_shard_of_another_model(saved, checkpoint, variant):
+    path, weight = checkpoint(f"{variant}-4-shards"), WEIGHTS[variant].format(0)
+    shutil.copy(shard_of(saved / f"{variant}-9-shards", weight), shard_of(path, weight))
+    with pytest.raises(RuntimeError, match=rf"{weight} is \(.*same save"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_shard_that_holds_other_weights(checkpoint, variant):
+    """transformers would start those that are missing at random, and only warn."""
+    path, weight = checkpoint(f"{variant}-4-shards"), WEIGHTS[variant]
+    shutil.copy(shard_of(path, weight.format(1)), shard_of(path, weight.format(0)))
+    with pytest.raises(RuntimeError, match=f"{weight.format(0)} is missing.*same save"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_a_task_head_may_be_new_or_of_another_size(saved, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(saved / "llama-2-4", num_labels=3)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
+    assert again.score.weight.shape[0] == 5
+    assert torch.equal(attentions(again)[0].weight_of("key"), attentions(grown(4))[0].weight_of("key"))
+
+
+def test_a_family_that_nobody_knows(checkpoint):
+    path = checkpoint("llama-2-4")
+    edit(path, lambda config: [config.update(model_type="growattn_bert"), config.pop("auto_map")])
+    with pytest.raises(ValueError, match="growattn_bert"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+class QuantizedLinear(torch.nn.Module):
+    """What quantized layers look like from outside: an integer weight, and no `nn.Linear`."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = linear.weight.abs().max() / 127
+        self.weight = torch.nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
+        self.bias = None
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight * self.scale)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_widening_refuses_quantized_layers_before_it_changes_any(head):
+    model = patch_model(build("llama-2", HEADS[head]))
+    attention = attentions(model)[0]
+    attention.o_proj = QuantizedLinear(attention.o_proj)  # the last to be resized
+    before = {name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(ValueError, match=r"o_proj of layer 0 is a QuantizedLinear.*without quantization"):
+        attention.widen(4, 2)
+    after = model.state_dict(keep_vars=True)
+    assert after.keys() == before.keys() and (attention.qk_head_dim, attention.v_head_dim) == (16, 16)
+    assert all(id(after[name]) == key and torch.equal(after[name], value) for name, (key, value) in before.items())

@@ -1,0 +1,81 @@
+"""Classes of grown models are made when they are needed, and found wherever a config, a name or a pickle asks."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from families import build, tokens
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from hf_growattn import modeling, patch_model
+from hf_growattn.architectures import ARCHITECTURES
+from hf_growattn.modeling import attentions
+
+
+def grown(variant: str):
+    model = patch_model(build(variant))
+    attentions(model)[0].widen(4, 2)
+    model.sync_config()
+    return model
+
+
+FRESH = f"""
+import sys, torch, transformers, hf_growattn
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from families import tokens
+folder, first, second = sys.argv[1:]
+def families():
+    names = [name.split(".") for name in sys.modules if name.startswith("transformers.models.")]
+    return sorted({{n[2] for n in names if n[-1].startswith("modeling_") and n[2] != "auto"}})
+assert families() == []
+if first == "llama":
+    model = transformers.AutoModelForCausalLM.from_pretrained(f"{{folder}}/{{first}}").eval()
+else:
+    model = torch.load(f"{{folder}}/{{first}}.model", weights_only=False)
+assert families() == [first], families()
+torch.save(model(tokens()).logits, f"{{folder}}/{{first}}.logits")
+config = torch.load(f"{{folder}}/{{second}}.config", weights_only=False)
+print(type(transformers.AutoModelForCausalLM.from_config(config)).__name__)
+"""
+
+
+@pytest.mark.parametrize("first, second", [("llama", "gpt2"), ("gpt2", "llama")])
+def test_a_fresh_process_imports_the_family_it_needs_and_no_other(tmp_path, first, second):
+    """The first model is loaded, or unpickled whole; the second is built from an unpickled config."""
+    models = {"llama": grown("llama-5-bias"), "gpt2": grown("gpt2-2")}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        torch.save(model, tmp_path / f"{name}.model")
+        torch.save(model.config, tmp_path / f"{name}.config")
+    command = [sys.executable, "-c", FRESH, tmp_path, first, second]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == type(models[second]).__name__
+    assert torch.equal(torch.load(tmp_path / f"{first}.logits"), models[first](tokens()).logits)
+
+
+def test_classes_have_one_identity():
+    model = grown("llama-2")
+    assert modeling.GrowAttnLlamaForCausalLM is type(model) is type(AutoModelForCausalLM.from_config(model.config))
+    assert modeling.GrowAttnLlamaConfig is type(model.config) is type(AutoConfig.for_model("growattn_llama"))
+    assert modeling.GrowAttnGPT2DoubleHeadsModel.__bases__[1].__name__ == "GPT2DoubleHeadsModel"
+    for absent in ("GrowAttnBertModel", "GrowAttnNothing", "GrowAttnPreTrainedModel", "LlamaModel"):
+        with pytest.raises(AttributeError, match=absent):
+            getattr(modeling, absent)
+
+
+def test_a_row_added_later_is_registered_like_the_others(monkeypatch):
+    llama = ARCHITECTURES["llama"]
+    row = dataclasses.replace(llama, model_type="mistral", attention="MistralAttention")
+    monkeypatch.setitem(ARCHITECTURES, "mistral", row)
+    modeling.register("mistral")
+    config = AutoConfig.for_model(
+        "growattn_mistral", vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, per_layer_config={1: {"qk_head_dim": 16, "v_head_dim": 14}},
+    )  # fmt: skip
+    model = AutoModel.from_config(config).eval()
+    assert type(model).__name__ == "GrowAttnMistralModel" and attentions(model)[1].qk_head_dim == 16
+    assert model(tokens()).last_hidden_state.isfinite().all()
