@@ -1,6 +1,7 @@
 """Attention that grows: widen the heads of Hugging Face models where the loss asks for it."""
 
 from .attention import GrowableAttention
+from .cards import model_card
 from .growth import Grower
 from .patch import patch_model, unpatch_model
 from .plan import GrowthConfig
@@ -14,6 +15,7 @@ __all__ = [
     "GrowthConfig",
     "GrowthReport",
     "attention_views",
+    "model_card",
     "patch_model",
     "unpatch_model",
 ]

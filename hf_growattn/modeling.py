@@ -71,6 +71,11 @@ class GrowableModelMixin:
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
 
+    def push_to_hub(self, repo_id: str, **kwargs):
+        """Push as `PreTrainedModel.push_to_hub` does; with the library, also a card of what grew, all in one commit."""
+        library = sys.modules.get("hf_growattn.cards")  # this file travels with checkpoints, the cards do not
+        return library.push_model(self, repo_id, **kwargs) if library else super().push_to_hub(repo_id, **kwargs)
+
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the widths along with the weights, so that a state from before or after a growth loads (`fit`)."""
         modules = [(name, module) for name, module in self.named_modules() if isinstance(module, GrowableAttention)]

@@ -30,7 +30,8 @@ MAY_IMPORT = {
         *("trainable", "optimizer", "sharding", "modeling", "attention", "ranks"),
     },
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
-    "__init__": {"attention", "growth", "patch", "plan", "report", "trainer", "views"},
+    "cards": {"report", "configuration"},
+    "__init__": {"attention", "cards", "growth", "patch", "plan", "report", "trainer", "views"},
 }
 TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling")
 
