@@ -20,6 +20,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
 from .configuration import PREFIX, layer_widths, stock_head_dim
+from .modeling import _is_weights
 from .report import GrowthReport, grown_layers
 
 CARD, PICTURE, FIGURES = "README.md", "growth.png", "figures.json"
@@ -186,10 +187,6 @@ def _card_on_hub(repo_id: str, token: bool | str | None) -> ModelCard | None:
         return ModelCard.load(repo_id, token=token)
     except EntryNotFoundError:
         return None
-
-
-def _is_weights(name: str) -> bool:
-    return name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def _growth(report: GrowthReport) -> dict:

@@ -111,17 +111,23 @@ model.save_pretrained("saved", push_to_hub=True, repo_id="me/saved")
 """
 LOAD = """
 import sys, torch
-import hf_growattn
+repo, inputs, outputs, library, own_code = sys.argv[1:]
+if library:
+    import hf_growattn
+else:
+    sys.modules["hf_growattn"] = None  # as if it were not installed
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+model = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=bool(own_code)).eval()
 with torch.no_grad():
-    torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])
+    torch.save(model(torch.load(inputs)).logits, outputs)
 """
 
 
-def loaded_logits(hub, home, repo):
+def loaded_logits(hub, home, repo, library="yes", own_code=""):
+    """What a model of the Hub computes in a fresh process with an empty cache."""
+    home.mkdir()
     torch.save(tokens(), home / "tokens.pt")
-    ran(hub, home, "-c", LOAD, repo, home / "tokens.pt", home / "logits.pt")
+    ran(hub, home, "-c", LOAD, repo, home / "tokens.pt", home / "logits.pt", library, own_code)
     return torch.load(home / "logits.pt")
 
 
@@ -141,7 +147,6 @@ def test_pushed_by_the_model_and_loaded_elsewhere(hub, grown, tmp_path):
     assert card.data.pipeline_tag == "text-generation" and "| 1 | 16 -> 19 | 16 -> 18 |" in card.text
     assert 'from_pretrained("me/grown", trust_remote_code=True)' in card.text
     assert TOKEN.encode() not in b"".join(b"".join(files.values()) for files in repository.commits.values())
-    (tmp_path / "elsewhere").mkdir()
     assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/grown"), logits(model))
 
 
@@ -168,7 +173,6 @@ def test_the_script_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown, 
     for grew in growth["layers"]:
         assert f"| 1 | {grew['kind']} | {grew['width']} | {grew['starvation']:.2f} | {grew['gain']:.4f} |" in card.text
     assert "](growth.png)" in card.text and "tiny-licence, carried over" in card.text
-    (tmp_path / "elsewhere").mkdir()
     assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/your-model"), logits(grown[0]))
 
 
@@ -179,7 +183,7 @@ def test_the_stock_form(hub, checkpoint, grown, tmp_path):
     assert not json.loads(hub.files("me/stock")["config.json"])["model_type"].startswith("growattn")
     card = card_of(hub, "me/stock")
     assert "import hf_growattn" not in card.text and "trust_remote_code" not in card.text
-    stock = loaded_logits(hub, tmp_path, "me/stock")
+    stock = loaded_logits(hub, tmp_path / "elsewhere", "me/stock", library="")
     assert (stock - logits(grown[0])).abs().max() < 2e-4  # the weights are rescaled: equal but for fp32's rounding
 
 
@@ -205,6 +209,15 @@ def main(monkeypatch):
         push_to_hub.main()
 
     return call
+
+
+def test_loaded_by_the_code_that_travels_along(here, grown, tmp_path):
+    model, _ = grown
+    model.push_to_hub("me/grown")
+    if b"auto_map" not in here.files("me/grown")["config.json"]:
+        pytest.skip("checkpoints do not carry their code yet")
+    loaded = loaded_logits(here, tmp_path / "elsewhere", "me/grown", library="", own_code="yes")
+    assert torch.equal(loaded, logits(model))
 
 
 def test_a_card_that_is_there_is_kept_unless_there_is_more_to_tell(here, grown):
@@ -237,7 +250,8 @@ def test_a_dry_run_asks_nothing_of_the_hub_but_the_licence(here, main, checkpoin
     main(checkpoint[0], "me/grown", "--dry_run", tmp_path / "look")
     names, told = {path.name for path in (tmp_path / "look").iterdir()}, capsys.readouterr().out
     assert names >= {"README.md", "model.safetensors", "growth.png"} and all(name in told for name in names)
-    assert here.requests == ["GET /api/models/someone/base"]
+    assert "GET /api/models/someone/base" in here.requests
+    assert all(asked.startswith(("GET", "HEAD")) for asked in here.requests)
 
 
 def test_bad_input_is_told(main, monkeypatch, tmp_path, capsys):

@@ -30,7 +30,7 @@ MAY_IMPORT = {
         *("trainable", "optimizer", "sharding", "modeling", "attention", "ranks"),
     },
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
-    "cards": {"report", "configuration"},
+    "cards": {"report", "modeling", "configuration"},
     "__init__": {"attention", "cards", "growth", "patch", "plan", "report", "trainer", "views"},
 }
 TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling")
