@@ -71,11 +71,6 @@ class GrowableModelMixin:
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
 
-    def push_to_hub(self, repo_id: str, **kwargs):
-        """Push as `PreTrainedModel.push_to_hub` does; with the library, also a card of what grew, all in one commit."""
-        library = sys.modules.get("hf_growattn.cards")  # this file travels with checkpoints, the cards do not
-        return library.push_model(self, repo_id, **kwargs) if library else super().push_to_hub(repo_id, **kwargs)
-
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the widths along with the weights, so that a state from before or after a growth loads (`fit`)."""
         modules = [(name, module) for name, module in self.named_modules() if isinstance(module, GrowableAttention)]
@@ -91,6 +86,11 @@ class GrowableModelMixin:
             config.per_layer_config = {
                 a.layer_idx: {"qk_head_dim": a.qk_head_dim, "v_head_dim": a.v_head_dim} for a in grown
             } or None
+
+    def push_to_hub(self, repo_id: str, **kwargs):
+        """Push as `PreTrainedModel.push_to_hub` does; with the library, also a card of what grew, all in one commit."""
+        library = sys.modules.get("hf_growattn.cards")  # this file travels with checkpoints, the cards do not
+        return library.push_model(self, repo_id, **kwargs) if library else super().push_to_hub(repo_id, **kwargs)
 
 
 def attentions(model: nn.Module) -> list[GrowableAttention]:
