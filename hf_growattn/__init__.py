@@ -2,6 +2,7 @@
 
 from .architectures import Architecture
 from .attention import GrowableAttention
+from .cards import model_card
 from .growth import Grower
 from .patch import patch_model, register_architecture, unpatch_model
 from .plan import GrowthConfig
@@ -16,6 +17,7 @@ __all__ = [
     "GrowthConfig",
     "GrowthReport",
     "attention_views",
+    "model_card",
     "patch_model",
     "register_architecture",
     "unpatch_model",

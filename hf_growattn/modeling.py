@@ -148,6 +148,11 @@ class GrowableModelMixin:
                 a.layer_idx: {"qk_head_dim": a.qk_head_dim, "v_head_dim": a.v_head_dim} for a in grown
             } or None
 
+    def push_to_hub(self, repo_id: str, **kwargs):
+        """Push as `PreTrainedModel.push_to_hub` does; with the library, also a card of what grew, all in one commit."""
+        library = sys.modules.get("hf_growattn.cards")  # this file travels with checkpoints, the cards do not
+        return library.push_model(self, repo_id, **kwargs) if library else super().push_to_hub(repo_id, **kwargs)
+
 
 def attentions(model: nn.Module) -> list[GrowableAttention]:
     """The growable attention modules of a model, by layer."""
@@ -288,14 +293,14 @@ def _take_place(partial: Path, target: Path) -> None:
     others = [entry for entry in target.iterdir() if entry.name not in replaced]
     if os.path.ismount(target) or Path.cwd().is_relative_to(target):
         files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
-        for file in sorted(files, key=lambda file: not _is_weights(file.name)):
+        for file in sorted(files, key=lambda file: not is_weights(file.name)):
             (target / file).parent.mkdir(exist_ok=True)
             os.replace(partial / file, target / file)
-        for entry in filter(lambda entry: _is_weights(entry.name), others):
+        for entry in filter(lambda entry: is_weights(entry.name), others):
             entry.unlink()
         return
     for entry in others:
-        if _is_weights(entry.name):
+        if is_weights(entry.name):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, partial / entry.name, copy_function=_link_or_copy, symlinks=True)
@@ -305,7 +310,7 @@ def _take_place(partial: Path, target: Path) -> None:
     _exchange(partial, target)
 
 
-def _is_weights(name: str) -> bool:
+def is_weights(name: str) -> bool:
     """Weights of a former save, which must not survive beside new ones: shards and their index."""
     return name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json"))
 

@@ -1,6 +1,7 @@
 """What a growth measured and did: `GrowthReport`, which prints as a table."""
 
 import io
+import re
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -98,7 +99,7 @@ class GrowthReport:
         for layer in (layer for layer in self.layers if layer.step_size > 0):
             name = f"growth_layer_{layer.layer}_{layer.kind}"
             figures |= {f"{name}_width": layer.width[1], f"{name}_gain": layer.predicted_gain}
-            figures |= {f"{name}_step_size": layer.step_size}
+            figures |= {f"{name}_step_size": layer.step_size, f"{name}_starvation": layer.starvation}
         return figures
 
     def __str__(self) -> str:
@@ -133,3 +134,12 @@ class GrowthReport:
         else:
             reason = f"no step lowers the loss of {self.loss_before:.4f} on the growth batches"
         return f"Nothing was grown: {reason}. The model is as it was."
+
+
+def grown_layers(figures: dict[str, float]) -> list[dict]:
+    """Gather what `GrowthReport.figures` flattened: for each layer and kind its width, gain, step_size, starvation."""
+    layers: dict[tuple[int, str], dict] = {}
+    for name, value in figures.items():
+        if found := re.fullmatch(r"growth_layer_(\d+)_([a-z]+)_(\w+)", name):
+            layers.setdefault((int(found[1]), found[2]), {})[found[3]] = value
+    return [{"layer": layer, "kind": kind, **of} for (layer, kind), of in layers.items()]

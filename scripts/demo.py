@@ -13,6 +13,8 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers import logging as transformers_logging
 
+DATASET = "the English that every CPython carries, its own documentation (pydoc_data.topics)"
+
 
 def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of the given size."""
@@ -60,7 +62,7 @@ def main() -> None:
         seed=arguments.seed,
     )
     growth = GrowthArguments(budget=0.08, growth_batches=min(32, arguments.steps), compare=True)
-    run(model, tokenizer, blocks, growth, training)
+    run(model, tokenizer, blocks, DATASET, growth, training)
 
 
 if __name__ == "__main__":

@@ -314,8 +314,9 @@ def reloaded_difference(model, sample: torch.Tensor, output: Path) -> float:
     return difference
 
 
-def run(model, tokenizer, blocks: torch.Tensor, growth: GrowthArguments, training, lora_rank: int = 0) -> None:
+def run(model, tokenizer, blocks: torch.Tensor, dataset: str, growth: GrowthArguments, training, lora_rank=0) -> None:
     """Train with growth and save, then train without it where asked; leave picture and figures beside the model."""
+    source = results.source_of(model.config.name_or_path, dataset)
     data = split(blocks, training.seed)
     callback = growth.callback(training.seed, training.half_of(len(data[0])))
     twin = copy.deepcopy(model) if growth.compare else None
@@ -335,7 +336,7 @@ def run(model, tokenizer, blocks: torch.Tensor, growth: GrowthArguments, trainin
     output, first = Path(training.output_dir), trainer.is_world_process_zero()
     difference = reloaded_difference(trainer.model, data[1].blocks[:2], output) if first else 0.0
     after = results.size_of(trainer.model)
-    figures = results.figures(trainer.state.log_history, None, before, after, seconds, difference)
+    figures = results.figures(source, trainer.state.log_history, None, before, after, seconds, difference)
     if first:
         results.write(figures, output)
     if twin is not None:
@@ -346,7 +347,7 @@ def run(model, tokenizer, blocks: torch.Tensor, growth: GrowthArguments, trainin
         plain = make_trainer(twin, tokenizer, data, plain_training, lora_rank)
         train(plain)
         history = plain.state.log_history
-        figures = results.figures(trainer.state.log_history, history, before, after, seconds, difference)
+        figures = results.figures(source, trainer.state.log_history, history, before, after, seconds, difference)
         if first:
             results.write(figures, output)
     if first:
@@ -378,7 +379,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(chosen.model)
     with training.main_process_first():  # one reads, the others find it in the cache
         texts = load_texts(text.dataset)
-    run(model, tokenizer, blocks_of(texts, tokenizer, text.block_size), growth, training, chosen.lora_rank)
+    blocks = blocks_of(texts, tokenizer, text.block_size)
+    run(model, tokenizer, blocks, text.dataset, growth, training, chosen.lora_rank)
 
 
 if __name__ == "__main__":

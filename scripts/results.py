@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_growattn.modeling import attentions
+from hf_growattn.report import grown_layers
 
 BEFORE, AFTER, SECONDS = "growth_held_out_before", "growth_held_out_after", "growth_seconds"
 
@@ -26,10 +26,17 @@ def size_of(model) -> dict:
     }
 
 
-def figures(grown: list[dict], plain: list[dict] | None, before: dict, after: dict, seconds: float, difference: float):
+def source_of(base_model: str, dataset: str) -> dict:
+    """What the training started from, for the model card: Hub ids, or whole paths that cannot be taken for one."""
+    names = {"base_model": base_model, "dataset": dataset}
+    return {key: str(Path(name).resolve()) if name and Path(name).exists() else name for key, name in names.items()}
+
+
+def figures(source: dict, grown: list[dict], plain: list[dict] | None, before: dict, after: dict, seconds, difference):
     """Gather all figures as one dict for JSON.
 
     Args:
+        source: `source_of` the training.
         grown, plain: log histories of the training with growth, and of the one without.
         before, after: `size_of` the model.
         seconds: wall time of the training with growth, since it was started or resumed, without the growths.
@@ -37,6 +44,7 @@ def figures(grown: list[dict], plain: list[dict] | None, before: dict, after: di
     """
     growths = _growths(grown)
     return {
+        **source,
         "with_growth": _curves(grown),
         "without_growth": plain and _curves(plain),
         "growths": growths,
@@ -61,14 +69,13 @@ def _growths(history: list[dict]) -> list[dict]:
     growths = []
     for entry, measured in pairwise(history):
         if AFTER in measured:
-            gains = {re.fullmatch(r"growth_layer_(\d+)_(\w+)_gain", name): gain for name, gain in entry.items()}
             growths.append(
                 {
                     "step": entry["step"],
                     "held_out": [measured[BEFORE], measured[AFTER]],
                     "growth_batches": [entry["growth_loss_before"], entry["growth_loss_after"]],
                     "added_parameters": entry["growth_added_parameters"],
-                    "validated_gains": [[int(m[1]), m[2], gain] for m, gain in gains.items() if m],
+                    "layers": grown_layers(entry),
                     "seconds": measured[SECONDS],
                 }
             )
@@ -178,7 +185,7 @@ def _draw_lead(panel, figures: dict) -> None:
 
 
 def _draw_gains(panel, figures: dict) -> None:
-    grown = [growth for growth in figures["growths"] if growth["validated_gains"]]
+    grown = [growth for growth in figures["growths"] if growth["layers"]]
     panel.set(xlabel="layer", ylabel="nats a token", title="Validated gain by layer")
     if not grown:
         panel.text(0.5, 0.5, "nothing was grown", ha="center", transform=panel.transAxes)
@@ -187,7 +194,7 @@ def _draw_gains(panel, figures: dict) -> None:
         panel.set(title=f"Validated gain by layer, growth at step {grown[-1]['step']}")
     layers = range(len(figures["after"]["qk_head_dim"]))
     for kind, color, shift in (("patterns", _PATTERNS, -0.2), ("messages", _MESSAGES, 0.2)):
-        gains = {layer: gain for layer, of, gain in grown[-1]["validated_gains"] if of == kind}
+        gains = {grew["layer"]: grew["gain"] for grew in grown[-1]["layers"] if grew["kind"] == kind}
         heights = [gains.get(layer, 0.0) for layer in layers]
         panel.bar([layer + shift for layer in layers], heights, width=0.38, color=color, label=kind)
     panel.grid(axis="x", visible=False)

@@ -31,7 +31,8 @@ MAY_IMPORT = {
         *("trainable", "optimizer", "sharding", "modeling", "attention", "ranks"),
     },
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
-    "__init__": {"architectures", "attention", "growth", "patch", "plan", "report", "trainer", "views"},
+    "cards": {"report", "modeling", "configuration"},
+    "__init__": {"architectures", "attention", "cards", "growth", "patch", "plan", "report", "trainer", "views"},
 }
 TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling", "widths")
 

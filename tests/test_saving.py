@@ -67,9 +67,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
 def test_pushing_passes_every_wish_on(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        "transformers.PreTrainedModel.push_to_hub", lambda self, *args, **kwargs: calls.append((args, kwargs))
-    )
+    monkeypatch.setattr("hf_growattn.cards.push_model", lambda model, *args, **kwargs: calls.append((args, kwargs)))
     grown(4).save_pretrained(tmp_path / "m", push_to_hub=True, token="secret", private=True, commit_message="grown")
     wishes = {"token": "secret", "private": True, "commit_message": "grown"}
     assert calls == [(("m",), wishes)] and (tmp_path / "m" / "model.safetensors").exists()

@@ -1,0 +1,354 @@
+"""Model cards, and pushing to the Hub: huggingface_hub's real client against a local server that stands for the Hub."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import torch
+from conftest import ROOT
+from families import VOCABULARY, build, lm_batches, tokens
+from hub_server import Hub, Repository, card_errors
+from huggingface_hub import HfApi, ModelCard
+
+from hf_growattn import Grower, GrowthConfig, model_card, patch_model
+from hf_growattn.modeling import attentions
+
+TOKEN = "hf_neverToBeSeenAnywhere"
+BASE_CARD = b"---\nlicense: other\nlicense_name: tiny-licence\nlicense_link: https://example.com/l\n---\n# Base\n"
+
+
+@pytest.fixture(scope="module")
+def grown():
+    """A grown model and the report of its growth."""
+    torch.manual_seed(0)
+    model = patch_model(build("llama-2"))
+    report = Grower(model, GrowthConfig(qk_dims=3, v_dims=2, layers=[1], oversampling=4)).grow(lm_batches())
+    assert report.applied
+    return model, report
+
+
+@pytest.fixture(scope="module")
+def checkpoint(grown, tmp_path_factory):
+    """A folder as `scripts/finetune.py` leaves it, and its figures."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    (model, report), folder = grown, tmp_path_factory.mktemp("checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        import results
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    model.save_pretrained(folder)
+    history = [
+        {"step": 0, "eval_loss": 3.0},
+        {"step": 4, **report.figures()},
+        {"step": 4, results.BEFORE: 2.5, results.AFTER: 2.25, results.SECONDS: 1.0},
+        {"step": 8, "eval_loss": 2.0},
+    ]
+    before, after = results.size_of(patch_model(build("llama-2"))), results.size_of(model)
+    source = results.source_of("someone/base", "someone/words")
+    figures = results.figures(source, history, None, before, after, 1.0, 0.0)
+    (folder / "figures.json").write_text(json.dumps(figures))
+    (folder / "growth.png").write_bytes(b"\x89PNG")
+    (folder / "checkpoint-8").mkdir()
+    (folder / "checkpoint-8" / "optimizer.pt").write_bytes(b"not to be pushed")
+    return folder, figures
+
+
+@pytest.fixture
+def hub():
+    with Hub(TOKEN) as hub:
+        yield hub
+
+
+def client(hub, home, *command, token=TOKEN) -> subprocess.CompletedProcess:
+    """Run Python in a fresh process with the real client, a cache of its own, and the server for the Hub."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    environment |= dict(HF_ENDPOINT=hub.url, HF_HOME=str(home), HF_HUB_DISABLE_XET="1", NO_PROXY="127.0.0.1")
+    environment |= dict(OMP_NUM_THREADS="1", HF_HUB_DISABLE_TELEMETRY="1", **({"HF_TOKEN": token} if token else {}))
+    command = [sys.executable, *map(str, command)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, timeout=300)
+    assert TOKEN not in done.stdout + done.stderr
+    return done
+
+
+def ran(*arguments, **options) -> str:
+    done = client(*arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def script(hub, home, *options, **more) -> subprocess.CompletedProcess:
+    return client(hub, home, ROOT / "scripts" / "push_to_hub.py", *options, **more)
+
+
+def card_of(hub, repo: str) -> ModelCard:
+    text = hub.files(repo)["README.md"].decode()
+    assert card_errors(text) == []
+    return ModelCard(text)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(tokens()).logits
+
+
+PUSH = """
+import sys
+import hf_growattn
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+model.push_to_hub("grown", max_shard_size="50KB", private=True, commit_message="first")
+print(model.push_to_hub("me/grown", tags=["mine"], commit_message="second"))
+model.push_to_hub("me/grown", revision="aside")
+model.save_pretrained("saved", push_to_hub=True, repo_id="me/saved")
+"""
+LOAD = """
+import sys, torch
+repo, inputs, outputs, library, own_code = sys.argv[1:]
+if library:
+    import hf_growattn
+else:
+    sys.modules["hf_growattn"] = None  # as if it were not installed
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=bool(own_code)).eval()
+with torch.no_grad():
+    torch.save(model(torch.load(inputs)).logits, outputs)
+"""
+
+
+def loaded_logits(hub, home, repo, library="yes", own_code=""):
+    """What a model of the Hub computes in a fresh process with an empty cache."""
+    home.mkdir()
+    torch.save(tokens(), home / "tokens.pt")
+    ran(hub, home, "-c", LOAD, repo, home / "tokens.pt", home / "logits.pt", library, own_code)
+    return torch.load(home / "logits.pt")
+
+
+def test_pushed_by_the_model_and_loaded_elsewhere(hub, grown, tmp_path):
+    """Twice, of which the first has other shards; a third time to a branch; and as save_pretrained offers it."""
+    model, _ = grown
+    model.save_pretrained(tmp_path / "m")
+    assert "commit" in ran(hub, tmp_path, "-c", PUSH, tmp_path / "m")
+    repository = hub.repositories["me/grown"]
+    _, first, second, _ = repository.commits.values()
+    assert repository.private and set(repository.branches) == {"main", "aside"}
+    assert "model.safetensors.index.json" in first and "model.safetensors" not in first
+    assert [name for name in second if "safetensors" in name] == ["model.safetensors"]
+    assert set(second) >= {"config.json", "README.md"} and "model.safetensors" in hub.files("me/saved")
+    card = card_of(hub, "me/grown")
+    assert card.data.tags == ["hf_growattn", "growattn", "mine"] and card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-generation" and "| 1 | 16 -> 19 | 16 -> 18 |" in card.text
+    assert 'from_pretrained("me/grown", trust_remote_code=True)' in card.text
+    assert TOKEN.encode() not in b"".join(b"".join(files.values()) for files in repository.commits.values())
+    assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/grown"), logits(model))
+
+
+def test_the_script_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown, tmp_path):
+    folder, figures = checkpoint
+    hub.repositories["someone/base"] = Repository(private=False)
+    hub.repositories["someone/base"].commit("main", {"README.md": BASE_CARD})
+    done = script(hub, tmp_path, folder, "me/your-model", "--private")
+    assert done.returncode == 0, done.stderr
+    files = hub.files("me/your-model")
+    assert "/me/your-model/commit/" in done.stdout and len(hub.repositories["me/your-model"].commits) == 2
+    assert set(files) >= {"config.json", "model.safetensors", "tokenizer.json", "README.md", "growth.png"}
+    assert "figures.json" not in files and not any("checkpoint" in name for name in files)
+    assert hub.repositories["me/your-model"].private
+    assert TOKEN.encode() not in b"".join(files.values()) and str(tmp_path).encode() not in b"".join(files.values())
+    card = card_of(hub, "me/your-model")
+    assert (card.data.base_model, card.data.datasets) == ("someone/base", ["someone/words"])
+    assert (card.data.license, card.data.license_name) == ("other", "tiny-licence")
+    losses = {of.metric_name: of.metric_value for of in card.data.eval_results if of.metric_type == "loss"}
+    assert losses["loss before training, step 0"] == 3.0 and losses["loss after training, step 8"] == 2.0
+    perplexities = [of.metric_value for of in card.data.eval_results if of.metric_type == "perplexity"]
+    assert perplexities[-1] == pytest.approx(2.71828**2, abs=1e-3)
+    (growth,) = figures["growths"]
+    for grew in growth["layers"]:
+        assert f"| 1 | {grew['kind']} | {grew['width']} | {grew['starvation']:.2f} | {grew['gain']:.4f} |" in card.text
+    assert "](growth.png)" in card.text and "tiny-licence, carried over" in card.text
+    assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/your-model"), logits(grown[0]))
+
+
+def test_the_stock_form(hub, checkpoint, grown, tmp_path):
+    pytest.importorskip("hf_growattn.export", reason="the stock form needs the export")
+    done = script(hub, tmp_path, checkpoint[0], "me/stock", "--form", "stock")
+    assert done.returncode == 0, done.stderr
+    assert not json.loads(hub.files("me/stock")["config.json"])["model_type"].startswith("growattn")
+    card = card_of(hub, "me/stock")
+    assert "import hf_growattn" not in card.text and "trust_remote_code" not in card.text
+    stock = loaded_logits(hub, tmp_path / "elsewhere", "me/stock", library="")
+    assert (stock - logits(grown[0])).abs().max() < 2e-4  # the weights are rescaled: equal but for fp32's rounding
+
+
+@pytest.fixture
+def here(hub, tmp_path, monkeypatch):
+    """The server stands for the Hub in this process too."""
+    constants = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": True}
+    constants["HUGGINGFACE_CO_URL_TEMPLATE"] = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in constants.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return hub
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """The script's `main` in this process, on a command line."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import push_to_hub
+
+    def call(*options):
+        monkeypatch.setattr(sys, "argv", ["push_to_hub.py", *map(str, options)])
+        push_to_hub.main()
+
+    return call
+
+
+def test_loaded_by_the_code_that_travels_along(here, grown, tmp_path):
+    model, _ = grown
+    model.push_to_hub("me/grown")
+    if b"auto_map" not in here.files("me/grown")["config.json"]:
+        pytest.skip("checkpoints do not carry their code yet")
+    loaded = loaded_logits(here, tmp_path / "elsewhere", "me/grown", library="", own_code="yes")
+    assert torch.equal(loaded, logits(model))
+
+
+def test_a_card_that_is_there_is_kept_unless_there_is_more_to_tell(here, grown):
+    model, report = grown
+    HfApi().create_repo("me/grown")
+    here.files("me/grown")["README.md"] = b"---\nlicense: mit\n---\nMy own words."
+    model.push_to_hub("me/grown")
+    card = card_of(here, "me/grown")
+    assert card.data.license == "mit" and "My own words." in card.text
+    model.push_to_hub("me/grown", reports=[report])
+    text = card_of(here, "me/grown").text
+    assert "My own words." not in text and f"loss of the growth batches {report.loss_before:.4f}" in text
+
+
+def test_a_push_that_fails_half_way_leaves_nothing(here, main, checkpoint, monkeypatch):
+    here.broken = "commit"
+    with pytest.raises(SystemExit, match=r"The push to me/grown failed[^$]*500"):
+        main(checkpoint[0], "me/grown", "--base", "someone/nowhere")
+    assert len(here.uploads) == 2 and set(here.files("me/grown")) == {".gitattributes"}
+    here.broken = None
+    main(checkpoint[0], "me/grown", "--base", "someone/nowhere")
+    card = card_of(here, "me/grown")
+    assert card.data.license is None and card.data.base_model == "someone/nowhere"
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(SystemExit, match=r"The push to me/other failed[^$]*401"):
+        main(checkpoint[0], "me/other")
+
+
+def test_a_dry_run_asks_nothing_of_the_hub_but_the_licence(here, main, checkpoint, tmp_path, capsys):
+    main(checkpoint[0], "me/grown", "--dry_run", tmp_path / "look")
+    names, told = {path.name for path in (tmp_path / "look").iterdir()}, capsys.readouterr().out
+    assert names >= {"README.md", "model.safetensors", "growth.png"} and all(name in told for name in names)
+    assert "GET /api/models/someone/base" in here.requests
+    assert all(asked.startswith(("GET", "HEAD")) for asked in here.requests)
+
+
+def test_bad_input_is_told(main, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("push_to_hub.get_token", lambda: None)
+    with pytest.raises(SystemExit, match="hf auth login"):
+        main(tmp_path, "me/grown")
+    monkeypatch.setattr("push_to_hub.get_token", lambda: TOKEN)
+    with pytest.raises(SystemExit, match="no checkpoint in"):
+        main(tmp_path / "nowhere", "me/grown")
+    build("llama-2").save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="a stock llama model"):
+        main(tmp_path, "me/grown")
+    refused = {"grown": "say whose it is", "a/b/c": "Repo id", f"me/m --dry_run {tmp_path}": "writes a new folder"}
+    for options, message in refused.items():
+        with pytest.raises(SystemExit):
+            main(tmp_path, *options.split())
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="not growable"):
+        model_card(build("llama-2"), "me/m")
+
+
+def test_local_names_do_not_travel(here, grown, tmp_path):
+    """A base or a text in a folder is told by its last name; a grown checkpoint is no base, but leads to one."""
+    model, _ = grown
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_bytes(BASE_CARD)
+    figures = {"base_model": str(tmp_path / "base"), "dataset": str(tmp_path / "secret.txt"), "growths": []}
+    text = str(model_card(model, "me/grown", figures=figures))
+    assert str(tmp_path) not in text and "`base`" in text and "secret.txt" in text and "base_model" not in text
+    assert "license: other" in text and card_errors(text) == []
+    (tmp_path / "figures.json").write_text(json.dumps({"base_model": str(tmp_path / "base")}))
+    assert "`base`" in str(model_card(model, "me/grown", base_model=str(tmp_path)))
+    model.save_pretrained(tmp_path / "stage")
+    assert "not recorded" in str(model_card(model, "me/grown", base_model=str(tmp_path / "stage")))
+    model_card(model, "me/stage", base_model="a/b").save(tmp_path / "stage" / "README.md")
+    assert model_card(model, "me/grown", base_model=str(tmp_path / "stage")).data.base_model == "a/b"
+
+
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
+def test_task_heads_and_a_growth_that_kept_nothing(task):
+    import transformers
+
+    from hf_growattn import GrowthReport
+
+    model = patch_model(build("gpt2-2", getattr(transformers, f"AutoModelFor{task}")))
+    attentions(model)[0].widen(4)
+    model.sync_config()
+    card = model_card(model, "me/grown", reports=[GrowthReport(1.0, 1.0, [], 0, {}, {})], picture=True)
+    assert f"AutoModelFor{task}.from_pretrained" in card.text and card_errors(str(card)) == []
+    assert "| 0 | 16 -> 20 | 16 |" in card.text and "Nothing was grown" in card.text and "](growth.png)" in card.text
+    assert "{{" not in card.text and "{%" not in card.text
+
+
+def test_a_hub_that_is_not_there_holds_nobody_up(here, grown):
+    here.shutdown()
+    here.server_close()
+    start = time.time()
+    card = model_card(grown[0], "me/m", base_model="someone/base")
+    assert card.data.base_model == "someone/base" and card.data.license is None and "not stated" in card.text
+    assert time.time() - start < 5  # the client's patient ways of asking take 23 s
+
+
+def test_the_cards_of_this_project():
+    cards = [path for path in (ROOT / "model_cards").glob("*.md") if path.name not in ("README.md", "template.md")]
+    for path in cards:
+        text = path.read_text()
+        assert card_errors(text) == [] and ModelCard(text).data.eval_results and "## What grew" in text
+        for picture in re.findall(r"!\[.*\]\((.*)\)", text):
+            assert (path.parent / picture).exists(), picture
+    assert "demo.md" in {path.name for path in cards}
+
+
+def test_a_wheel_carries_the_template(tmp_path):
+    """Built from what git would ship, and asked for a card where nothing of the sources is in sight."""
+    pytest.importorskip("setuptools", minversion="77.0")
+    source = tmp_path / "source"
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in filter(lambda name: (ROOT / name).is_file(), listed.stdout.splitlines()):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    build_wheel = "from setuptools import build_meta; build_meta.build_wheel('..')"
+    done = subprocess.run([sys.executable, "-c", build_wheel], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    assert [path.name for path in (tmp_path / "site" / "hf_growattn" / "model_cards").iterdir()] == ["template.md"]
+    code = """
+import hf_growattn.cards, transformers
+config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+model = hf_growattn.patch_model(transformers.LlamaForCausalLM(config))
+print(hf_growattn.__file__, hf_growattn.model_card(model, "me/grown"))
+"""
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(str(tmp_path / "site")), done.stderr
+    assert "## What grew" in done.stdout
