@@ -33,6 +33,8 @@ class Resize:
         axis: the axis whose size changed.
         kept: (n,) indices along `axis` of `old`: all of them, unless dims were cut.
         positions: (n,) indices along `axis` of `new`.
+        steepness: (entries of `new` along `axis`,) mean squared gradients, in units of what they are on average at
+            `positions`; None where nobody measured them.
     """
 
     module: nn.Module
@@ -42,6 +44,7 @@ class Resize:
     axis: int
     kept: torch.Tensor
     positions: torch.Tensor
+    steepness: torch.Tensor | None = None
 
     def carry(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Copy what is kept of a tensor of the old parameter's shape into one of the new one's, and return that."""

@@ -5,16 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import functional as F
 from .attention import GrowableAttention, Resize, Widening
 from .gradients import ExistingStep, Gradient
-from .probe import PATTERNS
-from .ranks import together
+from .probe import PATTERNS, backward
+from .ranks import sum_over_ranks, together
 
 _MOST_STEPS = 200  # of one direction of the search: more than the exponents of fp32 span
 _SMALLEST_PROMISE = 1e-7  # of the loss: below it, fp32 cannot tell an improvement from rounding
+STEEPNESS_BATCHES = 4  # one would do for means over a whole column; a few do not hang on it
 _TRUSTED_RATIO = 0.1  # second order over first order of a step up to which the linear model is trusted at the start
 
 
@@ -167,6 +168,34 @@ class Trial:
     def added_parameters(self) -> int:
         """Number of weights that the widening added."""
         return sum(resize.new.numel() - resize.old.numel() for resize in self.resizes())
+
+
+def measure_steepness(
+    model: nn.Module, resizes: list[Resize], batches: list[dict], tick: Callable[[], None] = lambda: None
+) -> None:
+    """Note in each resize how steep the loss is along new entries, compared to old ones, with the weights as they are.
+
+    Only the ratio is kept, so that clipping, accumulation and the size of a batch do not matter. Batches that the ranks
+    hold at the same place count as one, as in training. Call inside `undisturbed`.
+
+    Args:
+        batches: this rank's; the first `STEEPNESS_BATCHES` of them are used.
+    """
+    if not resizes:
+        return
+    squares = [torch.zeros(r.new.shape[r.axis], device=r.new.device) for r in resizes]
+    for resize in resizes:
+        resize.new.requires_grad_(True)
+    for index in range(STEEPNESS_BATCHES):
+        backward(model, batches[index : index + 1], tick)
+        for resize, square in zip(resizes, squares):
+            new = resize.new
+            gradient = torch.zeros_like(new, dtype=square.dtype) if new.grad is None else new.grad.to(square.dtype)
+            sum_over_ranks(gradient)
+            square += gradient.square().transpose(0, resize.axis).reshape(len(square), -1).sum(1)
+    for resize, square in zip(resizes, squares):
+        ratio = square / square[resize.positions].mean()  # nothing to compare with: no old entry, or no gradient there
+        resize.steepness = ratio.nan_to_num(1.0, posinf=1.0)
 
 
 class StepSearch:
