@@ -33,8 +33,8 @@ class Resize:
         axis: the axis whose size changed.
         kept: (n,) indices along `axis` of `old`: all of them, unless dims were cut.
         positions: (n,) indices along `axis` of `new`.
-        steepness: (entries of `new` along `axis`,) mean squared gradients, in units of what they are on average at
-            `positions`; None where nobody measured them.
+        steepness: (entries of `new` along `axis`,) largest squared gradients of a few batches, in units of what is
+            usual at `positions`; None where nobody measured them.
     """
 
     module: nn.Module
