@@ -175,7 +175,7 @@ def measure_steepness(
 ) -> None:
     """Note in each resize how steep the loss is along new entries, compared to old ones, with the weights as they are.
 
-    Only ratios are kept: the optimizer's state has seen clipped and accumulated gradients. Batches that the ranks hold at
+    Only ratios are kept: the optimizer's state knows clipped and accumulated gradients. Batches that the ranks hold at
     the same place count as one, as in training. Call inside `undisturbed`.
 
     Args:
