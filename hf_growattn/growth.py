@@ -24,13 +24,14 @@ from .gradients import (
     tangent_steps,
 )
 from .modeling import GrowableModelMixin, attentions
-from .optimizer import bare_optimizers, check_optimizers, follow_resized, swap_parameters
+from .optimizer import bare_optimizers, check_optimizers, follow_gradients, follow_resized, swap_parameters
 from .plan import GrowthConfig, candidates, spend, worth_of
 from .probe import PATTERNS, autocast_in_the_model_only, mean_loss, undisturbed
 from .report import GrowthReport, LayerGrowth
 from .sharding import refuse_sharded
 from .trainable import check_no_adapters, inside_peft, trainable_parameters
-from .trial import Change, StepSearch, Trial
+from .trial import STEEPNESS_BATCHES, Change, StepSearch, Trial, measure_steepness
+from .widths import Resize
 
 _SEARCH_BATCHES = 16  # enough to find a step on; what it gains is then measured on all batches
 
@@ -117,11 +118,13 @@ class Grower:
             try:
                 with _timed(seconds, "line search"), undisturbed(self.model):
                     steps, loss_after = self._steps(search, batches, loss_before, bar)
+                    resizes = trial.resizes() if any(steps) else []
+                    self._measure_steepness(resizes, batches, bar)
                 if not any(steps):
                     trial.undo()
                 else:
                     self.model.sync_config()
-                    swap_parameters(self.optimizers, trial.resizes())
+                    swap_parameters(self.optimizers, resizes)
             except BaseException:
                 trial.undo()
                 self.model.sync_config()
@@ -173,6 +176,13 @@ class Grower:
         bar.total += len(batches)
         loss_after = mean_loss(self.model, batches, bar.update)
         return (steps, loss_after) if loss_after < loss_before else nothing
+
+    def _measure_steepness(self, resizes: list[Resize], batches: list[dict], bar: tqdm) -> None:
+        """Let optimizers that divide by the size of past gradients know that of new entries."""
+        followed = follow_gradients(self.optimizers)
+        resizes = [resize for resize in resizes if resize.old in followed]
+        bar.total += len(batches[:STEEPNESS_BATCHES]) if resizes else 0
+        measure_steepness(self.model, resizes, batches, bar.update)
 
     def _measure(
         self,

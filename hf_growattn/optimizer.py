@@ -5,12 +5,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-# Running means of squared gradients and other measures of scale, by the names optimizers give them. New entries start
-# at the old ones' mean: at zero, with the old step count, a first update could be several times the learning rate.
-_SCALES = (
-    *("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "step_size", "variance"),
-    *("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
-)
+# Measures of scale, by the names optimizers give them, and the power of the gradient that each one follows. New entries
+# start at the old ones' mean, and higher where their gradients are larger than the old ones', as those of new values
+# are: at zero, with the old step count, a first update could be several times the learning rate.
+_SCALES = {
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "variance"), 2),
+    **dict.fromkeys(("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"), 2),
+    **{"exp_inf": 1, "acc_delta": 0, "step_size": 0},
+}
 # Factored states of torch's and of transformers' Adafactor, by the axis of the parameter that each is a mean over: kept
 # with size 1 by the former, left out by the latter. They follow all other axes.
 _AVERAGED_AXIS = {"row_var": -1, "col_var": -2, "exp_avg_sq_row": -1, "exp_avg_sq_col": -2}
@@ -53,13 +55,19 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], parameters: dict[s
                     raise ValueError(f"{type(optimizer).__name__} keeps {key!r} of {name} {fault}")
 
 
+def follow_gradients(optimizers: list[torch.optim.Optimizer]) -> set[nn.Parameter]:
+    """The parameters for which an optimizer keeps a measure of how large their gradients are."""
+    states = (entry for optimizer in optimizers for entry in optimizer.state.items())
+    return {parameter for parameter, state in states if any(_SCALES.get(key) for key in state)}
+
+
 def swap_parameters(optimizers: list[torch.optim.Optimizer], resizes) -> None:
     """Put new parameters in the places of old ones, in one step: groups, order and state stay.
 
     Args:
-        resizes: records with `old`, `new` (parameters), `axis` and `kept`, and with `carry`, which copies a tensor of
-            the old shape into one of the new; `GrowableAttention.widen` gives them. Where nothing is kept, momentum
-            starts anew.
+        resizes: records with `old`, `new` (parameters), `axis`, `kept` and `steepness`, and with `carry`, which copies
+            a tensor of the old shape into one of the new; `Widths.widen` gives them. Where nothing is kept,
+            momentum starts anew.
     """
     # Everything that can fail for want of memory comes first.
     states = [
@@ -174,4 +182,7 @@ def _spread(key: str, old: Tensor, resize) -> Tensor:
     new = old.new_zeros(shape)
     if key in _SCALES:
         new += old.mean(dim=resize.axis, keepdim=True)
+        if resize.steepness is not None:
+            steeper = resize.steepness.to(new.device).clamp_min(1) ** (_SCALES[key] / 2)
+            new.transpose(resize.axis, -1).mul_(steeper)
     return resize.carry(old, new)

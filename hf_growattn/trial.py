@@ -5,17 +5,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import functional as F
 from .attention import GrowableAttention
 from .gradients import ExistingStep, Gradient
-from .probe import PATTERNS
-from .ranks import together
+from .probe import PATTERNS, backward
+from .ranks import sum_over_ranks, together, total
 from .widths import Resize, Widening
 
 _MOST_STEPS = 200  # of one direction of the search: more than the exponents of fp32 span
 _SMALLEST_PROMISE = 1e-7  # of the loss: below it, fp32 cannot tell an improvement from rounding
+STEEPNESS_BATCHES = 4  # the steepest of a few: training's next batches are others
 _TRUSTED_RATIO = 0.1  # second order over first order of a step up to which the linear model is trusted at the start
 
 
@@ -168,6 +169,37 @@ class Trial:
     def added_parameters(self) -> int:
         """Number of weights that the widening added."""
         return sum(resize.new.numel() - resize.old.numel() for resize in self.resizes())
+
+
+def measure_steepness(
+    model: nn.Module, resizes: list[Resize], batches: list[dict], tick: Callable[[], None] = lambda: None
+) -> None:
+    """Note in each resize how steep the loss is along new entries, compared to old ones, with the weights as they are.
+
+    Only ratios are kept: the optimizer's state knows clipped and accumulated gradients. Batches that the ranks hold at
+    the same place count as one, as in training. Call inside `undisturbed`.
+
+    Args:
+        batches: this rank's; the first `STEEPNESS_BATCHES` of them are used.
+    """
+    if not resizes:
+        return
+    squares: list[list[Tensor]] = [[] for _ in resizes]
+    for resize in resizes:
+        resize.new.requires_grad_(True)
+    for index in range(STEEPNESS_BATCHES):
+        if not any(total(index < len(batches))):
+            break
+        backward(model, batches[index : index + 1], tick)
+        for resize, of_batches in zip(resizes, squares):
+            new = resize.new
+            gradient = torch.zeros_like(new, dtype=torch.float32) if new.grad is None else new.grad.float()
+            sum_over_ranks(gradient)
+            of_batches.append(gradient.square().transpose(0, resize.axis).reshape(new.shape[resize.axis], -1).sum(1))
+    for resize, of_batches in zip(resizes, squares):
+        square = torch.stack(of_batches)
+        ratio = square.amax(0) / square[:, resize.positions].mean()
+        resize.steepness = ratio.nan_to_num(1.0, posinf=1.0)  # no old entry to compare with, or no gradient there
 
 
 class StepSearch:

@@ -23,6 +23,8 @@ class Resize:
         axis: the axis whose size changed.
         kept: (n,) indices along `axis` of `old`: all of them, unless dims were cut.
         positions: (n,) indices along `axis` of `new`.
+        steepness: (entries of `new` along `axis`,) largest squared gradients of a few batches, in units of what is
+            usual at `positions`; None where nobody measured them.
     """
 
     module: nn.Module
@@ -32,6 +34,7 @@ class Resize:
     axis: int
     kept: torch.Tensor
     positions: torch.Tensor
+    steepness: torch.Tensor | None = None
 
     def carry(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Copy what is kept of a tensor of the old parameter's shape into one of the new one's, and return that."""

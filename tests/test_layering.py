@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "sharding": set(),
     "growth": {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
-        *("trainable", "optimizer", "sharding", "modeling", "attention", "ranks"),
+        *("trainable", "optimizer", "sharding", "modeling", "attention", "widths", "ranks"),
     },
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
     "cards": {"report", "modeling", "configuration"},

@@ -62,9 +62,34 @@ def test_state_stays_with_the_old_entries(variant, name, axis):
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(blocks(new[key]).narrow(axis + 1, 0, 16), old_blocks(old[key]))
     assert not blocks(new["exp_avg"]).narrow(axis + 1, 16, 4).any()
-    mean = old["exp_avg_sq"].mean(dim=axis)
-    torch.testing.assert_close(blocks(new["exp_avg_sq"]).select(axis, 1).select(axis, 17), mean)
     assert new["step"] == old["step"] == 3
+
+
+@pytest.mark.parametrize(
+    "variant, name, axis", [("llama-2", "v_proj", 0), ("llama-2", "o_proj", 1), ("gpt2-2", "c_attn", 1)]
+)
+def test_new_second_moments_are_as_much_larger_than_the_old_ones_as_their_gradients(variant, name, axis):
+    model, (optimizer,) = trained(variant, OPTIMIZERS["adamw-amsgrad"])
+    parameter, batches = getattr(attentions(model)[0], name).weight, lm_batches()
+    old, rest = dict(optimizer.state[parameter]), 1 - axis
+    model(**batches[0]).loss.backward()  # gradients that wait for the next step stay
+    waiting = parameter.grad.sum(rest)
+    Grower(model, GrowthConfig(qk_dims=4, v_dims=4), optimizer).grow(batches)
+    parameter = getattr(attentions(model)[0], name).weight
+    columns = parameter.grad.sum(rest)
+    carried = columns != 0
+    torch.testing.assert_close(columns[carried], waiting)
+    squares = []
+    for batch in batches:
+        model.zero_grad()
+        model(**batch).loss.backward()
+        squares.append(parameter.grad.square().sum(rest))
+    squares = torch.stack(squares)
+    steepness = (squares.amax(0) / squares[:, carried].mean()).clamp_min(1)[~carried]
+    assert steepness.max() > 2 or name == "o_proj"
+    for key in ("exp_avg_sq", "max_exp_avg_sq"):
+        means = old[key].mean(axis) * steepness.unsqueeze(1)
+        torch.testing.assert_close(optimizer.state[parameter][key].movedim(axis, 0)[~carried], means, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +110,7 @@ def test_a_factored_state_follows_its_axis_and_no_other(kind, names, variant, mo
     before, after = old[names[axis]], new[names[axis]]
     assert after.dim() == before.dim()
     assert torch.equal(after.view(4, 20)[:, :16], before.view(4, 16))
-    torch.testing.assert_close(after.view(4, 20)[:, 16:], before.mean().expand(4, 4))
+    assert (after.view(4, 20)[:, 16:] > 0.999 * before.mean()).all()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -110,28 +135,34 @@ def test_a_carried_state_steps_on_and_is_saved_and_loaded(name):
     step(model, fresh, lm_batches()[1])
 
 
-def largest_updates(model, update):
+def largest_updates(model, update, size=torch.abs):
     """By role, the largest changes of the old and of the new columns of the first layer's weights by an update."""
     weights = {role: attentions(model)[0].weight_of(role) for role in ROLES}
     before = {role: weight.clone() for role, weight in weights.items()}
     update()
-    moved = {role: (weight - before[role]).abs() for role, weight in weights.items()}
+    moved = {role: size(weight - before[role]) for role, weight in weights.items()}
     return {role: (m[:, :16].max(), m[:, 16:].max()) for role, m in moved.items() if m.shape[1] > 16}
 
 
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
 @pytest.mark.parametrize("name", BOUNDED | SCALED)
-def test_first_updates_of_new_patterns_are_no_larger_than_the_old_ones(name, variant):
-    # Not messages: gradients of new values are several times those of old ones, and the updates say so.
+def test_first_updates_of_new_columns_are_no_larger_than_the_old_ones(name, variant):
+    # Old entries themselves move by up to 3 times the learning rate under NAdam, and 8 times under Adafactor. Muon
+    # gives every update singular values of about 1, so what its learning rate bounds is the norm of a column.
+    own_measure = name == "nadam" or name.startswith("adafactor")
+    size = (lambda moved: moved.norm(dim=-1)) if name == "muon" else torch.abs
     model, optimizers = trained(variant, OPTIMIZERS[name], steps=20)
-    Grower(model, GrowthConfig(qk_dims=4), optimizers).grow(lm_batches())
-    for batch in lm_batches(5):
-        for old, new in largest_updates(model, lambda: step(model, optimizers, batch)).values():  # noqa: B023
-            assert new <= 1.5 * max(old, LR if name in BOUNDED else 0)
+    Grower(model, GrowthConfig(qk_dims=4, v_dims=4), optimizers).grow(lm_batches(8, seed=50))
+    for batch in lm_batches(5, seed=81):
+        updates = largest_updates(model, lambda: step(model, optimizers, batch), size)  # noqa: B023
+        assert set(updates) == set(ROLES)
+        assert all(new <= 1.5 * (old if own_measure else LR) for old, new in updates.values())
 
 
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
-@pytest.mark.parametrize("name", BOUNDED | SCALED)
+@pytest.mark.parametrize(
+    "name", OPTIMIZERS
+)  # SGD's updates are as large as the gradients, so this is all it can promise
 def test_gradients_of_equal_size_move_new_columns_no_more_than_old_ones(name, variant):
     model = patch_model(build(variant))
     optimizers = OPTIMIZERS[name](model.parameters())
