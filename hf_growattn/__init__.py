@@ -3,6 +3,7 @@
 from .architectures import Architecture
 from .attention import GrowableAttention
 from .cards import model_card
+from .export import ExportReport, export_model
 from .growth import Grower
 from .patch import patch_model, register_architecture, unpatch_model
 from .plan import GrowthConfig
@@ -11,12 +12,14 @@ from .views import attention_views
 
 __all__ = [
     "Architecture",
+    "ExportReport",
     "GrowableAttention",
     "Grower",
     "GrowthCallback",
     "GrowthConfig",
     "GrowthReport",
     "attention_views",
+    "export_model",
     "model_card",
     "patch_model",
     "register_architecture",

@@ -84,7 +84,7 @@ class GrowableModelMixin:
         try:
             super().save_pretrained(partial, is_main_process, **kwargs)
             _add_code(self, partial)
-            _take_place(partial, target)
+            take_place(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         if push_to_hub:
@@ -284,7 +284,7 @@ def _add_code(model: PreTrainedModel, folder: Path) -> None:
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _take_place(partial: Path, target: Path) -> None:
+def take_place(partial: Path, target: Path) -> None:
     """Put a finished directory in the place of `target`, keeping those files of `target` that it does not replace."""
     if not target.exists():
         os.rename(partial, target)

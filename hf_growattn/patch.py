@@ -84,14 +84,14 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         The same object. A model that is not patched is returned as it is.
 
     Raises:
-        ValueError: a layer has grown, and no stock class fits its weights; `export_model`, to come, is for that.
+        ValueError: a layer has grown, and no stock class fits its weights; `export_model` writes others that one does.
     """
     if not isinstance(model, GrowableModelMixin):
         return model
     if is_grown(model):
         raise ValueError(
             "This model has grown, and its weights no longer fit the stock class. Save it as it is with "
-            "model.save_pretrained; a stock checkpoint is a matter for export_model, which is still to come."
+            "model.save_pretrained, or write a stock checkpoint of it with hf_growattn.export_model."
         )
     for config in growable_configs(model):
         stock_type = config.model_type.removeprefix(PREFIX)

@@ -1,8 +1,8 @@
 """Run in a fresh process: load every checkpoint named in a JSON file and save what it computes.
 
-Usage: python reload.py JOBS RESULTS [without-library], where JOBS holds {name: {"path", "auto_class", "input_ids",
-"new_tokens"}}, and may add "kwargs" for from_pretrained and "save_to". Without the library the code that the
-checkpoints carry runs instead.
+Usage: python reload.py JOBS RESULTS [without-library | stock], where JOBS holds {name: {"path", "auto_class",
+"input_ids", "new_tokens"}}, and may add "kwargs" for from_pretrained and "save_to". Without the library the code that
+the checkpoints carry runs instead; stock checkpoints carry none.
 """
 
 import json
@@ -14,18 +14,19 @@ import transformers
 
 torch.set_num_threads(1)
 transformers.logging.disable_progress_bar()
-jobs_file, results_file, *without_library = sys.argv[1:]
+jobs_file, results_file, mode = (*sys.argv[1:], "with-library")[:3]
 jobs, results, trust = json.load(open(jobs_file)), {}, {}
 
-if without_library:
+if mode == "with-library":
+    import hf_growattn  # noqa: F401  registers the Auto classes
+else:
     sys.modules["hf_growattn"] = None  # importing it raises ImportError
+if mode == "without-library":
     trust = {"trust_remote_code": True}
     job = next(iter(jobs.values()))
     for refusal in ({}, {"trust_remote_code": False}):  # standard input is closed: a question has no answer
         with pytest.raises(ValueError, match="trust_remote_code=True"):
             getattr(transformers, job["auto_class"]).from_pretrained(job["path"], **refusal)
-else:
-    import hf_growattn  # noqa: F401  registers the Auto classes
 
 for name, job in jobs.items():
     auto_class, kwargs = getattr(transformers, job["auto_class"]), job.get("kwargs", {})

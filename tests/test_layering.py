@@ -30,9 +30,13 @@ MAY_IMPORT = {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
         *("trainable", "optimizer", "sharding", "modeling", "attention", "widths", "ranks"),
     },
+    "stock": {"patch", "modeling", "configuration", "attention", "adapters"},
+    "export": {"stock", "modeling", "configuration", "probe", "sharding"},
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
     "cards": {"report", "modeling", "configuration"},
-    "__init__": {"architectures", "attention", "cards", "growth", "patch", "plan", "report", "trainer", "views"},
+    "__init__": {
+        *("architectures", "attention", "cards", "export", "growth", "patch", "plan", "report", "trainer", "views"),
+    },
 }
 TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling", "widths")
 

@@ -77,7 +77,8 @@ def without_library(tmp_path_factory):
     (folder / "jobs.json").write_text(json.dumps(jobs))
     environment = {**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
-    command = [sys.executable, ROOT / "tests" / "reload.py", folder / "jobs.json", folder / "results.pt", "without"]
+    files = [ROOT / "tests" / "reload.py", folder / "jobs.json", folder / "results.pt"]
+    command = [sys.executable, *files, "without-library"]
     done = subprocess.run(
         command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )

@@ -1,0 +1,369 @@
+"""Grown models as stock checkpoints: plain transformers loads them and computes the same."""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import data_path, real_batches, real_model
+from families import HEADS, LLAMA, VARIANTS, build, tokens
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_growattn import Grower, GrowthConfig, export, export_model, patch_model, stock
+from hf_growattn.architectures import ARCHITECTURES
+from hf_growattn.modeling import attentions
+
+IMPOSSIBLE = ("stablelm-norms", "falcon-alibi")
+# They normalise queries and keys over the width of a head: only messages may have grown.
+NORMED = ("qwen3", "qwen3-moe", "gemma3", "olmo2")
+REAL = {"stories260K": "llama", "tinystories-3M-gpt2": "gpt2"}
+AS_IT_IS = ("llama-5-bias", "gpt2-2", "qwen3-moe", "gpt-neox", *IMPOSSIBLE)
+# Nothing but fp32 differs: measured 2e-7 to 5e-6 of the largest output on these random models.
+TOLERANCE = 1e-5
+
+
+def widened(model, qk_dims: int = 6, v_dims: int = 3, std: float = 0.1):
+    """Every layer by other widths, the new dims drawn at random, biases too."""
+    patch_model(model)
+    for layer, attention in enumerate(attentions(model)):
+        attention.widen(qk_dims * (layer + 1), v_dims + 2 * layer)
+        for role in ("query", "key", "value", "output"):
+            for view in (attention.weight_of(role), attention.bias_of(role)):
+                if view is not None:
+                    view[:, attention.head_dim :] = std * torch.randn(view[:, attention.head_dim :].shape)
+    model.sync_config()
+    return model
+
+
+def llama(**fields):
+    """A stock Llama with these config fields."""
+    torch.manual_seed(7)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA | fields, num_hidden_layers=2)).eval()
+
+
+@torch.no_grad()
+def difference(model, path, input_ids=None, auto_class=AutoModelForCausalLM) -> float:
+    input_ids = tokens() if input_ids is None else input_ids
+    ours, theirs = model(input_ids)[0], auto_class.from_pretrained(path).eval()(input_ids)[0]
+    return ((ours - theirs[..., : ours.shape[-1]]).abs().max() / ours.abs().max()).item()
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory):
+    """Export every family and head, and load all of that in one fresh process without this library."""
+    folder = tmp_path_factory.mktemp("exports")
+    jobs, expected = {}, {}
+
+    def add(name, model, auto_class="AutoModelForCausalLM", new_tokens=40, target="auto"):
+        input_ids = tokens() if "stor" not in name else real_batches(1, name.partition(":")[0], tokens=64)[0][:2]
+        report = export_model(model, folder / name, target)
+        jobs[name] = {"path": str(folder / name), "auto_class": auto_class, "input_ids": input_ids.tolist()}
+        jobs[name]["new_tokens"] = new_tokens
+        with torch.no_grad():
+            expected[name] = {"output": model(input_ids)[0], "report": report}
+            if new_tokens:
+                expected[name]["tokens"] = model.generate(input_ids, max_new_tokens=new_tokens, do_sample=False)
+
+    for name in VARIANTS:
+        if name not in IMPOSSIBLE:
+            long = name in ("llama-5-bias", "gpt2-2")
+            add(name, widened(build(name), qk_dims=0 if name in NORMED else 6), new_tokens=40 if long else 8)
+    add("llama-2:keys", widened(build("llama-2"), v_dims=0), new_tokens=8)
+    add("llama-5-bias:granite", widened(build("llama-5-bias")), target="granite", new_tokens=8)
+    add("llama-tied", widened(llama(tie_word_embeddings=True)), new_tokens=8)
+    for name in REAL:
+        if has_data(name):
+            add(name, grown(name))
+    for variant in ("llama-2", "gpt2-2"):
+        for head in ("sequence-classification", "token-classification"):
+            add(f"{variant}:{head}", widened(build(variant, HEADS[head])), HEADS[head].__name__, new_tokens=0)
+        add(f"{variant}:base", widened(build(variant, AutoModel)), "AutoModel", new_tokens=0)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    script = Path(__file__).with_name("reload.py")
+    subprocess.run([sys.executable, script, folder / "jobs.json", folder / "results.pt", "stock"], check=True)
+    return folder, expected, torch.load(folder / "results.pt", weights_only=True)
+
+
+@cache
+def grown(name: str):
+    """A real model: the Llama grown on real text, the GPT-2, for which that takes long, by random dims."""
+    model = patch_model(real_model(name))
+    if REAL[name] == "gpt2":
+        return widened(model, qk_dims=1, v_dims=0, std=0.01)
+    assert Grower(model, GrowthConfig(qk_dims=3, v_dims=2)).grow(real_batches(3)).applied
+    return model
+
+
+def has_data(name: str) -> bool:
+    try:
+        return data_path("models", name).exists() and data_path("text", "tinyshakespeare.txt").exists()
+    except pytest.skip.Exception:
+        return False
+
+
+def test_plain_transformers_computes_the_same(reloaded):
+    _, expected, results = reloaded
+    assert results.keys() == expected.keys()
+    for name, result in results.items():
+        ours, theirs = expected[name]["output"], result["output"]
+        assert not result["class"].startswith("GrowAttn")
+        found = ((theirs[..., : ours.shape[-1]] - ours).abs().max() / ours.abs().max()).item()
+        assert found < TOLERANCE, (name, found)
+        if "tokens" in result:
+            assert torch.equal(result["tokens"], expected[name]["tokens"]), name
+
+
+def test_reports_say_what_was_written(reloaded):
+    folder, expected, _ = reloaded
+    for name, result in expected.items():
+        report = result["report"]
+        config = json.loads((folder / name / "config.json").read_text())
+        assert report.path == (folder / name).resolve() and report.model_type == config["model_type"]
+        assert report.exact_up_to is None and 0 <= report.difference < 1e-4
+        assert not any(key in config for key in ("auto_map", "per_layer_config", "qk_head_dim", "v_head_dim"))
+        heads = config.get("num_attention_heads") or config.get("n_head") or config.get("num_heads")
+        width = config.get("head_dim") or (config.get("n_embd") or config["hidden_size"]) // heads
+        assert width == report.head_dim and width % 2 == 0
+    exported = AutoModelForCausalLM.from_pretrained(folder / "gpt2-2")
+    assert expected["gpt2-2"]["report"].parameters == exported.num_parameters()
+
+
+def test_default_rotation_is_read_alike_by_other_engines(reloaded):
+    """llama.cpp and vLLM: the "llama3" formula, with 8192 positions where a reader looks for them in vain."""
+    folder, _, _ = reloaded
+    for name in ("llama-2", "llama-2:keys", "llama-5-bias:granite", "mistral", "qwen2"):
+        config = json.loads((folder / name / "config.json").read_text())
+        rope, width = config["rope_parameters"], config["head_dim"]
+        assert rope["rope_type"] == "llama3" and "partial_rotary_factor" not in {**config, **rope}
+        assert rope["original_max_position_embeddings"] == 8192 and "original_max_position_embeddings" not in config
+        frequencies = torch.tensor([rope["rope_theta"] ** (-2 * i / width) for i in range(width // 2)]).double()
+        wavelengths = 2 * math.pi / frequencies
+        plain, divided = wavelengths < 8192 / rope["high_freq_factor"], wavelengths > 8192 / rope["low_freq_factor"]
+        assert (plain ^ divided).all()  # none in between, where readers interpolate
+        expected = torch.tensor([10_000.0 ** (-2 * i / 16) for i in range(8)]).double()
+        torch.testing.assert_close(frequencies[plain], expected, rtol=1e-12, atol=0)
+        assert (frequencies[divided] / rope["factor"]).max() < 1e-20
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_perplexity_on_real_text_is_the_same(reloaded, name):
+    data_path("models", name)
+    folder, expected, _ = reloaded
+    assert expected[name]["report"].model_type == REAL[name]
+    perplexities = []
+    for model in (grown(name), AutoModelForCausalLM.from_pretrained(folder / name).eval()):
+        with torch.no_grad():
+            losses = [model(ids, labels=ids).loss for ids in real_batches(2, name, start=50, size=4)]
+        perplexities.append(torch.stack(losses).double().mean().exp().item())
+    print(f"{name}: perplexity {perplexities[0]:.7g} native, {perplexities[1]:.7g} exported")
+    assert perplexities[1] == pytest.approx(perplexities[0], rel=1e-5)
+
+
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "huge": {"rope_type": "default", "rope_theta": 1e30},  # theta' would not fit into fp32
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_scaled_rotation_is_kept(kind, tmp_path):
+    """Short and long sequences: "longrope" changes its frequencies at 32 tokens, "dynamic" at 128."""
+    model = widened(llama(rope_parameters=dict(ROPES[kind]), initializer_range=0.1))
+    short, long = tokens(length=20), tokens(length=120)
+    model(tokens(length=140))  # live rotary modules note such a length
+    rotary = model.model.rotary_emb
+    before = {name: value.clone() for name, value in rotary.named_buffers()}
+    report = export_model(model, tmp_path / "m")
+    assert model.model.rotary_emb is rotary
+    assert all(torch.equal(value, before[name]) for name, value in rotary.named_buffers())
+    assert difference(model, tmp_path / "m", short) < TOLERANCE and difference(model, tmp_path / "m", long) < TOLERANCE
+    rope = json.loads((tmp_path / "m" / "config.json").read_text())["rope_parameters"]
+    assert rope["rope_type"] == ("llama3" if kind == "dynamic" else "longrope")
+    assert report.exact_up_to == (128 if kind == "dynamic" else None)
+    if kind == "dynamic":  # beyond that, the model follows the length, and what was exported does not
+        assert difference(model, tmp_path / "m", tokens(length=200)) > 100 * TOLERANCE
+
+
+def test_frequencies_of_a_scaled_rotation_are_those_of_the_model(tmp_path):
+    model = widened(llama(rope_parameters=dict(ROPES["llama3"])))
+    export_model(model, tmp_path)
+    ours = model.model.rotary_emb.inv_freq
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).model.rotary_emb.inv_freq
+    torch.testing.assert_close(theirs[: len(ours)], ours, rtol=2e-7, atol=0)  # a last bit of fp32, from 1 / (1 / x)
+    assert theirs[len(ours) :].max() < 1e-29
+
+
+def test_layers_without_rotation_carry_no_scaling_of_it(tmp_path):
+    config = VARIANTS["smollm3"]()
+    config.rope_parameters = dict(ROPES["yarn"])
+    torch.manual_seed(7)
+    model = widened(AutoModelForCausalLM.from_config(config).eval())
+    assert model.model.rotary_emb.attention_scaling != 1
+    export_model(model, tmp_path)
+    assert difference(model, tmp_path) < TOLERANCE
+
+
+def test_qwen2_without_windows_becomes_a_llama(tmp_path):
+    assert export_model(patch_model(without_windows("qwen2")), tmp_path / "not grown").model_type == "qwen2"
+    model = widened(without_windows("qwen2"))
+    assert export_model(model, tmp_path / "llama").model_type == "llama"
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["attention_bias"]
+    assert not any("window" in key for key in config)
+    assert difference(model, tmp_path / "llama") < TOLERANCE
+    assert export_model(model, tmp_path / "qwen2", "qwen2").model_type == "qwen2"
+    assert difference(model, tmp_path / "qwen2") < TOLERANCE
+    head = widened(without_windows("qwen2", HEADS["token-classification"]))
+    export_model(head, tmp_path / "head")
+    assert difference(head, tmp_path / "head", auto_class=HEADS["token-classification"]) < TOLERANCE
+
+
+def without_windows(variant, auto_class=AutoModelForCausalLM):
+    config = VARIANTS[variant]()
+    config.sliding_window, config.use_sliding_window = None, False
+    config.layer_types = ["full_attention"] * config.num_hidden_layers
+    torch.manual_seed(7)
+    model = auto_class.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_what_has_not_grown_is_exported_as_itself(tmp_path):
+    for variant in AS_IT_IS:
+        model = build(variant)
+        model.save_pretrained(tmp_path / variant / "stock")
+        report = export_model(patch_model(model), tmp_path / variant / "exported")
+        assert report.difference == 0.0
+        one, other = (json.loads((tmp_path / variant / n / "config.json").read_text()) for n in ("stock", "exported"))
+        assert one == other
+        states = [
+            AutoModelForCausalLM.from_pretrained(tmp_path / variant / n).state_dict() for n in ("stock", "exported")
+        ]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
+def test_the_model_is_not_changed_and_not_copied(variant, tmp_path):
+    model = widened(build(variant)).train()
+    before = copy.deepcopy(model)
+    random_state = torch.get_rng_state()
+    export_model(model, tmp_path)
+    assert torch.equal(torch.get_rng_state(), random_state) and model.training
+    assert type(model) is type(before) and model.config.to_dict() == before.config.to_dict()
+    states = [m.state_dict() for m in (model, before)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    exported = stock.stock_model(model, *stock.stock_form(model, "auto"))
+    ours = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    new = {name for name, p in exported.named_parameters() if p.data_ptr() not in ours}
+    assert all("attn" in name for name in new) or variant == "gpt2-2"
+
+
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+def test_half_precision(variant, tmp_path):
+    """Folding the scale rounds the queries anew, as far as bf16 goes; a config that holds the scale need not fold."""
+    build(variant).save_pretrained(tmp_path / "stock")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=torch.bfloat16).eval()
+    report = export_model(widened(model), tmp_path / "m")
+    print(f"{variant}: {report.difference:.3f} of the largest logit in bf16")
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert 0 < report.difference < 0.15  # of a random model, whose attention amplifies rounding
+    if variant == "llama-2":
+        assert export_model(model, tmp_path / "granite", "granite").difference < report.difference / 2
+
+
+def test_tokenizer_and_generation_config_travel(tmp_path):
+    path = data_path("models", "stories260K")
+    model = widened(real_model())
+    model.generation_config.max_new_tokens = 33
+    export_model(model, tmp_path / "m", tokenizer=AutoTokenizer.from_pretrained(path))
+    assert AutoTokenizer.from_pretrained(tmp_path / "m")("Once upon a time")["input_ids"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "m").generation_config.max_new_tokens == 33
+
+
+def test_a_failed_check_leaves_what_was_there(tmp_path, monkeypatch):
+    model = widened(build("llama-2"))
+
+    def wrong(*arguments):
+        exported = stock.stock_model(*arguments)
+        attentions_of = exported.model.layers[0].self_attn
+        attentions_of.q_proj.weight.mul_(1.01)
+        return exported
+
+    monkeypatch.setattr(export, "stock_model", torch.no_grad()(wrong))
+    with pytest.raises(RuntimeError, match=r"of the largest logit.*model\.save_pretrained"):
+        export_model(model, tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    with pytest.raises(RuntimeError):
+        export_model(model, tmp_path / "m")
+    assert [path.name for path in tmp_path.rglob("*")] == ["m", "config.json"]
+    monkeypatch.undo()
+    export_model(model, tmp_path / "m")
+    assert difference(model, tmp_path / "m") < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [*IMPOSSIBLE, *NORMED])
+def test_a_family_without_a_stock_form_says_so(name, tmp_path):
+    with pytest.raises(ValueError, match=r"no exact stock form: .*model\.save_pretrained"):
+        export_model(widened(build(name)), tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_calls_name_the_fix(tmp_path):
+    with pytest.raises(TypeError, match="patched model"):
+        export_model(build("llama-2"), tmp_path / "m")
+    with pytest.raises(ValueError, match="llama or granite, not as 'gpt2'"):
+        export_model(widened(build("llama-2")), tmp_path / "m", target="gpt2")
+    with pytest.raises(ValueError, match="no granite class for LlamaForTokenClassification"):
+        export_model(widened(build("llama-2", HEADS["token-classification"])), tmp_path / "m", target="granite")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        export_model(widened(build("llama-2")), tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_adapters_are_to_be_merged_first(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = widened(build("llama-2"))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        export_model(adapted.get_base_model(), tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+    merged = adapted.merge_and_unload()
+    export_model(merged, tmp_path / "m")
+    assert difference(merged, tmp_path / "m") < TOLERANCE
+
+
+def test_every_family_has_a_row():
+    assert set(ARCHITECTURES) <= set(stock.FORMS)
+    for model_type, form in stock.FORMS.items():
+        assert model_type in form.targets and set(form.targets) <= set(stock.FORMS)
