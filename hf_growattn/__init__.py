@@ -4,7 +4,8 @@ from .attention import GrowableAttention
 from .growth import Grower
 from .patch import patch_model, unpatch_model
 from .plan import GrowthConfig
-from .report import GrowthReport
+from .report import GrowthReport, TrimReport
+from .trim import trim_model
 from .views import attention_views
 
 __all__ = [
@@ -13,8 +14,10 @@ __all__ = [
     "GrowthCallback",
     "GrowthConfig",
     "GrowthReport",
+    "TrimReport",
     "attention_views",
     "patch_model",
+    "trim_model",
     "unpatch_model",
 ]
 __version__ = "0.1.0"

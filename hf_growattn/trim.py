@@ -1,0 +1,319 @@
+"""Cut dims that growth added and that turned out worthless: `trim_model`."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from . import functional as F
+from . import ranks
+from .attention import GrowableAttention, Resize, Widening
+from .blocks import Block, measure_moments
+from .configuration import stock_head_dim
+from .growth import as_dicts, growable_model, settle
+from .modeling import attentions
+from .optimizer import bare_optimizers, check_optimizers, swap_parameters
+from .plan import parameters_of_a_dim
+from .probe import MESSAGES, PATTERNS, Kind, autocast_in_the_model_only, mean_loss, undisturbed
+from .report import LayerTrim, TrimReport
+from .sharding import refuse_sharded
+from .trainable import check_no_adapters, trainable_parameters
+
+_WIDTHS = {PATTERNS: "qk_dims", MESSAGES: "v_dims"}
+_RIDGE = 0.05  # of the mean eigenvalue, as in growth: directions that these batches hardly show are not free
+
+
+def trim_model(
+    model: PreTrainedModel, batches: Iterable | None = None, max_loss_increase: float = 1e-3, optimizer=None
+) -> TrimReport:
+    """Cut new dims that do nothing, and given batches also those whose loss they do not pay for.
+
+    Only dims that growth added are cut; a layer that loses all of them has its stock width again. A dim is dead, and
+    always cut, where one side of it is zero: its query or its key, its value or its output. That keeps the function, up
+    to the rounding of sums that have lost their zeros. Dims that still wait for training are dead too.
+
+    With batches, the new dims of each layer and kind are turned into the directions of their product that matter most
+    to the logits or outputs on these batches, and the last of those are cut: the more of them the less the loss rises
+    for each weight, as long as the measured loss of all batches rises by no more than `max_loss_increase`. Heads of a
+    layer share one width. What is not cut stays as it is, to the bit, with its optimizer state; directions that were
+    factored anew start with zero momentum and with the mean of the old squared gradients, and lose their gradient.
+
+    Call it between two training steps; under torch.distributed on all ranks, each with batches of its own. After an
+    exception model and optimizer are as they were, to the bit.
+
+    Args:
+        model: a patched model, grown or not.
+        batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids`; a dozen of the kind that the model
+            is to be good at. None cuts dead dims only.
+        max_loss_increase: how much the mean loss of the batches may rise, in the loss's own unit.
+        optimizer: the optimizer of the running training, if there is one, or a list of all of them.
+
+    Returns:
+        What was cut; prints as a table.
+
+    Raises:
+        ValueError: the model is not patched or sharded, carries adapters where it has grown, or the batches give no
+            finite loss; an optimizer without the model's parameters. The message names the fix.
+    """
+    if not (isinstance(max_loss_increase, (int, float)) and 0 <= max_loss_increase < math.inf):
+        raise ValueError(
+            f"max_loss_increase must be a number, at least 0, such as 0.001; got {max_loss_increase!r}. It is in the "
+            "loss's own unit."
+        )
+    if torch.is_inference_mode_enabled():
+        raise ValueError("What is cut here could not be trained on: call trim_model outside torch.inference_mode().")
+    optimizers = bare_optimizers(optimizer)
+    refuse_sharded(model, optimizers)
+    model = growable_model(model)
+    with ranks.together():
+        found = _new_dims(model, optimizers)
+        batches = None if batches is None else as_dicts(batches)
+    keep, before, after = {new: new.live for new in found}, None, None
+    if batches is not None:
+        with (
+            autocast_in_the_model_only(model),
+            undisturbed(model),
+            tqdm(desc="trimming", total=0, disable=True if ranks.rank() > 0 else None, leave=False) as bar,
+        ):
+            keep, before, after = _least_needed(model, found, batches, max_loss_increase, bar)
+    layers = [_layer_trim(new, keep[new]) for new in found]
+    cuts = Cuts(keep)
+    try:
+        model.sync_config()
+        swap_parameters(optimizers, cuts.resizes)
+    except BaseException:
+        cuts.undo()
+        model.sync_config()
+        raise
+    if cuts.resizes:
+        settle(model, list({new.attention: None for new in found}))
+    return TrimReport(before, after, max_loss_increase, layers)
+
+
+@dataclass(eq=False)
+class NewDims:
+    """The dims that growth added to one kind of one layer, the same number `p` to every head.
+
+    Attributes:
+        order: (G, p) for each group its new dims, those that do something first.
+        live: how many do something, in the group with the most.
+        factors: the new dims factored anew, most needed direction first: stacked (H, a, p) and shared (G, b, p).
+        errors: (p,) the squared error of the logits or outputs by leaving a direction out, summed over the heads.
+        worth: what the loss rises by without any of them.
+    """
+
+    attention: GrowableAttention
+    kind: Kind
+    order: Tensor
+    live: int
+    factors: tuple[Tensor, Tensor] | None = None
+    errors: Tensor | None = None
+    worth: float | None = None
+
+    @classmethod
+    def of(cls, attention: GrowableAttention, kind: Kind) -> "NewDims":
+        """Look at the weights of one layer: which new dims are dead."""
+        stock, groups = stock_head_dim(attention.config), attention.heads("key")
+        alive = [
+            F.stack_groups(_factors(attention, role)[..., stock:], groups).ne(0).any(-2)
+            for role in (kind.stacked, kind.shared)
+        ]
+        alive = alive[0] & alive[1]  # (G, p)
+        order = alive.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
+        return cls(attention, kind, order, int(alive.sum(-1).max()))
+
+    @property
+    def stock(self) -> int:
+        """The width before any growth."""
+        return stock_head_dim(self.attention.config)
+
+    @property
+    def count(self) -> int:
+        """How many new dims `p` a head had when this was measured."""
+        return self.order.shape[-1]
+
+    def refactor(self, block: Block) -> None:
+        """Find the directions of the product of the new dims, whitened by the block's moments.
+
+        `W_a W_b^T` over the new dims, by its SVD in the metric of the logits or outputs: whatever number of leading
+        columns is kept, no other choice of as many dims has a smaller error there. Source: draft 000 section 2.
+        """
+        roots, heads = block.roots, block.heads
+        stacked, shared = (side[..., self.stock :] for side in block.whitened_factors())
+        left, right = F.balanced_factors(stacked, shared, self.count)
+        sigma = left.square().sum(-2)  # (G, p)
+        self.errors = sigma.square().sum(0)
+        # Where a group has fewer directions than others, both sides zero could never be trained: one stays as it is.
+        none = (sigma <= 1e-6 * sigma[..., :1]).unsqueeze(-2)
+        raw = block.old_factors()[1][..., self.stock :]
+        left, right = left.masked_fill(none, 0), torch.where(none, raw, roots.shared_whitening @ right)
+        self.factors = F.apply_root(roots.stacked_whitening, F.unstack_groups(left, heads)), right
+
+    def error(self, kept: int) -> float:
+        """Share of the squared size of what the new dims compute that is lost if so many of them stay."""
+        if self.errors is None or kept >= self.live:
+            return 0.0
+        return (self.errors[kept:].sum() / self.errors.sum()).item()
+
+
+class Cuts:
+    """New dims cut in place; `undo` puts the very same old parameters back.
+
+    Args:
+        keep: how many of them stay, in every head. As many as do something are kept as they are, fewer are the leading
+            ones of `factors`.
+
+    Attributes:
+        resizes: every parameter that changed its size, for optimizers.
+    """
+
+    def __init__(self, keep: dict[NewDims, int]):
+        self.widenings: list[Widening] = []
+        self.resizes: list[Resize] = []
+        by_attention: dict[GrowableAttention, dict[NewDims, int]] = {}
+        for new, kept in keep.items():
+            if kept < new.count:
+                by_attention.setdefault(new.attention, {})[new] = kept
+        try:
+            with ranks.together():
+                for attention, chosen in by_attention.items():
+                    self._cut(attention, chosen)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _cut(self, attention: GrowableAttention, chosen: dict[NewDims, int]) -> None:
+        roles = ("query", "key", "value", "output")
+        old = {role: _places(attention, role) for role in roles}
+        widening = attention.widen(**{_WIDTHS[new.kind]: kept - new.count for new, kept in chosen.items()})
+        self.widenings.append(widening)
+        new_places = {role: _places(attention, role) for role in roles}
+        for new, kept in chosen.items():
+            for role in (new.kind.stacked, new.kind.shared):
+                if kept < new.live:
+                    old[role], new_places[role] = old[role][:, : new.stock], new_places[role][:, : new.stock]
+                else:
+                    order = new.order.repeat_interleave(attention.heads(role) // len(new.order), 0)
+                    added = old[role].gather(1, new.stock + order[:, :kept])
+                    old[role] = torch.cat((old[role][:, : new.stock], added), -1)
+        for resize in widening.resizes:
+            inside = [role for role in roles if attention.projection(role) is resize.module]
+            resize.kept = torch.cat([old[role].flatten() for role in inside])
+            resize.positions = torch.cat([new_places[role].flatten() for role in inside])
+            resize.carry(resize.old.detach(), resize.new.detach().zero_())
+            if resize.old.grad is not None:
+                resize.carry(resize.old.grad, resize.new.grad.zero_())
+        self.resizes += widening.resizes
+        for new, kept in chosen.items():
+            if kept < new.live:
+                for role, factors in zip((new.kind.stacked, new.kind.shared), new.factors):
+                    live = attention.weight(role)
+                    weight, bias = F.split_bias(factors[..., :kept], live.shape[-1])
+                    live[:, new.stock :] = weight.to(live.dtype)
+                    if bias is not None:
+                        attention.bias(role)[:, new.stock :] = bias.to(live.dtype)
+
+    def undo(self) -> None:
+        """Put the old parameters back, with the values they had."""
+        for widening in self.widenings:
+            widening.undo()
+        self.widenings, self.resizes = [], []
+
+
+def _new_dims(model: nn.Module, optimizers: list) -> list[NewDims]:
+    """The new dims of each layer and kind that has grown; raises a ValueError where they cannot be cut."""
+    grown = [
+        (attention, kind)
+        for attention in attentions(model)
+        for kind in _WIDTHS
+        if attention.width(kind.shared) > stock_head_dim(attention.config)
+    ]
+    trained = {}
+    for attention, kind in grown:
+        check_no_adapters(attention, [kind], "trim_model")
+        trained |= trainable_parameters([attention], [kind], frozen=True)
+    check_optimizers(optimizers, trained)
+    return [NewDims.of(attention, kind) for attention, kind in grown]
+
+
+def _layer_trim(new: NewDims, kept: int) -> LayerTrim:
+    cut = new.count - kept
+    return LayerTrim(
+        layer=new.attention.layer_idx,
+        kind=new.kind.name,
+        width=(new.stock + new.count, new.stock + kept),
+        worth=new.worth,
+        error=new.error(kept),
+        removed_parameters=cut * parameters_of_a_dim(new),
+    )
+
+
+def _least_needed(
+    model: nn.Module, found: list[NewDims], batches: list[dict], max_loss_increase: float, bar: tqdm
+) -> tuple[dict[NewDims, int], float, float]:
+    """Return how many new dims may stay, and the mean loss of the batches before and after.
+
+    Each layer and kind is priced by what the loss rises by without its new dims; a direction's part of that goes by its
+    squared error. Directions are cut in the order of that price for each weight, and bisection finds how many.
+    """
+    bar.total = len(batches)
+    involved = list({new.attention: None for new in found})
+    blocks, before = measure_moments(model, involved, list(_WIDTHS), batches, _RIDGE, bar.update)
+    by_place = {(block.attention, block.kind): block for block in blocks}
+    dead = {new: new.live for new in found}
+
+    def loss_with(keep: dict[NewDims, int]) -> float:
+        bar.total += len(batches)
+        cuts = Cuts(keep)
+        try:
+            return mean_loss(model, batches, bar.update)
+        finally:
+            cuts.undo()
+
+    offers = []  # (price, new dims, how many are left after it)
+    for new in found:
+        if new.live:
+            block = by_place[new.attention, new.kind]
+            with ranks.together():
+                new.refactor(block)
+            new.worth = loss_with({new: 0}) - before
+            shares = (new.errors / new.errors.sum().clamp_min(torch.finfo(new.errors.dtype).tiny) / parameters_of_a_dim(new)).tolist()
+            offers += [(max(new.worth, 0.0) * shares[n], shares[n], -n, new) for n in range(new.live)]
+    ranking = torch.tensor(sorted(range(len(offers)), key=lambda i: offers[i][:3]), device=model.device)
+    ranks.follow_first_rank(ranking)  # comparisons of rounded numbers may differ between machines
+
+    def keep_without(count: int) -> dict[NewDims, int]:
+        keep = dict(dead)
+        for i in ranking[:count].tolist():
+            keep[offers[i][3]] -= 1
+        return keep
+
+    return _bisect(len(offers), keep_without, loss_with, before, max_loss_increase)
+
+
+def _bisect(most, keep_without: Callable, loss_with: Callable, before: float, max_loss_increase: float):
+    taken, loss, refused = 0, before, most + 1
+    while refused - taken > 1:
+        middle = (taken + refused) // 2
+        tried = loss_with(keep_without(middle))
+        if tried <= before + max_loss_increase:
+            taken, loss = middle, tried
+        else:
+            refused = middle
+    return keep_without(taken), before, loss
+
+
+def _factors(attention: GrowableAttention, role: str) -> Tensor:
+    """A role's weight and bias of all dims, (heads, d or d + 1, width)."""
+    return F.join_bias(attention.weight(role), attention.bias(role))
+
+
+def _places(attention: GrowableAttention, role: str) -> Tensor:
+    """Where each dim of each head lies along the axis of its projection that follows the width, (heads, width)."""
+    weight, axis = attention.projection(role).weight, attention._axis(role)
+    along = torch.arange(weight.shape[axis], device=weight.device).unsqueeze(1 - axis)
+    return attention._weight_view(role, along.expand(weight.shape))[..., 0]
