@@ -140,7 +140,8 @@ class LayerTrim:
         layer: index.
         kind: "patterns" (`qk_head_dim`) or "messages" (`v_head_dim`).
         width: `qk_head_dim` or `v_head_dim` before and after.
-        worth: what the mean loss of the batches rises by without any of these dims; None without batches.
+        worth: what the mean loss of the batches rises by without any of these dims, the mean of cutting them before and
+            after those of all other layers and kinds; None without batches, and where the loss allowed to cut them all.
         error: share of what these dims compute that was cut, as a squared size in the metric of the logits or outputs.
         removed_parameters: number of weights removed.
     """
@@ -193,8 +194,8 @@ class TrimReport:
         if self.loss_before is None:
             return f"{outcome}; without batches only dims that do nothing are."
         return (
-            f"{outcome}. Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the batches; it was allowed to rise by "
-            f"{self.max_loss_increase:g}."
+            f"{outcome}. Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the batches, where it was allowed to "
+            f"rise by {self.max_loss_increase:g}."
         )
 
 

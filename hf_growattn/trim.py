@@ -1,7 +1,7 @@
 """Cut dims that growth added and that turned out worthless: `trim_model`."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -103,7 +103,7 @@ class NewDims:
         live: how many do something, in the group with the most.
         factors: the new dims factored anew, most needed direction first: stacked (H, a, p) and shared (G, b, p).
         errors: (p,) the squared error of the logits or outputs by leaving a direction out, summed over the heads.
-        worth: what the loss rises by without any of them.
+        worth: what the loss rises by without any of them, as `LayerTrim` has it.
     """
 
     attention: GrowableAttention
@@ -153,6 +153,15 @@ class NewDims:
         left, right = left.masked_fill(none, 0), torch.where(none, raw, roots.shared_whitening @ right)
         self.factors = F.apply_root(roots.stacked_whitening, F.unstack_groups(left, heads)), right
 
+    def write(self, count: int) -> None:
+        """Write the leading directions, so many of them, into the new dims of the weights as they are now."""
+        for role, factors in zip((self.kind.stacked, self.kind.shared), self.factors):
+            live = self.attention.weight(role)
+            weight, bias = F.split_bias(factors[..., :count], live.shape[-1])
+            live[:, self.stock :] = weight.to(live.dtype)
+            if bias is not None:
+                self.attention.bias(role)[:, self.stock :] = bias.to(live.dtype)
+
     def error(self, kept: int) -> float:
         """Share of the squared size of what the new dims compute that is lost if so many of them stay."""
         if self.errors is None or kept >= self.live:
@@ -186,36 +195,31 @@ class Cuts:
             self.undo()
             raise
 
-    def _cut(self, attention: GrowableAttention, chosen: dict[NewDims, int]) -> None:
+    def _cut(self, attention: GrowableAttention, keep: dict[NewDims, int]) -> None:
+        """Cut in one layer; dims that stay as they are take their values, gradients and optimizer state along."""
         roles = ("query", "key", "value", "output")
-        old = {role: _places(attention, role) for role in roles}
-        widening = attention.widen(**{_WIDTHS[new.kind]: kept - new.count for new, kept in chosen.items()})
+        kept = {role: _places(attention, role) for role in roles}
+        widening = attention.widen(**{_WIDTHS[new.kind]: count - new.count for new, count in keep.items()})
         self.widenings.append(widening)
-        new_places = {role: _places(attention, role) for role in roles}
-        for new, kept in chosen.items():
+        positions = {role: _places(attention, role) for role in roles}
+        for new, count in keep.items():
             for role in (new.kind.stacked, new.kind.shared):
-                if kept < new.live:
-                    old[role], new_places[role] = old[role][:, : new.stock], new_places[role][:, : new.stock]
-                else:
-                    order = new.order.repeat_interleave(attention.heads(role) // len(new.order), 0)
-                    added = old[role].gather(1, new.stock + order[:, :kept])
-                    old[role] = torch.cat((old[role][:, : new.stock], added), -1)
+                if count < new.live:  # the others are written below
+                    kept[role], positions[role] = (x[:, : new.stock] for x in (kept[role], positions[role]))
+                    continue
+                order = new.order.repeat_interleave(attention.heads(role) // len(new.order), 0)[:, :count]
+                kept[role] = torch.cat((kept[role][:, : new.stock], kept[role].gather(1, new.stock + order)), 1)
         for resize in widening.resizes:
             inside = [role for role in roles if attention.projection(role) is resize.module]
-            resize.kept = torch.cat([old[role].flatten() for role in inside])
-            resize.positions = torch.cat([new_places[role].flatten() for role in inside])
+            resize.kept = torch.cat([kept[role].flatten() for role in inside])
+            resize.positions = torch.cat([positions[role].flatten() for role in inside])
             resize.carry(resize.old.detach(), resize.new.detach().zero_())
             if resize.old.grad is not None:
                 resize.carry(resize.old.grad, resize.new.grad.zero_())
         self.resizes += widening.resizes
-        for new, kept in chosen.items():
-            if kept < new.live:
-                for role, factors in zip((new.kind.stacked, new.kind.shared), new.factors):
-                    live = attention.weight(role)
-                    weight, bias = F.split_bias(factors[..., :kept], live.shape[-1])
-                    live[:, new.stock :] = weight.to(live.dtype)
-                    if bias is not None:
-                        attention.bias(role)[:, new.stock :] = bias.to(live.dtype)
+        for new, count in keep.items():
+            if 0 < count < new.live:
+                new.write(count)
 
     def undo(self) -> None:
         """Put the old parameters back, with the values they had."""
@@ -255,16 +259,19 @@ def _layer_trim(new: NewDims, kept: int) -> LayerTrim:
 def _least_needed(
     model: nn.Module, found: list[NewDims], batches: list[dict], max_loss_increase: float, bar: tqdm
 ) -> tuple[dict[NewDims, int], float, float]:
-    """Return how many new dims may stay, and the mean loss of the batches before and after.
+    """Return how many new dims to keep, and the mean loss of the batches before and after.
 
-    Each layer and kind is priced by what the loss rises by without its new dims; a direction's part of that goes by its
-    squared error. Directions are cut in the order of that price for each weight, and bisection finds how many.
+    All are cut if the loss allows it. Otherwise directions are ranked by what each is worth for a weight, and bisection
+    finds how many of them may go.
     """
     bar.total = len(batches)
     involved = list({new.attention: None for new in found})
     blocks, before = measure_moments(model, involved, list(_WIDTHS), batches, _RIDGE, bar.update)
     by_place = {(block.attention, block.kind): block for block in blocks}
-    dead = {new: new.live for new in found}
+    live = [new for new in found if new.live]
+    with ranks.together():
+        for new in live:
+            new.refactor(by_place[new.attention, new.kind])
 
     def loss_with(keep: dict[NewDims, int]) -> float:
         bar.total += len(batches)
@@ -274,37 +281,44 @@ def _least_needed(
         finally:
             cuts.undo()
 
-    offers = []  # (price, new dims, how many are left after it)
-    for new in found:
-        if new.live:
-            block = by_place[new.attention, new.kind]
-            with ranks.together():
-                new.refactor(block)
-            new.worth = loss_with({new: 0}) - before
-            shares = (new.errors / new.errors.sum().clamp_min(torch.finfo(new.errors.dtype).tiny) / parameters_of_a_dim(new)).tolist()
-            offers += [(max(new.worth, 0.0) * shares[n], shares[n], -n, new) for n in range(new.live)]
-    ranking = torch.tensor(sorted(range(len(offers)), key=lambda i: offers[i][:3]), device=model.device)
-    ranks.follow_first_rank(ranking)  # comparisons of rounded numbers may differ between machines
-
-    def keep_without(count: int) -> dict[NewDims, int]:
-        keep = dict(dead)
-        for i in ranking[:count].tolist():
-            keep[offers[i][3]] -= 1
-        return keep
-
-    return _bisect(len(offers), keep_without, loss_with, before, max_loss_increase)
-
-
-def _bisect(most, keep_without: Callable, loss_with: Callable, before: float, max_loss_increase: float):
-    taken, loss, refused = 0, before, most + 1
-    while refused - taken > 1:
-        middle = (taken + refused) // 2
-        tried = loss_with(keep_without(middle))
-        if tried <= before + max_loss_increase:
-            taken, loss = middle, tried
+    keep, loss = {new: new.live for new in found}, before
+    if not live:
+        return keep, before, loss
+    nothing = dict.fromkeys(found, 0)
+    without = loss_with(nothing)
+    if without <= before + max_loss_increase:
+        return nothing, before, without
+    # What a layer's dims are worth alone says little where others stand in for them, or need them: the mean of cutting
+    # them first and last, as growth prices its kinds.
+    for new in live:
+        first, last = loss_with({**keep, new: 0}) - before, without - loss_with({**nothing, new: new.live})
+        new.worth = (first + last) / 2
+    ranking = _ranking(live, model.device)
+    good, bad = 0, len(ranking)  # how many directions may go, and how many are too many
+    while bad - good > 1:
+        tried = (good + bad) // 2
+        fewer = {new: new.live - ranking[:tried].count(index) for index, new in enumerate(live)}
+        after = loss_with({**nothing, **fewer})
+        if after <= before + max_loss_increase:
+            good, keep, loss = tried, {**nothing, **fewer}, after
         else:
-            refused = middle
-    return keep_without(taken), before, loss
+            bad = tried
+    return keep, before, loss
+
+
+def _ranking(live: list[NewDims], device: torch.device) -> list[int]:
+    """Return for each direction, the least worth for a weight first, the index of its new dims in the list.
+
+    Of what its dims are worth, a direction has the share that it has of their squared size.
+    """
+    offers = []
+    for index, new in enumerate(live):
+        total = new.errors.sum().clamp_min(torch.finfo(new.errors.dtype).tiny)
+        for n, share in enumerate((new.errors[: new.live] / total / parameters_of_a_dim(new)).tolist()):
+            offers.append((max(new.worth, 0.0) * share, share, -n, index))
+    ranking = torch.tensor([offer[-1] for offer in sorted(offers)], device=device)
+    ranks.follow_first_rank(ranking)  # comparisons of rounded numbers may differ between machines
+    return ranking.tolist()
 
 
 def _factors(attention: GrowableAttention, role: str) -> Tensor:

@@ -29,8 +29,12 @@ MAY_IMPORT = {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
         *("trainable", "optimizer", "sharding", "modeling", "attention", "ranks"),
     },
+    "trim": {
+        *("growth", "report", "plan", "blocks", "probe", "functional", "trainable", "optimizer", "sharding"),
+        *("modeling", "configuration", "attention", "ranks"),
+    },
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
-    "__init__": {"attention", "growth", "patch", "plan", "report", "trainer", "views"},
+    "__init__": {"attention", "growth", "patch", "plan", "report", "trainer", "trim", "views"},
 }
 TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling")
 
