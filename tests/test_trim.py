@@ -128,7 +128,7 @@ def test_a_model_trimmed_everywhere_is_stock_again(variant):
     model.sync_config()
     report = trim_model(model)
     assert {layer.width for layer in report.layers} == {(STOCK + QK, STOCK), (STOCK + V, STOCK)}
-    assert model.config.per_layer_config is None
+    assert not model.config.to_dict().get("per_layer_config")
     assert type(unpatch_model(model)) is type(stock)
     assert torch.equal(logits(model), logits(stock))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), stock.parameters()))
@@ -147,35 +147,43 @@ def test_growth_that_training_undid_is_cut_within_the_bound(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_product_of_small_rank_needs_no_more_dims(variant):
-    """Nothing is zero, and yet two directions are all there is: turned apart, the others go, and the loss stays."""
+    """No dim is dead, and yet two directions are all there is to a pattern: two dims compute the same."""
     model, batches = grown(variant), lm_batches()
+    mixing = torch.randn(QK, 2, generator=torch.Generator().manual_seed(1))
     for attention in attentions(model):
-        for role in ROLES[:2]:  # W_Q and W_K of rank 2 over the new dims, as U B with the same mixing B
-            for tensor in filter(torch.is_tensor, (new_dims(attention, role, part) for part in ("weight", "bias"))):
-                mixing = torch.randn(QK, 2, generator=torch.Generator().manual_seed(1))
-                tensor.copy_(torch.einsum("pr,hr...->hp...", mixing, tensor[:, :2]))
+        for part in ("weight", "bias"):
+            query = new_dims(attention, "query", part)
+            if query is not None:
+                query.copy_(torch.einsum("pr,hr...->hp...", mixing, query[:, :2]))
     before = logits(model)
-    report = trim_model(model, batches, max_loss_increase=1e-5)
-    assert all(qk <= STOCK + 2 for qk, _ in widths(model)), report
-    # Sums of numbers that cancel and the whitening round more than plain sums do.
-    assert (logits(model) - before).abs().max() <= 1e-3 * before.abs().max() or report.loss_after < report.loss_before
+    assert not trim_model(model).removed_parameters
+    patterns = [new for new in found(model, batches) if new.kind is PATTERNS]
+    assert max(new.error(2) for new in patterns) < 1e-10  # rounding, squared
+    Cuts(dict.fromkeys(patterns, 2))
+    error = (logits(model) - before).abs().max() / before.abs().max()
+    print(f"{variant}: {error:.1e}")
+    assert error < 1e-4  # fp32, through roots of the moments and back
+    Cuts({new: 1 for new in found(model, batches) if new.kind is PATTERNS})
+    assert (logits(model) - before).abs().max() > 1e-2 * before.abs().max()
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_what_must_stay_stays_to_the_bit(variant):
-    """Dims that lower the loss are kept; the trials in between leave no trace."""
+    """A dim that growth has just lowered the loss with is kept; the trial without it leaves no trace."""
     model, batches = patch_model(build(variant)).train(), lm_batches()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    assert Grower(model, GrowthConfig(qk_dims=1), optimizer).grow(batches).applied
     model(**batches[0]).loss.backward()
     optimizer.step()
-    for attention in attentions(model):  # one dim a head, no smaller cut than all of it
-        new_dims(attention, "query").mul_(3)
+    growth = Grower(model, GrowthConfig(qk_dims=1, layers=[1]), optimizer).grow(batches)
+    assert growth.applied
     before = fingerprint(model, optimizer)
     report = trim_model(model, batches, max_loss_increase=0, optimizer=optimizer)
-    stayed = [layer for layer in report.layers if not layer.removed_parameters]
-    assert len(stayed) == len(report.layers) and report.loss_after == report.loss_before
+    assert not report.removed_parameters and report.loss_after == report.loss_before
+    assert report.layers[0].worth == pytest.approx(growth.loss_before - growth.loss_after, abs=1e-5)
     assert same(fingerprint(model, optimizer), before)
+    bound = growth.loss_before - growth.loss_after + 1e-4
+    assert trim_model(model, batches, bound, optimizer).removed_parameters
+    assert loss(model, batches) == pytest.approx(growth.loss_before, abs=1e-5)
 
 
 @pytest.mark.parametrize("call", [0, 1, 5])
@@ -231,21 +239,23 @@ def test_state_and_gradients_of_dims_that_stay_go_along(variant, name, axis):
 @pytest.mark.parametrize("variant", FAMILIES)
 @pytest.mark.parametrize("dead", [True, False])
 def test_training_goes_on(variant, dead):
-    model, batches = grown(variant, scale=0.1).train(), lm_batches()
-    if dead:
-        kill_some(model)
+    model, batches = grown(variant).train(), lm_batches()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     losses = []
     for step in range(8):
         if step == 4:
+            if dead:
+                kill_some(model)
             arguments = () if dead else (batches, 0.05)
-            assert trim_model(model, *arguments, optimizer=optimizer).removed_parameters
-            attention = attentions(model)[0]
-            state = optimizer.state[attention.projection("query").weight]
-            before = attention.weight("query").clone()
-            new = attention._weight_view("query", state["exp_avg"])[:, STOCK:]
-            assert dead == bool(new.any()) or not new.numel()  # dims factored anew start without momentum
+            trim_model(model, *arguments, optimizer=optimizer)
+            grown_by = {"query": QK, "value": V}
+            partly = [(a, r) for a in attentions(model) for r in grown_by if 0 < a.width(r) - STOCK < grown_by[r]]
+            assert partly
+            for attention, role in partly:  # dims factored anew start without momentum
+                momentum = optimizer.state[attention.projection(role).weight]["exp_avg"]
+                assert dead == bool(attention._weight_view(role, momentum)[:, STOCK:].any())
+            before = attention.weight(role).clone()
         total = sum(model(**batch).loss for batch in batches) / len(batches)
         total.backward()
         optimizer.step()
@@ -253,7 +263,7 @@ def test_training_goes_on(variant, dead):
         optimizer.zero_grad()
         losses.append(total.item())
         if step == 4:  # no step is larger than Adam's ever are
-            assert (attention.weight("query") - before).abs().max() < 3 * scheduler.get_last_lr()[0]
+            assert (attention.weight(role) - before).abs().max() < 3 * scheduler.get_last_lr()[0]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()} and losses[-1] < losses[4] < losses[0]
 
@@ -336,21 +346,23 @@ def test_the_real_model_is_trimmed_within_the_bound(grown_llama):
 
 @pytest.mark.parametrize("kind", [PATTERNS, MESSAGES], ids=lambda kind: kind.name)
 def test_whitened_directions_beat_plain_ones_and_the_first_dims(grown_llama, kind):
-    """The claim behind the whitening, at half of the new dims in every layer, on text that was not measured."""
+    """The claim behind the whitening: a quarter of the new dims kept in every layer, on text that was not measured.
+
+    The first dims come close, since growth wrote them by the worth that they had then.
+    """
     model, batches, fresh = grown_llama, real_dicts(4, start=20), real_dicts(8, start=40)
-    losses = {"uncut": loss(model, fresh)}
+    uncut, rise = loss(model, fresh), {}
     for name, whitened in (("whitened", True), ("plain", False)):
-        cuts = Cuts({new: 4 for new in found(model, batches, whitened) if new.kind is kind})
-        losses[name] = loss(model, fresh)
+        cuts = Cuts({new: 2 for new in found(model, batches, whitened) if new.kind is kind})
+        rise[name] = loss(model, fresh) - uncut
         cuts.undo()
-    widenings = [a.widen(**{"qk_dims" if kind is PATTERNS else "v_dims": -4}) for a in attentions(model)]
-    losses["the first dims"] = loss(model, fresh)
+    widenings = [a.widen(**{"qk_dims" if kind is PATTERNS else "v_dims": -6}) for a in attentions(model)]
+    rise["the first dims"] = loss(model, fresh) - uncut
     for widening in widenings:
         widening.undo()
-    print(losses)
-    rise = {name: value - losses["uncut"] for name, value in losses.items()}
-    assert rise["whitened"] < rise["plain"] and rise["whitened"] < rise["the first dims"]
-    assert loss(model, fresh) == losses["uncut"]
+    print(f"loss {uncut:.4f}, rises by {rise}")
+    assert rise["whitened"] < 0.9 * rise["plain"] and rise["whitened"] < rise["the first dims"]
+    assert loss(model, fresh) == uncut
 
 
 def test_what_pays_is_kept_and_what_does_not_is_cut(grown_llama):
@@ -422,7 +434,7 @@ def test_adapters_are_refused_where_a_layer_has_grown():
     peft = pytest.importorskip("peft")
     model = grown("llama-2")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="q_proj of layer 0 carries adapters.*merge_and_unload"):
+    with pytest.raises(ValueError, match=r"q_proj of layer 0 carries adapters.*merge_and_unload"):
         trim_model(wrapped)
     merged = wrapped.merge_and_unload()
     kill_some(merged)
