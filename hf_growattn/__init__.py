@@ -7,7 +7,8 @@ from .export import ExportReport, export_model
 from .growth import Grower
 from .patch import patch_model, register_architecture, unpatch_model
 from .plan import GrowthConfig
-from .report import GrowthReport
+from .report import GrowthReport, TrimReport
+from .trim import trim_model
 from .views import attention_views
 
 __all__ = [
@@ -18,11 +19,13 @@ __all__ = [
     "GrowthCallback",
     "GrowthConfig",
     "GrowthReport",
+    "TrimReport",
     "attention_views",
     "export_model",
     "model_card",
     "patch_model",
     "register_architecture",
+    "trim_model",
     "unpatch_model",
 ]
 __version__ = "0.1.0"

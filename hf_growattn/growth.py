@@ -59,9 +59,7 @@ class Grower:
     def __init__(self, model: PreTrainedModel, config: GrowthConfig, optimizer=None, accelerator=None):
         self.optimizers = bare_optimizers(optimizer)
         refuse_sharded(model, self.optimizers, accelerator)
-        self.model = _unwrapped(model)
-        if not isinstance(self.model, GrowableModelMixin):
-            raise ValueError(f"{type(self.model).__name__} is not growable yet: call patch_model(model) first.")
+        self.model = growable_model(model)
         if config.estimator != "whitened" and ranks.several():
             raise ValueError(f'The estimator {config.estimator!r} is for comparison in one process; use "whitened".')
         self.config = config
@@ -96,7 +94,7 @@ class Grower:
         with ranks.together():
             chosen = self._chosen_layers()
             check_optimizers(self.optimizers, self._parameters(chosen))
-            halves = _halves(_as_dicts(batches))
+            halves = _halves(as_dicts(batches))
         batches = halves[0] + halves[1]
         if not all(ranks.total(*map(len, halves))):
             raise ValueError(
@@ -130,7 +128,7 @@ class Grower:
                 self.model.sync_config()
                 raise
         if any(steps):
-            self._settle(chosen)
+            settle(self.model, chosen)
         taken = dict(zip(map(id, kept), steps))
         return GrowthReport(
             loss_before=loss_before,
@@ -140,15 +138,6 @@ class Grower:
             line_search=search.tried,
             seconds=seconds,
         )
-
-    def _settle(self, chosen: list[GrowableAttention]) -> None:
-        """Tell everything outside the model that holds on to its former parameters."""
-        parameters = {id(p): p for attention in chosen for p in attention.parameters()}
-        ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values()))
-        ranks.rebuild_ddp(self.model)
-        torch.clear_autocast_cache()  # the caller's region may hold casts of weights that have moved
-        if "torch._dynamo" in sys.modules:  # compiled code goes by the old shapes; its count of recompiles starts anew
-            torch._dynamo.reset()
 
     def _few(self, halves: tuple[list[dict], ...], bar: tqdm) -> Callable[[int], float]:
         """Return what measures the mean loss of a few of the batches of one half, from all over them."""
@@ -303,14 +292,31 @@ class Grower:
         return trainable_parameters(chosen, self.config.chosen_kinds)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel, torch.compile and peft's wrappers."""
+def growable_model(model: nn.Module) -> nn.Module:
+    """The patched model inside DistributedDataParallel, DataParallel, torch.compile and peft's wrappers.
+
+    Raises:
+        ValueError: there is none, or peft adds prompts.
+    """
     while not isinstance(model, GrowableModelMixin):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
-            return inside_peft(model)
+            model = inside_peft(model)
+            break
         model = inner
+    if not isinstance(model, GrowableModelMixin):
+        raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
     return model
+
+
+def settle(model: nn.Module, resized: list[GrowableAttention]) -> None:
+    """Tell everything outside a model that holds on to the former parameters of these modules."""
+    parameters = {id(p): p for attention in resized for p in attention.parameters()}
+    ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values()))
+    ranks.rebuild_ddp(model)
+    torch.clear_autocast_cache()  # the caller's region may hold casts of weights that have moved
+    if "torch._dynamo" in sys.modules:  # compiled code goes by the old shapes; its count of recompiles starts anew
+        torch._dynamo.reset()
 
 
 def _as_first_rank(change: Change) -> Change:
@@ -347,7 +353,7 @@ def _timed(seconds: dict[str, float], phase: str):
     seconds[phase] = time.perf_counter() - start
 
 
-def _as_dicts(batches: Iterable) -> list[dict]:
+def as_dicts(batches: Iterable) -> list[dict]:
     """Read the batches once: tensors of input_ids become causal LM batches."""
     listed = []
     for index, batch in enumerate(batches):
@@ -360,7 +366,7 @@ def _as_dicts(batches: Iterable) -> list[dict]:
             )
         listed.append(dict(batch))
     if not listed and not ranks.several():
-        raise ValueError("There are no batches to grow on; pass a few dozen of your training batches.")
+        raise ValueError("There are no batches; pass a few dozen of your training batches.")
     return listed
 
 

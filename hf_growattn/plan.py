@@ -138,7 +138,7 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
         stops = [n for n in range(1, change.dims + 1) if (width + n) % config.multiple_of == 0]
         spans = list(zip([0, *stops], stops))
         gains.append([price * values[start:stop].sum().item() for start, stop in spans])
-        costs.append([(stop - start) * _parameters_of_a_dim(block) for start, stop in spans])
+        costs.append([(stop - start) * parameters_of_a_dim(block) for start, stop in spans])
         ends.append([0, *stops])
     taken = F.allocate(gains, costs, budget)
     dims = [stops[count] for stops, count in zip(ends, taken)]
@@ -161,7 +161,7 @@ def strength_of(gradient: Gradient) -> Tensor:
     return (_smooth(gradient) / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp(0, 1)
 
 
-def _parameters_of_a_dim(block: Block) -> int:
+def parameters_of_a_dim(block: Block) -> int:
     """Weights that one more dim of every head adds to a block, its adapters among them."""
     attention, count = block.attention, 0
     for role in (block.kind.stacked, block.kind.shared):

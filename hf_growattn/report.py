@@ -1,4 +1,4 @@
-"""What a growth measured and did: `GrowthReport`, which prints as a table."""
+"""What a growth or a trim measured and did: `GrowthReport` and `TrimReport`, which print as tables."""
 
 import io
 import re
@@ -105,12 +105,11 @@ class GrowthReport:
     def __str__(self) -> str:
         table = Table("layer", "kind", "width", "starvation", "directions", "gain", "validated gain", "step")
         for layer in self.layers:
-            before, after = layer.width
             grown = layer.step_size > 0
             table.add_row(
                 str(layer.layer),
                 layer.kind,
-                f"{before} -> {after}" if after != before else str(before),
+                _width(layer.width),
                 f"{layer.starvation:.2f}",
                 f"{sum(s > 0 for s in layer.strength)} of {len(layer.strength)}",
                 f"{layer.in_sample_gain:.4f}" if grown else "-",
@@ -118,9 +117,7 @@ class GrowthReport:
                 f"{layer.step_size:.3g}" if grown else "-",
             )
         timing = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
-        text = io.StringIO()
-        Console(file=text, width=110).print(table)
-        return f"{text.getvalue()}{self._outcome()}\nTime: {timing}."
+        return f"{_printed(table)}{self._outcome()}\nTime: {timing}."
 
     def _outcome(self) -> str:
         if self.applied:
@@ -143,3 +140,81 @@ def grown_layers(figures: dict[str, float]) -> list[dict]:
         if found := re.fullmatch(r"growth_layer_(\d+)_([a-z]+)_(\w+)", name):
             layers.setdefault((int(found[1]), found[2]), {})[found[3]] = value
     return [{"layer": layer, "kind": kind, **of} for (layer, kind), of in layers.items()]
+
+
+@dataclass(frozen=True)
+class LayerTrim:
+    """The new dims of one kind of one layer in a trim.
+
+    Attributes:
+        layer: index.
+        kind: "patterns" (`qk_head_dim`) or "messages" (`v_head_dim`).
+        width: `qk_head_dim` or `v_head_dim` before and after.
+        worth: what the mean loss of the batches rises by without any of these dims, the mean of cutting them before and
+            after those of all other layers and kinds; None without batches, and where the loss allowed to cut them all.
+        error: share of what these dims compute that was cut, as a squared size in the metric of the logits or outputs.
+        removed_parameters: number of weights removed.
+    """
+
+    layer: int
+    kind: str
+    width: tuple[int, int]
+    worth: float | None
+    error: float
+    removed_parameters: int
+
+
+@dataclass(frozen=True)
+class TrimReport:
+    """What a trim measured and cut; prints as a table.
+
+    Attributes:
+        loss_before, loss_after: mean loss of the batches, in the loss's own unit; None without batches.
+        max_loss_increase: what the loss was allowed to rise by.
+        layers: one entry for each layer and kind that had grown.
+    """
+
+    loss_before: float | None
+    loss_after: float | None
+    max_loss_increase: float
+    layers: list[LayerTrim]
+
+    @property
+    def removed_parameters(self) -> int:
+        """Number of weights removed."""
+        return sum(layer.removed_parameters for layer in self.layers)
+
+    def __str__(self) -> str:
+        table = Table("layer", "kind", "width", "worth", "error", "parameters removed")
+        for layer in self.layers:
+            table.add_row(
+                str(layer.layer),
+                layer.kind,
+                _width(layer.width),
+                "-" if layer.worth is None else f"{layer.worth:.4f}",
+                f"{layer.error:.1%}",
+                f"{layer.removed_parameters:,}",
+            )
+        return _printed(table) + self._outcome()
+
+    def _outcome(self) -> str:
+        if not self.layers:
+            return "Nothing was cut: no layer has grown."
+        outcome = f"{self.removed_parameters:,} parameters removed" if self.removed_parameters else "Nothing was cut"
+        if self.loss_before is None:
+            return f"{outcome}; without batches only dims that do nothing are."
+        return (
+            f"{outcome}. Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the batches, where it was allowed to "
+            f"rise by {self.max_loss_increase:g}."
+        )
+
+
+def _width(width: tuple[int, int]) -> str:
+    before, after = width
+    return f"{before} -> {after}" if after != before else str(before)
+
+
+def _printed(table: Table) -> str:
+    text = io.StringIO()
+    Console(file=text, width=110).print(table)
+    return text.getvalue()

@@ -27,11 +27,16 @@ def inside_peft(model: nn.Module) -> nn.Module:
     return model.get_base_model()
 
 
-def trainable_parameters(chosen: list[GrowableAttention], kinds: list[Kind]) -> dict[str, nn.Parameter]:
+def trainable_parameters(
+    chosen: list[GrowableAttention], kinds: list[Kind], frozen: bool = False
+) -> dict[str, nn.Parameter]:
     """Return those parameters that growing these kinds resizes and that train, by name.
 
     Where a pattern or a message carries an adapter on either side, its base weights may be frozen, as LoRA leaves them:
     growth writes them, and training moves the adapter's new entries.
+
+    Args:
+        frozen: let all of them be frozen, as cutting does.
 
     Raises:
         ValueError: a projection cannot be resized, or a parameter cannot be trained. The message names the fix.
@@ -45,7 +50,7 @@ def trainable_parameters(chosen: list[GrowableAttention], kinds: list[Kind]) -> 
             for module, part, _ in (entry for role in roles for entry in attention.parameters_along(role)):
                 parameter = getattr(module, part)
                 name = f"{names[parameter]} of layer {attention.layer_idx}"
-                _check(name, parameter, adapted)
+                _check(name, parameter, adapted or frozen)
                 if parameter.requires_grad:
                     trainable[name] = parameter
     return trainable
@@ -58,11 +63,11 @@ def check_no_adapters(attention: GrowableAttention, kinds: list[Kind], setting: 
             raise ValueError(
                 f"{setting} rewrites existing weights, and {getattr(attention.architecture, role)} of layer "
                 f"{attention.layer_idx} carries adapters that were trained for them. Call merge_and_unload() first, or "
-                "leave that setting out."
+                f"do without {setting}."
             )
 
 
-def _check(name: str, parameter: nn.Parameter, adapted: bool) -> None:
+def _check(name: str, parameter: nn.Parameter, may_be_frozen: bool) -> None:
     """Raise a ValueError that names the fix if a parameter cannot be grown and trained."""
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device: load the weights onto a real device before growing.")
@@ -70,7 +75,7 @@ def _check(name: str, parameter: nn.Parameter, adapted: bool) -> None:
         raise ValueError(f"{name} was made under torch.inference_mode(): load the model outside of it.")
     if parameter.dtype not in _DTYPES:
         raise ValueError(f"{name} has dtype {parameter.dtype}, so the model is quantized: load it in bf16 or fp32.")
-    if not parameter.requires_grad and not adapted:
+    if not parameter.requires_grad and not may_be_frozen:
         raise ValueError(
             f"{name} is frozen, so new dims could not be trained: call requires_grad_(True) on it first, or let LoRA "
             "target it."

@@ -8,7 +8,7 @@ from families import build, lm_batches
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, patch_model, trim_model
 from hf_growattn.ranks import alone
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
@@ -90,6 +90,18 @@ def uneven_batches():
         assert_alike(model)
 
 
+def trimming_together():
+    model, ddp, optimizer = wrapped()
+    before = model.num_parameters()
+    assert Grower(ddp, CONFIG, optimizer).grow(mine(3)).applied
+    grown = model.num_parameters()
+    report = trim_model(ddp, mine(3), max_loss_increase=0.02, optimizer=optimizer)
+    assert before < model.num_parameters() == grown - report.removed_parameters < grown, report
+    assert report.loss_after <= report.loss_before + 0.02
+    train(ddp, optimizer)
+    assert_alike(model)
+
+
 def a_failure_on_one_rank_is_one_on_both():
     batches = mine(3)
     if dist.get_rank() == 1:
@@ -129,6 +141,7 @@ if __name__ == "__main__":
         existing_weights_move_too,
         in_the_middle_of_an_accumulation,
         uneven_batches,
+        trimming_together,
         a_failure_on_one_rank_is_one_on_both,
         comparison_is_refused_and_one_may_grow_alone,
     ):

@@ -32,10 +32,15 @@ MAY_IMPORT = {
     },
     "stock": {"patch", "modeling", "configuration", "attention", "adapters"},
     "export": {"stock", "modeling", "configuration", "probe", "sharding"},
+    "trim": {
+        *("growth", "report", "plan", "blocks", "probe", "functional", "trainable", "optimizer", "sharding"),
+        *("modeling", "configuration", "attention", "widths", "ranks"),
+    },
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
     "cards": {"report", "modeling", "configuration"},
     "__init__": {
-        *("architectures", "attention", "cards", "export", "growth", "patch", "plan", "report", "trainer", "views"),
+        *("architectures", "attention", "cards", "export", "growth", "patch", "plan", "report"),
+        *("trainer", "trim", "views"),
     },
 }
 TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling", "widths")

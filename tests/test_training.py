@@ -99,7 +99,7 @@ def test_resumed_from_before_the_first_growth(unbroken, tmp_path):
 
 
 def test_what_growing_together_must_bear():
-    """Settings and hooks of the wrapper, accumulation, uneven and absent batches, a failure on one rank."""
+    """Settings and hooks of the wrapper, accumulation, uneven and absent batches, trimming, a failure."""
     done = launch(SCRIPT.with_name("ranks_run.py"), processes=2)
     assert done.returncode == 0, done.stderr
     assert "uneven_batches" in done.stdout and "You've set static_graph" not in done.stderr

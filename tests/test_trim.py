@@ -1,0 +1,441 @@
+"""`trim_model`: dead dims go without a trace, others only as far as the measured loss allows."""
+
+import copy
+
+import pytest
+import torch
+from conftest import real_batches
+from families import FAMILIES, build, lm_batches, tokens
+from test_growth import fingerprint, same
+from transformers import AutoModelForCausalLM
+
+from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_model
+from hf_growattn.blocks import Block, Roots, measure_moments
+from hf_growattn.modeling import attentions
+from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
+from hf_growattn.trim import Cuts, NewDims
+
+STOCK, QK, V = 16, 4, 3  # widths of the tiny models, and what they grow by here
+ROLES = ("query", "key", "value", "output")
+VARIANTS = ["llama-2", *FAMILIES]
+
+
+def grown(variant, scale=0.3, dtype=torch.float32):
+    """A tiny model whose new dims, biases among them, hold random numbers, as after training."""
+    model = patch_model(build(variant, dtype=dtype))
+    generator = torch.Generator().manual_seed(5)
+    for attention in attentions(model):
+        attention.widen(QK, V)
+        for tensor in (new_dims(attention, role, part) for role in ROLES for part in ("weight", "bias")):
+            if tensor is not None:
+                tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
+    model.sync_config()
+    return model
+
+
+def new_dims(attention, role, part="weight"):
+    """A view on the new dims of a role, (heads, new dims, ...)."""
+    tensor = getattr(attention, f"{part}_of")(role)
+    return None if tensor is None else tensor[:, STOCK:]
+
+
+def kill(attention, role, dim, heads=slice(None)):
+    for part in ("weight", "bias"):
+        tensor = new_dims(attention, role, part)
+        if tensor is not None:
+            tensor[heads, dim] = 0
+
+
+def widths(model):
+    return [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def loss(model, batches):
+    with undisturbed(model):
+        return mean_loss(model, batches)
+
+
+def assert_near(one, other):
+    """Equal up to fp32 sums that have lost some zeros, which err by a share of the largest logit."""
+    assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def kill_some(model):
+    """Two dead pattern dims and one dead message dim in every head, elsewhere in each, on this side or on that."""
+    for attention in attentions(model):
+        groups = attention.heads_of("key")
+        per_group = attention.heads_of("query") // groups
+        for group in range(groups):
+            queries = slice(group * per_group, (group + 1) * per_group)
+            kill(attention, "query", group % QK, queries)
+            kill(attention, "key", (group + 2) % QK, group)
+            kill(attention, *(("value", 0, group) if group % 2 else ("output", 1, queries)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dead_dims_go_and_the_function_stays(variant):
+    model = grown(variant)
+    kill_some(model)
+    count, before = model.num_parameters(), logits(model)
+    kept = [new_dims(a, "key", "weight").clone() for a in attentions(model)]
+    report = trim_model(model)
+    assert set(widths(model)) == {(STOCK + QK - 2, STOCK + V - 1)}
+    assert_near(logits(model), before)
+    assert report.removed_parameters == count - model.num_parameters() > 0
+    assert report.loss_before is report.loss_after is None
+    for attention, old in zip(attentions(model), kept):  # what stays is what it was, to the bit
+        assert torch.equal(new_dims(attention, "key")[0], old[0, [1, 3]])
+        assert torch.equal(new_dims(attention, "key")[1], old[1, [0, 2]])
+    again = trim_model(model)
+    assert not again.removed_parameters and "Nothing was cut" in str(again)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_zeros_in_one_head_keep_the_width(variant):
+    model = grown(variant)
+    for attention in attentions(model):
+        for dim in range(QK):
+            kill(attention, "query", dim, 0)
+        for dim in range(V):
+            kill(attention, "output", dim, 0)
+    before = fingerprint(model)
+    assert not trim_model(model).removed_parameters
+    assert same(fingerprint(model), before)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_a_bias_keeps_a_dim_alive(variant):
+    model = grown(variant)
+    attention = attentions(model)[0]
+    new_dims(attention, "key")[:] = 0  # the keys are their biases: the same for all tokens, yet not nothing
+    assert not trim_model(model).removed_parameters
+    new_dims(attention, "key", "bias")[:] = 0
+    trim_model(model)
+    assert widths(model)[0] == (STOCK, STOCK + V)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_model_trimmed_everywhere_is_stock_again(variant):
+    model, stock = patch_model(build(variant)), build(variant)
+    for attention in attentions(model):
+        attention.widen(QK, V)
+        torch.nn.init.normal_(new_dims(attention, "key"))  # half a dim computes nothing
+    model.sync_config()
+    report = trim_model(model)
+    assert {layer.width for layer in report.layers} == {(STOCK + QK, STOCK), (STOCK + V, STOCK)}
+    assert not model.config.to_dict().get("per_layer_config")
+    assert type(unpatch_model(model)) is type(stock)
+    assert torch.equal(logits(model), logits(stock))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), stock.parameters()))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_growth_that_training_undid_is_cut_within_the_bound(variant):
+    model, batches = grown(variant, scale=1e-3), lm_batches()
+    before = loss(model, batches)
+    report = trim_model(model, batches)
+    assert set(widths(model)) == {(STOCK, STOCK)}
+    assert report.loss_before == pytest.approx(before) and report.loss_after <= before + 1e-3
+    assert report.loss_after == pytest.approx(loss(model, batches), abs=1e-6)
+    assert {layer.error for layer in report.layers} == {1.0}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_product_of_small_rank_needs_no_more_dims(variant):
+    """No dim is dead, and yet two directions are all there is to a pattern: two dims compute the same."""
+    model, batches = grown(variant), lm_batches()
+    mixing = torch.randn(QK, 2, generator=torch.Generator().manual_seed(1))
+    for attention in attentions(model):
+        for part in ("weight", "bias"):
+            query = new_dims(attention, "query", part)
+            if query is not None:
+                query.copy_(torch.einsum("pr,hr...->hp...", mixing, query[:, :2]))
+    before = logits(model)
+    assert not trim_model(model).removed_parameters
+    patterns = [new for new in found(model, batches) if new.kind is PATTERNS]
+    assert max(new.error(2) for new in patterns) < 1e-10  # rounding, squared
+    Cuts(dict.fromkeys(patterns, 2))
+    error = (logits(model) - before).abs().max() / before.abs().max()
+    print(f"{variant}: {error:.1e}")
+    assert error < 1e-4  # fp32, through roots of the moments and back
+    Cuts({new: 1 for new in found(model, batches) if new.kind is PATTERNS})
+    assert (logits(model) - before).abs().max() > 1e-2 * before.abs().max()
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_what_must_stay_stays_to_the_bit(variant):
+    """A dim that growth has just lowered the loss with is kept; the trial without it leaves no trace."""
+    model, batches = patch_model(build(variant)).train(), lm_batches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    growth = Grower(model, GrowthConfig(qk_dims=1, layers=[1]), optimizer).grow(batches)
+    assert growth.applied
+    before = fingerprint(model, optimizer)
+    report = trim_model(model, batches, max_loss_increase=0, optimizer=optimizer)
+    assert not report.removed_parameters and report.loss_after == report.loss_before
+    assert report.layers[0].worth == pytest.approx(growth.loss_before - growth.loss_after, abs=1e-5)
+    assert same(fingerprint(model, optimizer), before)
+    bound = growth.loss_before - growth.loss_after + 1e-4
+    assert trim_model(model, batches, bound, optimizer).removed_parameters
+    assert loss(model, batches) == pytest.approx(growth.loss_before, abs=1e-5)
+
+
+@pytest.mark.parametrize("call", [0, 1, 5])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_everything_as_it_was(call, error, monkeypatch):
+    import hf_growattn.trim as trim
+
+    model, batches = grown("llama-5-bias").train(), lm_batches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    before, calls = fingerprint(model, optimizer), iter(range(100))
+
+    def failing(*args):
+        if next(calls) == call:
+            raise error("on purpose")
+        return mean_loss(*args)
+
+    monkeypatch.setattr(trim, "mean_loss", failing)
+    with pytest.raises(error, match="on purpose"):
+        trim_model(model, batches, 0.01, optimizer)
+    assert same(fingerprint(model, optimizer), before)
+    monkeypatch.setattr(trim, "swap_parameters", failing)
+    calls = iter([call])
+    kill_some(model)
+    before = fingerprint(model, optimizer)
+    with pytest.raises(error, match="on purpose"):
+        trim_model(model, optimizer=optimizer)
+    assert same(fingerprint(model, optimizer), before)
+
+
+@pytest.mark.parametrize("variant, name, axis", [("llama-5-bias", "k_proj", 0), ("gpt2-2", "c_attn", 1)])
+def test_state_and_gradients_of_dims_that_stay_go_along(variant, name, axis):
+    model, batches = grown(variant), lm_batches()
+    kill_some(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    attention = attentions(model)[0]
+    parameter = getattr(attention, name).weight
+    old = {"grad": parameter.grad, **optimizer.state[parameter]}
+    old = {key: attention._weight_view("key", old[key]).clone() for key in ("grad", "exp_avg", "exp_avg_sq")}
+    trim_model(model, optimizer=optimizer)
+    parameter = getattr(attention, name).weight
+    new = {"grad": parameter.grad, **optimizer.state[parameter]}
+    for key, before in old.items():
+        after = attention._weight_view("key", new[key])
+        assert torch.equal(after[:, :STOCK], before[:, :STOCK])
+        assert torch.equal(after[0, STOCK:], before[0, [STOCK + 1, STOCK + 3]])
+        assert torch.equal(after[1, STOCK:], before[1, [STOCK, STOCK + 2]])
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("dead", [True, False])
+def test_training_goes_on(variant, dead):
+    model, batches = grown(variant).train(), lm_batches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    losses = []
+    for step in range(8):
+        if step == 4:
+            if dead:
+                kill_some(model)
+            arguments = () if dead else (batches, 0.05)
+            trim_model(model, *arguments, optimizer=optimizer)
+            grown_by = {"query": QK, "value": V}
+            partly = [(a, r) for a in attentions(model) for r in grown_by if 0 < a.width_of(r) - STOCK < grown_by[r]]
+            assert partly
+            for attention, role in partly:  # dims factored anew start without momentum
+                momentum = optimizer.state[attention.projection_of(role).weight]["exp_avg"]
+                assert dead == bool(attention._weight_view(role, momentum)[:, STOCK:].any())
+            before = attention.weight_of(role).clone()
+        total = sum(model(**batch).loss for batch in batches) / len(batches)
+        total.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+        if step == 4:  # no step is larger than Adam's ever are
+            assert (attention.weight_of(role) - before).abs().max() < 3 * scheduler.get_last_lr()[0]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()} and losses[-1] < losses[4] < losses[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_save_reload_and_grow_again(variant, tmp_path):
+    model, batches = grown(variant), lm_batches()
+    kill_some(model)
+    report = trim_model(model, batches, 0.5)
+    assert 0 < report.removed_parameters
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert widths(reloaded) == widths(model) and torch.equal(logits(reloaded), logits(model))
+    again = Grower(reloaded, GrowthConfig(qk_dims=2)).grow(batches)
+    assert again.applied and again.loss_after < report.loss_after
+
+
+def test_a_head_with_fewer_directions_can_still_train():
+    """What a layer keeps for other heads is idle in this one: one side zero, and never both."""
+    model, batches = grown("gpt2-2"), lm_batches()
+    attention = attentions(model)[0]
+    for dim in range(QK):
+        kill(attention, "query", dim, 0)
+    (new,) = [n for n in found(model, batches) if n.attention is attention and n.kind is PATTERNS]
+    cuts = Cuts({new: QK - 1})
+    assert not new_dims(attention, "query")[0].any() and not new_dims(attention, "query", "bias")[0].any()
+    assert new_dims(attention, "key")[0].abs().amax(-1).min() > 0
+    cuts.undo()
+    assert widths(model)[0] == (STOCK + QK, STOCK + V)
+
+
+def found(model, batches, whitened=True):
+    """The new dims of every layer and kind, factored anew; without the whitening in the metric of the weights."""
+    with undisturbed(model):
+        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+    every = []
+    for block in blocks:
+        if not whitened:
+            one, plain = torch.tensor(1.0), torch.eye(len(block.roots.shared_root))
+            block = Block(block.attention, block.kind, Roots(one, one, plain, plain))
+        every.append(NewDims.of(block.attention, block.kind))
+        every[-1].refactor(block)
+    return every
+
+
+@pytest.fixture(scope="module")
+def grown_llama():
+    """stories260K grown by 8 dims in every layer and trained on for a little while; what is held out is fresh to it."""
+    from conftest import real_model
+
+    torch.manual_seed(0)
+    model = patch_model(real_model())
+    Grower(model, GrowthConfig(qk_dims=8, v_dims=8)).grow(real_batches(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    for ids in real_batches(12, start=100):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def real_dicts(count, start):
+    return [{"input_ids": ids, "labels": ids} for ids in real_batches(count, start=start)]
+
+
+def test_the_real_model_is_trimmed_within_the_bound(grown_llama):
+    model, batches, fresh = copy.deepcopy(grown_llama), real_dicts(4, start=20), real_dicts(4, start=40)
+    before = loss(model, fresh)
+    report = trim_model(model, batches, max_loss_increase=0.02)
+    after = loss(model, fresh)
+    print(f"{report}\nheld out {before:.4f} -> {after:.4f}")
+    assert report.loss_after <= report.loss_before + 0.02 and report.removed_parameters > 6_000
+    assert report.loss_after == pytest.approx(loss(model, batches), abs=1e-5)
+    assert after < before + 2 * 0.02  # other batches than those that were measured, so no promise
+    for layer in report.layers:
+        assert layer.worth is not None and (layer.error > 0) == (layer.width[0] > layer.width[1])
+    text = str(report)
+    assert "16 -> " in text and f"{report.loss_after:.4f}" in text and "parameters removed" in text
+
+
+@pytest.mark.parametrize("kind", [PATTERNS, MESSAGES], ids=lambda kind: kind.name)
+def test_whitened_directions_beat_plain_ones_and_the_first_dims(grown_llama, kind):
+    """The claim behind the whitening: a quarter of the new dims kept in every layer, on text that was not measured.
+
+    The first dims come close, since growth wrote them by the worth that they had then.
+    """
+    model, batches, fresh = grown_llama, real_dicts(4, start=20), real_dicts(8, start=40)
+    uncut, rise = loss(model, fresh), {}
+    for name, whitened in (("whitened", True), ("plain", False)):
+        cuts = Cuts({new: 2 for new in found(model, batches, whitened) if new.kind is kind})
+        rise[name] = loss(model, fresh) - uncut
+        cuts.undo()
+    widenings = [a.widen(**{"qk_dims" if kind is PATTERNS else "v_dims": -6}) for a in attentions(model)]
+    rise["the first dims"] = loss(model, fresh) - uncut
+    for widening in widenings:
+        widening.undo()
+    print(f"loss {uncut:.4f}, rises by {rise}")
+    assert rise["whitened"] < 0.9 * rise["plain"] and rise["whitened"] < rise["the first dims"]
+    assert loss(model, fresh) == uncut
+
+
+def test_what_pays_is_kept_and_what_does_not_is_cut(grown_llama):
+    """Noise in two layers, trained dims in three: the noise goes first."""
+    model, batches = copy.deepcopy(grown_llama), real_dicts(4, start=20)
+    for attention in attentions(model):
+        if attention.layer_idx in (1, 3):
+            for role in ROLES:
+                weight = attention.weight_of(role)
+                weight[:, 8:] = 0.3 * weight[:, :8].std() * torch.randn(weight[:, 8:].shape)
+    report = trim_model(model, batches, max_loss_increase=0.001)
+    cut = {layer.layer: 0 for layer in report.layers}
+    for layer in report.layers:
+        cut[layer.layer] += layer.width[0] - layer.width[1]
+    print(report)
+    assert min(cut[1], cut[3]) > max(cut[0], cut[2], cut[4])
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_bf16_and_autocast(variant):
+    model, batches = grown(variant, dtype=torch.bfloat16), lm_batches()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = trim_model(model, batches, 0.1)
+    assert report.removed_parameters and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert report.loss_after <= report.loss_before + 0.1
+
+
+def test_frozen_weights_stay_frozen():
+    model = grown("llama-2").requires_grad_(False)
+    kill_some(model)
+    assert trim_model(model).removed_parameters
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def refused(model, match, *args, **kwargs):
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=match):
+        trim_model(model, *args, **kwargs)
+    assert same(fingerprint(model), before)
+
+
+@pytest.mark.parametrize("bound", [-0.1, float("nan"), float("inf"), "0.1", None])
+def test_a_bound_out_of_range_is_refused(bound):
+    refused(grown("llama-2"), "at least 0, such as 0.001", lm_batches(), bound)
+
+
+def test_wrong_input_is_refused():
+    with pytest.raises(ValueError, match="call patch_model"):
+        trim_model(build("llama-2"))
+    model = grown("llama-2")
+    refused(model, "no batches", [])
+    refused(model, "Batch 0 is a str", ["text"])
+    refused(model, "no loss for batch 0.*labels", [{"input_ids": tokens()}])
+    refused(model, "does not hold .* of the parameters", optimizer=torch.optim.AdamW(build("llama-2").parameters()))
+    with torch.inference_mode():
+        refused(model, "inference_mode")
+
+
+def test_a_model_that_has_not_grown_is_left_alone():
+    model = patch_model(build("llama-2"))
+    before = fingerprint(model)
+    report = trim_model(model, lm_batches())
+    assert report.layers == [] and "no layer has grown" in str(report)
+    assert same(fingerprint(model), before)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_refused_where_a_layer_has_grown():
+    peft = pytest.importorskip("peft")
+    model = grown("llama-2")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"q_proj of layer 0 carries adapters.*merge_and_unload"):
+        trim_model(wrapped)
+    merged = wrapped.merge_and_unload()
+    kill_some(merged)
+    assert trim_model(merged).removed_parameters
