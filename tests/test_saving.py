@@ -114,15 +114,19 @@ def test_a_rank_that_is_not_the_main_process_writes_nothing(tmp_path):
 
 
 SAVER = """
-import sys, torch
+import os, sys, torch
 from transformers import AutoModelForCausalLM
 import hf_growattn
 path, *sources = sys.argv[1:]
 models = [AutoModelForCausalLM.from_pretrained(source) for source in sources]
-print("ready", flush=True)
-while True:
-    for model in models:
-        model.save_pretrained(path, max_shard_size="100KB")
+for _ in sys.stdin:  # a child for each kill, since loading the libraries takes longer than all the rest
+    child = os.fork()
+    while child == 0:
+        for model in models:
+            model.save_pretrained(path, max_shard_size="100KB")
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
 """
 
 
@@ -135,18 +139,20 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path):
         expected.append(model(tokens()).logits)
     sources, target = [tmp_path / "4", tmp_path / "9"], tmp_path / "m"
     kills, found = 8, set()
-    for kill in range(kills):
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(sources[0], target)
-        saver = subprocess.Popen([sys.executable, "-c", SAVER, target, *sources], stdout=subprocess.PIPE)
-        assert saver.stdout.readline() == b"ready\n"
-        time.sleep(0.006 * (kill + 1) ** 1.5)
-        os.kill(saver.pid, signal.SIGKILL)
-        saver.wait()
-        result = logits(target)
-        matches = [torch.equal(result, logits) for logits in expected]
-        assert any(matches)
-        found.add(matches.index(True))
+    command = [sys.executable, "-c", SAVER, target, *sources]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as saver:
+        for kill in range(kills):
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(sources[0], target)
+            print("go", file=saver.stdin, flush=True)
+            child = int(saver.stdout.readline())
+            time.sleep(0.03 * (kill + 1) ** 1.5)
+            os.kill(child, signal.SIGKILL)
+            assert saver.stdout.readline() == "ended\n"
+            result = logits(target)
+            matches = [torch.equal(result, logits) for logits in expected]
+            assert any(matches)
+            found.add(matches.index(True))
     print(f"{kills} kills, found checkpoints {sorted(found)}")
 
 
