@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from families import HEADS, build, lm_batches, tokens
+from families import HEADS, VARIANTS, build, lm_batches, tokens
 from test_layering import TRAVELLING
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -72,6 +72,9 @@ def without_library(tmp_path_factory):
         for head in ("sequence-classification", "token-classification"):
             grown(variant, HEADS[head]).save_pretrained(folder / f"{family}-{head}")
             add(f"{family}-{head}", folder / f"{family}-{head}", HEADS[head].__name__, new_tokens=0)
+    for variant in VARIANTS.keys() - {"llama-2", "gpt2-2"}:
+        grown(variant).save_pretrained(folder / variant)
+        add(variant, folder / variant)
     put_in_hub_cache(folder / "home", "me/grown", folder / "gpt2")
     add("hub", "me/grown")
     (folder / "jobs.json").write_text(json.dumps(jobs))
