@@ -12,7 +12,7 @@ from conftest import real_batches, real_model
 from families import EAGER_ONLY, HEADS, VARIANTS, build, lm_batches, padded, tokens
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
+from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_model
 from hf_growattn.architectures import ARCHITECTURES
 from hf_growattn.modeling import attentions
 
@@ -97,6 +97,21 @@ def test_growth_lowers_the_loss_and_says_so(name):
     assert report.applied and report.loss_after < report.loss_before
     assert report.loss_before - report.loss_after > 0.01 * report.loss_before
     assert [layer.width[1] - layer.width[0] for layer in report.layers] == [4] * len(report.layers)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_widths_travel_with_a_state_and_idle_dims_are_trimmed(name):
+    model, other = (patch_model(make(name)) for _ in range(2))
+    before = model(tokens()).logits
+    for index, attention in enumerate(attentions(model)):
+        attention.widen(qk_dims=3, v_dims=1 + index)
+    other.load_state_dict(model.state_dict())
+    widths = [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)]
+    assert [(a.qk_head_dim, a.v_head_dim) for a in attentions(other)] == widths
+    assert torch.equal(other(tokens()).logits, model(tokens()).logits)
+    trim_model(other)
+    assert [{a.qk_head_dim, a.v_head_dim} for a in attentions(other)] == [{a.head_dim} for a in attentions(other)]
+    assert torch.equal(unpatch_model(other)(tokens()).logits, before)
 
 
 @pytest.mark.parametrize("name", MODELS)
