@@ -17,7 +17,7 @@ from hf_growattn.gradients import sketched_gradients
 from hf_growattn.modeling import attentions
 from hf_growattn.probe import MESSAGES, PATTERNS, undisturbed
 
-BATCH, TOKENS, HEADS = 2, 2048, 8
+BATCH, TOKENS, HEADS = 1, 2048, 8
 
 
 def peak() -> int:
@@ -26,12 +26,12 @@ def peak() -> int:
     return int(line.split()[1]) * 1024
 
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 config = LlamaConfig(
     vocab_size=512,
     hidden_size=512,
     intermediate_size=1408,
-    num_hidden_layers=4,
+    num_hidden_layers=2,
     num_attention_heads=HEADS,
     max_position_embeddings=TOKENS,
 )

@@ -71,11 +71,10 @@ def reloaded(tmp_path_factory):
 
     for name in VARIANTS:
         if name not in IMPOSSIBLE:
-            long = name in ("llama-5-bias", "gpt2-2")
-            add(name, widened(build(name), qk_dims=0 if name in NORMED else 6), new_tokens=40 if long else 8)
-    add("llama-2:keys", widened(build("llama-2"), v_dims=0), new_tokens=8)
-    add("llama-5-bias:granite", widened(build("llama-5-bias")), target="granite", new_tokens=8)
-    add("llama-tied", widened(llama(tie_word_embeddings=True)), new_tokens=8)
+            add(name, widened(build(name), qk_dims=0 if name in NORMED else 6))
+    add("llama-2:keys", widened(build("llama-2"), v_dims=0))
+    add("llama-5-bias:granite", widened(build("llama-5-bias")), target="granite")
+    add("llama-tied", widened(llama(tie_word_embeddings=True)))
     for name in REAL:
         if has_data(name):
             add(name, grown(name))

@@ -187,14 +187,14 @@ def test_moments_leave_padding_out():
             torch.testing.assert_close(getattr(one.roots, name), getattr(other.roots, name), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["stories260K", "tinystories-3M-gpt2"])
-def test_sketch_keeps_the_gain(name):
+@pytest.mark.parametrize("name, every", [("stories260K", (2, 4, 8, 16)), ("tinystories-3M-gpt2", (4, 16))])
+def test_sketch_keeps_the_gain(name, every):
     model = patch_model(real_model(name))
-    halves = halved([{"input_ids": x, "labels": x} for x in real_batches(4, name)])
+    halves = halved([{"input_ids": x, "labels": x} for x in real_batches(4, name, size=4)])
     with undisturbed(model):
         blocks, _ = measured(model, halves[0] + halves[1])
         exact = exact_gradients(model, blocks, halves, dims=16)
-        for dims in (2, 4, 8, 16):
+        for dims in every:
             sketched = sketched_gradients(model, blocks, halves, dims, oversampling=16, seed=dims)
             for kind in (PATTERNS, MESSAGES):
                 pairs = [(s, e) for s, e in zip(sketched, exact) if s.block.kind is kind]
