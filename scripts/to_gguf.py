@@ -9,6 +9,11 @@ llama.cpp's converter needs the sentencepiece package, and a tokenizer that it k
 `export_model(model, "exported", tokenizer=tokenizer)`. A C compiler builds `greedy.c` against llama.cpp's library.
 Both sides compute in fp32; quantize the file with llama.cpp's own tools afterwards.
 
+Measured with llama.cpp 0.5.0-dev on the CPU: Llama, Mistral without its window (llama.cpp has none for it), Mixtral,
+Qwen2 as a Llama, Qwen3, StableLM and GPT-NeoX agree. Granite, OLMo 2, SmolLM3, Phi-3 and GPT-2 are refused by the
+converter or the loader, which take head widths from the hidden size or know no frequencies for them; Gemma and Gemma 2
+convert, and rotate new dims too: there the verdict below is what tells.
+
 The rotary frequencies of a source with scaled rotation (Llama 3.1 and later) are exported as "longrope", which the
 converter drops without a word for a Llama: such a file rotates every dim by one radian a token. So the converter is
 given these frequencies as the tensor that llama.cpp has for them.
@@ -29,8 +34,9 @@ from transformers import logging as transformers_logging
 
 PROMPTS = ("Once upon a time", "The meaning of attention is", "To be, or not to be: that is the question.")
 RANDOM_TOKENS = 200  # of one more prompt: long ones show wrong rotations
-# Largest difference of the prompt's logits, over the largest logit: rounding is below 1e-5 in fp32.
-TOLERANCE = 1e-3
+# Largest difference of the prompt's logits, over the largest logit. Rounding is below 1e-5; llama.cpp looks GELU up in
+# fp16, 1e-3; the least wrong of the wrong rotations that were tried made 0.25.
+TOLERANCE = 1e-2
 
 
 def for_converter(checkpoint: Path, folder: Path) -> Path:
@@ -39,12 +45,16 @@ def for_converter(checkpoint: Path, folder: Path) -> Path:
         (folder / path.name).symlink_to(path.resolve())
     config = json.loads((checkpoint / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type") == "longrope" and rope["rope_theta"] == 1.0 and config["model_type"] != "phi3":
+    if rope.get("rope_type") == "longrope" and rope["rope_theta"] == 1.0:
         if rope["short_factor"] != rope["long_factor"]:
             sys.exit("llama.cpp has no form for a Llama whose rotary frequencies change with the length of the text.")
         # A file of its own: the converter reads all that are named so.
-        save_file({"rope.freqs": torch.tensor(rope["short_factor"])}, folder / "model-rope.safetensors")
-        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1.0}
+        save_file({"rope.freqs.weight": torch.tensor(rope["short_factor"])}, folder / "model-rope.safetensors")
+        config |= {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1.0},
+            "rope_theta": 1.0,
+            "rope_scaling": None,
+        }
         (folder / "config.json").unlink()
         (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -60,10 +70,11 @@ def convert(checkpoint: Path, llama_cpp: Path, file: Path) -> None:
         sys.exit(f"llama.cpp's converter refused {checkpoint}:\n{done.stderr[-2000:]}")
 
 
-def build_greedy(llama_cpp: Path, build: Path, program: Path) -> None:
+def build_greedy(llama_cpp: Path, program: Path) -> None:
     """Compile greedy.c against llama.cpp's library."""
+    built = llama_cpp.resolve() / "build" / "bin"
     folders = [f"-I{llama_cpp / 'include'}", f"-I{llama_cpp / 'ggml' / 'include'}"]
-    library = [f"-L{build / 'bin'}", "-lllama", f"-Wl,-rpath,{build.resolve() / 'bin'}"]
+    library = [f"-L{built}", "-lllama", f"-Wl,-rpath,{built}"]
     subprocess.run(["cc", "-O2", Path(__file__).with_name("greedy.c"), *folders, *library, "-o", program], check=True)
 
 
@@ -102,8 +113,7 @@ def main() -> int:
     """Convert, compare, and keep the file where both agree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="folder that export_model wrote, with its tokenizer")
-    parser.add_argument("--llama-cpp", type=Path, required=True, help="folder of llama.cpp's sources")
-    parser.add_argument("--build", type=Path, help="where they were built; SOURCES/build by default")
+    parser.add_argument("--llama-cpp", type=Path, required=True, help="folder of llama.cpp's sources, built in build/")
     parser.add_argument("--gguf", type=Path, help="file to write; CHECKPOINT.gguf by default")
     parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="texts to continue")
     parser.add_argument("--tokens", type=int, default=40, help="tokens to add to each")
@@ -116,7 +126,7 @@ def main() -> int:
     agreed = True
     with tempfile.TemporaryDirectory() as folder:
         file, program = Path(folder, "model.gguf"), Path(folder, "greedy")
-        build_greedy(llama_cpp, arguments.build or llama_cpp / "build", program)
+        build_greedy(llama_cpp, program)
         convert(checkpoint, llama_cpp, file)
         for ids in prompts:
             logits, found = in_llama_cpp(program, file, ids, arguments.tokens)
