@@ -20,6 +20,11 @@ from .widths import Widths
 
 # Implementations that take values of another width than the keys; all others get equal widths by zero padding.
 _UNEQUAL_WIDTHS = ("eager", "flex_attention")
+# Implementations, by prefix, that size their cache by the config and would read wider heads as more tokens.
+_ONE_WIDTH_FOR_ALL = {
+    "paged|": ("Continuous batching", "Use model.generate instead."),
+    "vllm": ("vLLM", "Load what hf_growattn.export_model writes of this model instead."),
+}
 
 
 class GrowableAttention(Widths):
@@ -158,13 +163,15 @@ class GrowableAttention(Widths):
     def _pad_to_equal_widths(self, implementation, query, key, value):
         """Zero-pad the narrower of (query, key) and value: fused kernels want one width, and flash would cut values."""
         gap = query.shape[-1] - value.shape[-1]
+        for prefix, (name, instead) in _ONE_WIDTH_FOR_ALL.items():
+            grown = {query.shape[-1], value.shape[-1]} != {self.head_dim}
+            if grown and implementation is not None and implementation.startswith(prefix):
+                raise ValueError(
+                    f"{name} gives the keys and values of all layers one width, head_dim={self.head_dim}, but layer "
+                    f"{self.layer_idx} has qk_head_dim={self.qk_head_dim} and v_head_dim={self.v_head_dim}. {instead}"
+                )
         if gap == 0 or implementation in _UNEQUAL_WIDTHS:
             return query, key, value
-        if implementation is not None and implementation.startswith("paged|"):
-            raise ValueError(
-                f"Continuous batching keeps one head width for keys and values, but layer {self.layer_idx} has "
-                f"qk_head_dim={self.qk_head_dim} and v_head_dim={self.v_head_dim}. Use model.generate instead."
-            )
         if gap > 0:
             return query, key, nn.functional.pad(value, (0, gap))
         return nn.functional.pad(query, (0, -gap)), nn.functional.pad(key, (0, -gap)), value

@@ -1,5 +1,6 @@
 """`export_model`: a grown model as a checkpoint of a stock architecture, which needs no code of ours to load."""
 
+import json
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from .stock import fresh_rotary, rope_parameters, stock_form, stock_model
 # of the exported model itself is not: two models that compute the same round apart.
 TOLERANCE, TIMES_ROUNDING = 1e-5, 4.0
 _TOKENS = 128  # of the comparison
+# What transformers 4, and with it older readers, look for instead of an entry of `rope_parameters`.
+_OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,14 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
     It is reloaded by the stock class and compared with the model on random tokens, at once and through the cache,
     before it takes its place at `directory`. The model stays as it is. Hidden states of a GPT-2-like model come out
     wider: the first entries are the model's. Of several processes, call it in one.
+
+    Heads are as wide as the widest, rounded up to a multiple of 8, or of 2 where the residual stream widens with them.
+    transformers 4 reads the same rotation, except in Gemma 3. llama.cpp runs Llama, Mistral without a window and a few
+    more with the same tokens: scripts/to_gguf.py converts, compares, and mends a scaled rotation, which llama.cpp's
+    converter drops. vLLM was read, not run (models/llama.py at e06c9ba, granite.py at 68f442e, transformers/base.py at
+    03bf3c9, rotary_embedding at 07b12f1, cpu_attn.py at 0035860): its Llama and Granite take the width, the biases and
+    both rope types; its FlashAttention takes widths of 8, 16, .. 256, its Triton attention 32 and more, its CPU
+    attention 32, 64, 80, 96, 112, 128, 160, 192, 224 and 256. A grown checkpoint that was not exported raises there.
 
     Args:
         model: a patched model, with any head; adapters merged.
@@ -81,6 +92,8 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
     try:
         stock = stock_model(model, form, target_class)
         stock.save_pretrained(partial)
+        if is_grown(model):
+            _add_older_names(partial / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         head_dim, parameters = stock_head_dim(stock.config), sum(p.numel() for p in stock.parameters())
@@ -92,6 +105,21 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
     dynamic = is_grown(model) and any(p["rope_type"] == "dynamic" for p in rope_parameters(model.config).values())
     limit = model.config.max_position_embeddings if dynamic and not form.partial else None
     return ExportReport(directory, target_class.config_class.model_type, head_dim, parameters, difference, limit)
+
+
+def _add_older_names(file: Path) -> None:
+    """Repeat the rotation under the names of transformers 4, whose readers would silently take the default one."""
+    config = json.loads(file.read_text())
+    rope, names = config.get("rope_parameters") or {}, _OLDER_NAMES.get(config["model_type"], {})
+    if "rope_type" not in rope:  # there is none, or one for each type of layer, for which they have no name
+        return
+    for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
+        config[names.get(name, name)] = rope[name]
+    if rope["rope_type"] != "default":
+        config["rope_scaling"] = rope
+    if rope["rope_type"] == "longrope":
+        config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
 """A grown model as a stock one: the row of its family in `FORMS`, and the weights and config that compute the same.
 
 A stock class has one width for queries, keys and values of all layers, rotates all of it, and takes its softmax scale
-from it. So every head is padded by zeros to the widest; dims that growth added rotate with frequency zero, which is not
-at all; and queries carry `s / s'`, the scale over the one that the stock class computes. Where the width of a head
-follows from the hidden size (GPT-2), the residual stream is widened: see `_widened`.
+from it. So every head is padded by zeros to the widest, or somewhat more; dims that growth added rotate with frequency
+zero, which is not at all; and queries carry `s / s'`, the scale over the one that the stock class computes. Where the
+width of a head follows from the hidden size (GPT-2), the residual stream is widened: see `_widened`.
 """
 
 import copy
@@ -24,6 +24,9 @@ from .attention import GrowableAttention
 from .configuration import PREFIX, stock_head_dim
 from .modeling import attentions, is_grown
 from .patch import patch_model, unpatch_model
+
+# Flash kernels, vLLM's among them, take heads of such widths. A wider residual stream would cost more than that gives.
+_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,8 @@ def stock_model(model: PreTrainedModel, form: StockForm, target_class: type[PreT
     """Build the stock model. Tensors that need not change are the model's own ones, and new ones lie on the CPU."""
     sources = attentions(model)
     width = max(max(a.qk_head_dim, a.v_head_dim) for a in sources)
-    width += width % 2
+    if width != stock_head_dim(model.config):
+        width += -width % (_MULTIPLE if form.inner is None else 2)
     ropes = _ropes(model, form, width)
     config = _stock_config(model, form, target_class, width, ropes)
     with torch.device("meta"):

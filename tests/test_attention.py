@@ -222,11 +222,16 @@ def test_projections_keep_true_notes_of_their_size(variant):
         assert layer.weight_of(role).shape == (layer.heads_of(role), layer.width_of(role), layer.config.hidden_size)
 
 
-def test_continuous_batching_is_refused_by_name():
-    model = widened("llama-2")
-    model.config._attn_implementation = "paged|sdpa"
-    with pytest.raises(ValueError, match="Continuous batching"):
-        attentions(model)[0]._pad_to_equal_widths("paged|sdpa", *torch.zeros(2, 1, 1, 1, 8), torch.zeros(1, 1, 1, 4))
+@pytest.mark.parametrize(
+    "implementation, fix", [("paged|sdpa", "Continuous batching.*generate"), ("vllm", "vLLM.*export_model")]
+)
+def test_one_width_for_all_layers_is_refused_by_name(implementation, fix):
+    narrow, wide = torch.zeros(2, 2, 1, 1, 1, 16), torch.zeros(2, 1, 1, 1, 20)
+    layer = attentions(widened("llama-2"))[0]
+    for query, key, value in ((*wide, narrow[0, 0]), (*narrow[0], wide[0]), (*wide, wide[0])):
+        with pytest.raises(ValueError, match=fix):
+            layer._pad_to_equal_widths(implementation, query, key, value)
+    layer._pad_to_equal_widths(implementation, *narrow[0], narrow[0, 0])  # a layer that has not grown
 
 
 def test_gpt2_with_cross_attention():

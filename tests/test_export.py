@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import data_path, real_batches, real_model
 from families import HEADS, LLAMA, VARIANTS, build, tokens
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, export, export_model, patch_model, stock
 from hf_growattn.architectures import ARCHITECTURES
@@ -127,7 +127,8 @@ def test_reports_say_what_was_written(reloaded):
         assert not any(key in config for key in ("auto_map", "per_layer_config", "qk_head_dim", "v_head_dim"))
         heads = config.get("num_attention_heads") or config.get("n_head") or config.get("num_heads")
         width = config.get("head_dim") or (config.get("n_embd") or config["hidden_size"]) // heads
-        assert width == report.head_dim and width % 2 == 0
+        # What flash kernels take, where that does not widen the residual stream.
+        assert width == report.head_dim and width % (8 if "head_dim" in config or "phi3" in name else 2) == 0
     exported = AutoModelForCausalLM.from_pretrained(folder / "gpt2-2")
     assert expected["gpt2-2"]["report"].parameters == exported.num_parameters()
 
@@ -147,6 +148,23 @@ def test_default_rotation_is_read_alike_by_other_engines(reloaded):
         expected = torch.tensor([10_000.0 ** (-2 * i / 16) for i in range(8)]).double()
         torch.testing.assert_close(frequencies[plain], expected, rtol=1e-12, atol=0)
         assert (frequencies[divided] / rope["factor"]).max() < 1e-20
+
+
+def test_rotation_is_repeated_under_the_names_of_transformers_4(reloaded):
+    """Without these it rotates new dims too, and says nothing; with them 4.57 gave the same logits, to the bit."""
+    folder, expected, _ = reloaded
+    older = {"gpt-neox": ("rotary_emb_base", "rotary_pct")}
+    for name in expected:
+        config = json.loads((folder / name / "config.json").read_text())
+        rope = config.get("rope_parameters") or {}
+        if "rope_type" not in rope:
+            assert "rope_theta" not in config and "rope_scaling" not in config
+            continue
+        theta, share = older.get(name, ("rope_theta", "partial_rotary_factor"))
+        assert config[theta] == rope["rope_theta"] and config.get(share) == rope.get("partial_rotary_factor"), name
+        assert config.get("rope_scaling") == (rope if rope["rope_type"] != "default" else None), name
+        again = AutoConfig.from_pretrained(folder / name).to_dict()
+        assert again["rope_parameters"] == rope and not {"rope_theta", "rope_scaling", "rotary_pct"} & again.keys()
 
 
 @pytest.mark.parametrize("name", REAL)
