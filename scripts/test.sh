@@ -6,4 +6,4 @@ if [ "${1:-}" = "--lowest" ]; then
 fi
 source "$(dirname "$0")/setup.sh" test
 ruff check . && ruff format --check .
-exec python -m pytest -n "${WORKERS:-2}" "$@"
+exec python -m pytest -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"

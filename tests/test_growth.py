@@ -231,7 +231,11 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "phase", ["measure_moments", "sketched_gradients", "tangent_steps", "StepSearch", "swap_parameters", "Trial"]
+    "phase",
+    [
+        *("measure_moments", "sketched_gradients", "tangent_steps", "StepSearch", "measure_steepness"),
+        *("swap_parameters", "Trial"),
+    ],
 )
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
 def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, monkeypatch):
@@ -246,7 +250,7 @@ def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, mon
 
     def failing(*args, **kwargs):
         if phase == "Trial":
-            monkeypatch.setattr("hf_growattn.attention._resize", _fail_at(5, error))
+            monkeypatch.setattr("hf_growattn.widths._resize", _fail_at(5, error))
             return original(*args, **kwargs)
         if phase == "StepSearch":
             search = original(*args, **kwargs)
