@@ -177,6 +177,14 @@ class GrowableAttention(Widths):
         return nn.functional.pad(query, (0, -gap)), nn.functional.pad(key, (0, -gap)), value
 
     @property
+    def window(self) -> int | None:
+        """How many tokens a query sees back to itself; None for all of them."""
+        path = dict(self.architecture.passes).get("sliding_window")
+        if path is None and self._at("attention_type") == "local":  # GPT-Neo keeps its window in its mask
+            path = "config.window_size"
+        return self._at(path) if path else None
+
+    @property
     def normalises(self) -> bool:
         """Whether old dims are normalised, so that their logits are no bilinear form of the input."""
         return self._norm(self.architecture.query_norm) is not None

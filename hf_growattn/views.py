@@ -234,18 +234,24 @@ class AttentionView:
         Args:
             hidden_states: the attention's input `X`, (batch, tokens, d).
             causal: let no token attend to a later one.
-            attention_mask: (batch, 1, tokens, tokens), added to the logits.
+            attention_mask: (batch, 1, tokens, tokens), added to the logits; it holds a sliding window too.
 
         Returns:
             (batch, tokens, d), in the dtype of `hidden_states`.
 
         Raises:
-            ValueError: the family normalises queries and keys, caps its logits or adds ALiBi to them.
+            ValueError: the family normalises queries and keys, caps its logits or adds ALiBi to them; the tokens exceed
+                the layer's sliding window and there is no mask.
 
         Source: draft 003 section 5.
         """
         if self._attention._at("config.attn_logit_softcapping") or self._attention._at("config.alibi"):
             raise ValueError(f"The logits of layer {self.layer_idx} are not patterns alone: soft cap or ALiBi follows.")
+        if attention_mask is None and (window := self._attention.window) and hidden_states.shape[1] > window:
+            raise ValueError(
+                f"Layer {self.layer_idx} looks back {window} tokens at most, and there are {hidden_states.shape[1]}: "
+                "pass the attention_mask that holds its window."
+            )
         features = F.augment(_working(hidden_states))  # cut to X where there is no bias
         output = torch.zeros_like(features[..., :-1])
         for head in range(self.heads):

@@ -94,6 +94,15 @@ def test_generation_modes(variant, options):
         assert torch.equal(out, model.generate(**batch, max_new_tokens=10))
 
 
+@pytest.mark.parametrize("variant", ["mistral", "qwen2", "phi3", "gemma3"])
+def test_static_caches_beyond_the_sliding_window(variant):
+    model = widened(variant, 4, 2)
+    options = dict(max_new_tokens=10, do_sample=False, attention_mask=torch.ones_like(tokens()))
+    assert torch.equal(
+        model.generate(tokens(), cache_implementation="static", **options), model.generate(tokens(), **options)
+    )
+
+
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_left_padding_changes_nothing(variant):
     model = widened(variant)

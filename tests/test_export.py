@@ -258,6 +258,14 @@ def test_qwen2_without_windows_becomes_a_llama(tmp_path):
     assert difference(head, tmp_path / "head", auto_class=HEADS["token-classification"]) < TOLERANCE
 
 
+def test_a_window_keeps_the_model_in_its_family(tmp_path):
+    model = widened(build("mistral"))
+    with pytest.raises(ValueError, match=r"mistral model can be written as mistral, not as 'llama'"):
+        export_model(model, tmp_path / "m", target="llama")
+    assert not list(tmp_path.iterdir())
+    assert export_model(model, tmp_path / "m").model_type == "mistral"
+
+
 def without_windows(variant, auto_class=AutoModelForCausalLM):
     config = VARIANTS[variant]()
     config.sliding_window, config.use_sliding_window = None, False

@@ -62,14 +62,14 @@ def recorded(model, **inputs):
     views, seen = attention_views(model), {}
 
     def record(module, args, kwargs, output):
-        seen[module.layer_idx] = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], output[0])
+        seen[module] = (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], output[0])
 
     hooks = [view.module.register_forward_hook(record, with_kwargs=True) for view in views]
     with torch.no_grad():
         model(**inputs)
     for hook in hooks:
         hook.remove()
-    return [(view, *seen[view.layer_idx]) for view in views]
+    return [(view, *seen[view.module]) for view in views]
 
 
 def rotary(variant, positions):
@@ -309,6 +309,21 @@ def test_normalised_queries_and_keys_have_no_pattern_but_messages(variant):
     with pytest.raises(ValueError, match=r"Layer 0 normalises its queries .* have no pattern"):
         view.pattern(0)
     assert view.message(0).shape[1] == view.module.config.hidden_size
+
+
+@pytest.mark.parametrize("variant", ["mistral", "qwen2", "gpt-neo"])
+def test_a_window_needs_its_mask(variant):
+    for view, *(inputs, expected) in recorded(build(variant, dtype=torch.float64), input_ids=tokens(2, 12)):
+        width = view._attention.window
+        assert width in (None, 6)
+        if width is None:
+            assert_close(view.refactored(inputs), expected, **ROTATED)
+            continue
+        with pytest.raises(ValueError, match=rf"Layer {view.layer_idx} looks back 6 tokens at most.*attention_mask"):
+            view.refactored(inputs)
+        mask = torch.full((1, 1, 12, 12), -torch.inf, dtype=torch.float64).tril(-6)
+        assert_close(view.refactored(inputs, attention_mask=mask), expected, **ROTATED)
+        assert_close(view.refactored(inputs[:, :6]), expected[:, :6], **ROTATED)
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "falcon-alibi"])
