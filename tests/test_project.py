@@ -94,3 +94,5 @@ def test_the_benchmarks_run(tmp_path):
     for script, more in short.items():
         out = run(f"bench/{script}", *options, *more)
         assert "stories260K on tinyshakespeare.txt" in out and out.count("| ") > 5, script
+    run("bench/nearest_neighbour.py", "--quick", "--out", tmp_path)
+    assert "| full rank from scratch | 4 | 16 | 2,560 | 0 |" in (tmp_path / "nearest_neighbour.md").read_text()
