@@ -20,13 +20,30 @@ import torch
 import transformers
 from memory import forget_peak, peak
 from tqdm.auto import tqdm
-from transformers import MistralConfig, MistralForSequenceClassification
+from transformers import SmolLM3Config, SmolLM3ForSequenceClassification
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.modeling import attentions
 
-GUIDED, RANDOM, SCRATCH, STAY = "guided growth", "random growth", "full rank from scratch", "stay at r (H = d / r)"
-GROWN = {GUIDED: "whitened", "gradient growth, not whitened": "gradient", RANDOM: "random"}
+GUIDED, RANDOM, SCRATCH = "guided growth", "random growth", "full rank from scratch"
+COLUMNS = ["row", "heads", "width of q and k", "parameters", "growth batches", "seeds"]
+COLUMNS += ["before growth", "at growth", "at the end", "time, s", "growth, s", "peak, MB"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is trained.
+
+    Attributes:
+        heads, width: heads, and how wide their queries and keys are at the start; values are `r` wide.
+        estimator: where the directions of a growth to width `d` come from; None for no growth.
+        growth_batches: what the growth measures.
+    """
+
+    heads: int
+    width: int
+    estimator: str | None = None
+    growth_batches: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,11 +53,11 @@ class Setting:
     Attributes:
         d, points: dims of a point, and how many there are.
         r: width of a head before growth; there are `d / r` heads.
-        steps: optimizer steps before the growth, and as many again after it, less those that the growth's batches make
-            up for: every row sees the same number of points.
+        steps: optimizer steps before the growth, and as many again after it, less the batches that the growth measured:
+            every row sees the same number of queries.
         batch_size, learning_rate: of AdamW, with a cosine that starts anew at the growth; rows without growth have one
             for all steps.
-        growth_batches: batches that the growth measures; random growth measures nothing and trains on them instead.
+        growth_batches: batches that a growth measures; random growth measures nothing and gets one.
         held_out: queries that no row trains on.
     """
 
@@ -54,46 +71,50 @@ class Setting:
     held_out: int = 4096
 
     @property
-    def rows(self) -> dict[str, tuple[int, int, str | None]]:
-        """Heads, their width at the start and the growth's estimator, by the name of the row."""
-        d, r = self.d, self.r
+    def rows(self) -> dict[str, Row]:
+        """All rows by name."""
+        d, r, batches = self.d, self.r, self.growth_batches
         few = d // r
         return {
-            STAY: (few, r, None),
-            **{name: (few, r, estimator) for name, estimator in GROWN.items()},
-            SCRATCH: (few, d, None),
-            "more heads, same parameters": (few * (d + r) // (2 * r), r, None),
-            "H = d^1.5 / r": (round(d**1.5) // r, r, None),
-            "H = d^2 / r": (d * d // r, r, None),
+            "stay at r (H = d / r)": Row(few, r),
+            GUIDED: Row(few, r, "whitened", batches),
+            "gradient growth, not whitened": Row(few, r, "gradient", batches),
+            RANDOM: Row(few, r, "random", 1),
+            SCRATCH: Row(few, d),
+            "more heads, same parameters": Row(few * (d + r) // (2 * r), r),
+            f"guided growth, {batches // 4} batches": Row(few, r, "whitened", batches // 4),
+            "H = d^1.5 / r": Row(round(d**1.5) // r, r),
+            "H = d^2 / r": Row(d * d // r, r),
         }
 
 
 QUICK = Setting(d=16, points=4, r=4, steps=8, batch_size=32, growth_batches=4, held_out=256)
 
 
-def build(setting: Setting, heads: int, width: int, seed: int) -> MistralForSequenceClassification:
-    """One Mistral layer whose output is its attention's: no MLP, all tokens at position 0, no norm at the end."""
+def build(setting: Setting, row: Row, seed: int) -> SmolLM3ForSequenceClassification:
+    """One SmolLM3 layer (Llama's, here without rotation) whose output is its attention's: no MLP, no final norm."""
     torch.manual_seed(seed)
-    config = MistralConfig(
+    config = SmolLM3Config(
         vocab_size=1,
         hidden_size=setting.d,
         intermediate_size=1,
         num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        sliding_window=None,
+        num_attention_heads=row.heads,
+        num_key_value_heads=row.heads,
+        no_rope_layers=[0],
         head_dim=setting.r,
         num_labels=setting.d,
         problem_type="regression",
+        use_cache=False,
         pad_token_id=0,
         attn_implementation="eager",
     )
-    model = MistralForSequenceClassification(config).requires_grad_(False)
+    model = SmolLM3ForSequenceClassification(config).requires_grad_(False)
     torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
     torch.nn.init.eye_(model.score.weight)
     model.model.norm = torch.nn.Identity()
     (attention,) = attentions(patch_model(model))
-    attention.widen(qk_dims=width - setting.r)
+    attention.widen(qk_dims=row.width - setting.r)
     model.sync_config()
     for role in ("query", "key"):
         torch.nn.init.normal_(attention.projection_of(role).weight, std=config.initializer_range)
@@ -109,16 +130,15 @@ def draw(setting: Setting, rows: int, generator: torch.Generator) -> dict[str, t
     nearest = points[torch.arange(rows), (points @ query.unsqueeze(-1)).squeeze(-1).argmax(-1)]
     mask = torch.ones(x.shape[:2], dtype=torch.long)
     mask[:, -1] = 0
-    positions = torch.zeros_like(mask)
-    return {"inputs_embeds": x, "attention_mask": mask, "position_ids": positions, "labels": nearest + query}
+    return {"inputs_embeds": x, "attention_mask": mask, "labels": nearest + query}
 
 
 class Run:
     """One row with one seed: training, growth, training."""
 
-    def __init__(self, setting: Setting, heads: int, width: int, seed: int):
-        self.setting = setting
-        self.model = build(setting, heads, width, seed)
+    def __init__(self, setting: Setting, row: Row, seed: int):
+        self.setting, self.row = setting, row
+        self.model = build(setting, row, seed)
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(weights, lr=setting.learning_rate, weight_decay=0)
         self.generator = torch.Generator().manual_seed(1000 + seed)
@@ -151,10 +171,10 @@ class Run:
             if step % every == 0 or step == steps:
                 self.curve.append((self.seen, self.error()))
 
-    def grow(self, estimator: str, batches: int, seed: int) -> dict:
+    def grow(self, seed: int) -> dict:
         """Widen every head to `d` by the real Grower, with the optimizer that training goes on with."""
-        config = GrowthConfig(qk_dims=self.setting.d - self.setting.r, estimator=estimator, seed=seed)
-        measured = [self.batch() for _ in range(batches)]
+        config = GrowthConfig(qk_dims=self.setting.d - self.setting.r, estimator=self.row.estimator, seed=seed)
+        measured = [self.batch() for _ in range(self.row.growth_batches)]
         start = time.perf_counter()
         report = Grower(self.model, config, self.optimizer).grow(measured)
         seconds = time.perf_counter() - start
@@ -171,32 +191,32 @@ class Run:
 def measure(job: tuple[Setting, str, int]) -> dict:
     """Run a row in this process and return its figures."""
     setting, name, seed = job
-    heads, width, estimator = setting.rows[name]
+    row = setting.rows[name]
     torch.set_num_threads(1)  # a model this small is slower on more
     transformers.logging.set_verbosity_error()
     forget_peak()
     before, start = peak(), time.perf_counter()
-    run = Run(setting, heads, width, seed)
+    run = Run(setting, row, seed)
     grown = {}
-    if estimator:
+    if row.estimator:
         run.train(setting.steps)
-        batches = 1 if estimator == "random" else setting.growth_batches
-        grown = {"before_growth": run.curve[-1][1], **run.grow(estimator, batches, seed), "at_growth": run.curve[-1][1]}
-        run.train(setting.steps - batches)
+        grown = {"before_growth": run.curve[-1][1], **run.grow(seed), "at_growth": run.curve[-1][1]}
+        run.train(setting.steps - row.growth_batches)
     else:
         run.train(2 * setting.steps)
     (attention,) = attentions(run.model)
     return {
         "row": name,
         "seed": seed,
-        "heads": heads,
-        "widths": [width, attention.qk_head_dim],
+        "heads": row.heads,
+        "widths": [row.width, attention.qk_head_dim],
         "parameters": sum(weight.numel() for weight in attention.parameters()),
+        "growth_batches": row.growth_batches,
         "queries": run.seen,
         **grown,
         "error": run.curve[-1][1],
         "seconds": time.perf_counter() - start,
-        "peak_bytes": peak() - before,
+        "peak_mb": (peak() - before) / 1e6,
         "curve": run.curve,
     }
 
@@ -212,37 +232,45 @@ def spread(values: list[float], digits: int = 3) -> str:
 def page(result: dict, command: str) -> str:
     """The results as Markdown."""
     setting, runs = Setting(**result["setting"]), result["runs"]
-    columns = "row | heads | width of q and k | parameters | seeds | before growth | at growth | at the end | time, s |"
-    columns += " growth, s | peak, MB"
     lines = [
         "# Nearest neighbour",
         "",
-        f"Written by `{command}`, torch {result['torch']}, transformers {result['transformers']}, one thread, "
-        f"{result['machine']}. Points on the sphere of radius sqrt(d), d {setting.d}, N {setting.points}; one Mistral "
-        "layer without MLP, positions and final norm, heads that start with r = "
-        f"{setting.r} and keep values as wide. Mean square error of a coordinate on {setting.held_out:,} held-out "
-        "queries, median (range) over seeds. AdamW, learning rate "
-        f"{setting.learning_rate}, {setting.batch_size} queries a step, {setting.steps:,} steps before growth; "
-        f"growth measures {setting.growth_batches} batches, and every row sees "
-        f"{2 * setting.steps * setting.batch_size:,} queries in all. Peak memory is over the imported libraries.",
+        f"Written by `{command}`, torch {result['torch']}, transformers {result['transformers']}, {result['machine']}, "
+        f"one thread. N = {setting.points} points and a query on the sphere of radius sqrt(d), d = {setting.d}. A stock "
+        "one-layer SmolLM3 without rotation, its MLP zeroed and its final norm taken out; heads start, and values stay, "
+        f"r = {setting.r} wide. Mean square error of a coordinate on {setting.held_out:,} held-out queries, median "
+        f"(range) over seeds. AdamW, learning rate {setting.learning_rate}, {setting.batch_size} queries a step, "
+        f"{setting.steps:,} steps before a growth; with what a growth measures, every row sees "
+        f"{2 * setting.steps * setting.batch_size:,} queries. Peak memory is over the imported libraries.",
         "",
-        f"| {columns} |",
-        "|---" * 11 + "|",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
     ]
     medians = {}
     for name in setting.rows:
         of_row = [run for run in runs if run["row"] == name]
         if not of_row:
             continue
-        medians[name] = statistics.median(run["error"] for run in of_row)
+
+        def column(key: str, digits: int, of_row: list[dict] = of_row) -> str:
+            return spread([run[key] for run in of_row if key in run], digits)
+
         first = of_row[0]
-        widths = " to ".join(map(str, dict.fromkeys(first["widths"])))
-        figures = [spread([run[key] for run in of_row if key in run]) for key in ("before_growth", "at_growth")]
-        figures += [f"**{spread([run['error'] for run in of_row])}**", spread([run["seconds"] for run in of_row], 0)]
-        figures += [spread([run["growth_seconds"] for run in of_row if "growth_seconds" in run], 1)]
-        figures += [spread([run["peak_bytes"] / 1e6 for run in of_row], 0)]
-        seeds = ", ".join(str(run["seed"]) for run in of_row)
-        cells = [name, str(first["heads"]), widths, f"{first['parameters']:,}", seeds, *figures]
+        medians[name] = statistics.median(run["error"] for run in of_row)
+        cells = [
+            name,
+            str(first["heads"]),
+            " to ".join(map(str, dict.fromkeys(first["widths"]))),
+            f"{first['parameters']:,}",
+            str(first["growth_batches"] or ""),
+            ", ".join(str(run["seed"]) for run in of_row),
+            column("before_growth", 3),
+            column("at_growth", 3),
+            f"**{column('error', 3)}**",
+            column("seconds", 0),
+            column("growth_seconds", 1),
+            column("peak_mb", 0),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     missing = [name for name in setting.rows if name not in medians]
