@@ -35,7 +35,7 @@ class Row:
     """What is trained.
 
     Attributes:
-        heads, width: heads, and how wide their queries and keys are at the start; values are `r` wide.
+        heads, width: heads, and how wide their queries and keys are at the start; values are `d` wide.
         estimator: where the directions of a growth to width `d` come from; None for no growth.
         growth_batches: what the growth measures.
     """
@@ -67,7 +67,7 @@ class Setting:
     steps: int = 1200
     batch_size: int = 64
     learning_rate: float = 3e-3
-    growth_batches: int = 256
+    growth_batches: int = 128
     held_out: int = 4096
 
     @property
@@ -81,7 +81,7 @@ class Setting:
             "gradient growth, not whitened": Row(few, r, "gradient", batches),
             RANDOM: Row(few, r, "random", 1),
             SCRATCH: Row(few, d),
-            "more heads, same parameters": Row(few * (d + r) // (2 * r), r),
+            "more heads, same parameters": Row(few * 2 * d // (d + r), r),
             f"guided growth, {batches // 4} batches": Row(few, r, "whitened", batches // 4),
             "H = d^1.5 / r": Row(round(d**1.5) // r, r),
             "H = d^2 / r": Row(d * d // r, r),
@@ -114,9 +114,9 @@ def build(setting: Setting, row: Row, seed: int) -> SmolLM3ForSequenceClassifica
     torch.nn.init.eye_(model.score.weight)
     model.model.norm = torch.nn.Identity()
     (attention,) = attentions(patch_model(model))
-    attention.widen(qk_dims=row.width - setting.r)
+    attention.widen(qk_dims=row.width - setting.r, v_dims=setting.d - setting.r)
     model.sync_config()
-    for role in ("query", "key"):
+    for role in ("query", "key", "value", "output"):
         torch.nn.init.normal_(attention.projection_of(role).weight, std=config.initializer_range)
     attention.requires_grad_(True)
     return model
@@ -236,12 +236,13 @@ def page(result: dict, command: str) -> str:
         "# Nearest neighbour",
         "",
         f"Written by `{command}`, torch {result['torch']}, transformers {result['transformers']}, {result['machine']}, "
-        f"one thread. N = {setting.points} points and a query on the sphere of radius sqrt(d), d = {setting.d}. A stock "
-        "one-layer SmolLM3 without rotation, its MLP zeroed and its final norm taken out; heads start, and values stay, "
-        f"r = {setting.r} wide. Mean square error of a coordinate on {setting.held_out:,} held-out queries, median "
-        f"(range) over seeds. AdamW, learning rate {setting.learning_rate}, {setting.batch_size} queries a step, "
-        f"{setting.steps:,} steps before a growth; with what a growth measures, every row sees "
-        f"{2 * setting.steps * setting.batch_size:,} queries. Peak memory is over the imported libraries.",
+        f"one thread. N = {setting.points} points and a query on the sphere of radius sqrt(d), d = {setting.d}. One "
+        "stock SmolLM3 layer without rotation, its MLP zeroed and no final norm; queries and keys start r = "
+        f"{setting.r} wide, values are d wide. Mean square error of a coordinate on {setting.held_out:,} held-out "
+        f"queries, median (range) over seeds. AdamW, learning rate {setting.learning_rate} in all rows, "
+        f"{setting.batch_size} queries a step, {setting.steps:,} steps before a growth; with what a growth measures, "
+        f"every row sees {2 * setting.steps * setting.batch_size:,} queries. Peak memory is over the imported "
+        "libraries.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
