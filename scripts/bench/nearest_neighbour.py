@@ -55,8 +55,7 @@ class Setting:
         r: width of a head before growth; there are `d / r` heads.
         steps: optimizer steps before the growth, and as many again after it, less the batches that the growth measured:
             every row sees the same number of queries.
-        batch_size, learning_rate: of AdamW, with a cosine that starts anew at the growth; rows without growth have one
-            for all steps.
+        batch_size, learning_rate: of AdamW, with one cosine to zero over all steps.
         growth_batches: batches that a growth measures; random growth measures nothing and gets one.
         held_out: queries that no row trains on.
     """
@@ -141,6 +140,8 @@ class Run:
         self.model = build(setting, row, seed)
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(weights, lr=setting.learning_rate, weight_decay=0)
+        steps = 2 * setting.steps - row.growth_batches
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
         self.generator = torch.Generator().manual_seed(1000 + seed)
         fresh = torch.Generator().manual_seed(2000 + seed)
         self.fresh = draw(setting, setting.held_out, fresh)
@@ -157,17 +158,14 @@ class Run:
         return self.model(**self.fresh).loss.item()
 
     def train(self, steps: int) -> None:
-        """AdamW with a cosine to zero."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] = self.setting.learning_rate
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
+        """AdamW; the growth is one more event in one schedule."""
         every = max(self.setting.steps // 12, 1)
         for step in range(1, steps + 1):
             self.model(**self.batch()).loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            scheduler.step()
+            self.scheduler.step()
             if step % every == 0 or step == steps:
                 self.curve.append((self.seen, self.error()))
 
@@ -239,7 +237,7 @@ def page(result: dict, command: str) -> str:
         f"one thread. N = {setting.points} points and a query on the sphere of radius sqrt(d), d = {setting.d}. One "
         "stock SmolLM3 layer without rotation, its MLP zeroed and no final norm; queries and keys start r = "
         f"{setting.r} wide, values are d wide. Mean square error of a coordinate on {setting.held_out:,} held-out "
-        f"queries, median (range) over seeds. AdamW, learning rate {setting.learning_rate} in all rows, "
+        f"queries, median (range) over seeds. AdamW, one cosine from {setting.learning_rate} in all rows, "
         f"{setting.batch_size} queries a step, {setting.steps:,} steps before a growth; with what a growth measures, "
         f"every row sees {2 * setting.steps * setting.batch_size:,} queries. Peak memory is over the imported "
         "libraries.",
