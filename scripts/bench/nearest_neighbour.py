@@ -143,8 +143,10 @@ class Run:
         steps = 2 * setting.steps - row.growth_batches
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
         self.generator = torch.Generator().manual_seed(1000 + seed)
-        fresh = torch.Generator().manual_seed(2000 + seed)
-        self.fresh = draw(setting, setting.held_out, fresh)
+        fresh = draw(setting, setting.held_out, torch.Generator().manual_seed(2000 + seed))
+        # In batches as large as those of training, or they would set the peak of memory.
+        parts = zip(*(values.split(setting.batch_size) for values in fresh.values()))
+        self.fresh = [dict(zip(fresh, part)) for part in parts]
         self.seen, self.curve = 0, [(0, self.error())]
 
     def batch(self) -> dict[str, torch.Tensor]:
@@ -155,7 +157,7 @@ class Run:
     @torch.no_grad()
     def error(self) -> float:
         """Mean square error of a coordinate on held-out queries."""
-        return self.model(**self.fresh).loss.item()
+        return statistics.fmean(self.model(**batch).loss.item() for batch in self.fresh)
 
     def train(self, steps: int) -> None:
         """AdamW; the growth is one more event in one schedule."""
@@ -214,7 +216,7 @@ def measure(job: tuple[Setting, str, int]) -> dict:
         **grown,
         "error": run.curve[-1][1],
         "seconds": time.perf_counter() - start,
-        "peak_mb": (peak() - before) / 1e6,
+        "peak_bytes": peak() - before,
         "curve": run.curve,
     }
 
@@ -268,13 +270,13 @@ def page(result: dict, command: str) -> str:
             f"**{column('error', 3)}**",
             column("seconds", 0),
             column("growth_seconds", 1),
-            column("peak_mb", 0),
+            spread([run["peak_bytes"] / 1e6 for run in of_row if "peak_bytes" in run], 0),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     missing = [name for name in setting.rows if name not in medians]
     if missing:
-        lines += [f"Not run: {', '.join(missing)}.", ""]
+        lines += [f"Not run: {'; '.join(missing)}.", ""]
     for other, reach in ((SCRATCH, 0.75), (RANDOM, 0.5)):
         if GUIDED in medians and other in medians:
             ratio = medians[GUIDED] / medians[other]
@@ -282,7 +284,7 @@ def page(result: dict, command: str) -> str:
             lines.append(f"- Guided growth ends at {ratio:.2f} times the error of {other}; aim {reach}: {verdict}.")
     if GUIDED in medians:
         better = [name for name, error in medians.items() if error < medians[GUIDED]]
-        lines.append(f"- Rows that beat guided growth: {', '.join(better) or 'none'}.")
+        lines.append(f"- Rows that beat guided growth: {'; '.join(better) or 'none'}.")
     return "\n".join([*lines, "", "![held-out error over training](nearest_neighbour.png)", ""])
 
 
