@@ -87,7 +87,7 @@ class Setting:
         }
 
 
-QUICK = Setting(d=16, points=4, r=4, steps=8, batch_size=32, growth_batches=4, held_out=256)
+QUICK = Setting(d=16, points=4, r=4, steps=8, batch_size=16, growth_batches=4, held_out=32)
 
 
 def build(setting: Setting, row: Row, seed: int) -> SmolLM3ForSequenceClassification:
