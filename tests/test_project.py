@@ -84,6 +84,8 @@ def test_fine_tuning_any_model_on_any_text(tmp_path):
 
 
 def test_the_benchmarks_run(tmp_path):
+    run("bench/nearest_neighbour.py", "--quick", "--out", tmp_path)
+    assert "| full rank from scratch | 4 | 16 |" in (tmp_path / "nearest_neighbour.md").read_text()
     text = tmp_path / "play.txt"
     text.write_text(data_path("text", "tinyshakespeare.txt").read_text()[:100_000])
     options = ["--model", data_path("models", "stories260K"), "--text", text, "--batches", "2", "--seeds", "0"]
