@@ -217,7 +217,7 @@ def draw(rows: list[dict], plt):
             panel.set(xlabel="new dims a head", ylabel=QUANTITIES[quantity].replace(", ", ",\n"))
             if quantity == "variance":
                 panel.set(title=source, yscale="log")
-    panels[0, -1].legend(fontsize=6)
+    figure.legend(*panels[0, -1].get_legend_handles_labels(), loc="outside right upper", fontsize=8, handlelength=4)
     return figure
 
 
