@@ -51,13 +51,15 @@ class GrowableAttention(Widths):
             self.rotate = None
         self.qk_head_dim = self.v_head_dim = self.head_dim
         self.extension = None
+        # Reading a config is slow, and the forward needs these each time.
+        self._heads_in_group = [self.heads_of(role) // self._groups(role) for role in ("query", "key", "value")]
         self.eager_attention = row.eager(self) if row.eager else row.modeling_file.eager_attention_forward
         if "_old_forward" in vars(self):  # accelerate's hooks hold the bound forward of the former class
             self._old_forward = types.MethodType(type(self).forward, self)
 
     def release(self) -> None:
         """Drop what `adopt` added, before the stock class is put back."""
-        ours = {"qk_head_dim", "v_head_dim", "extension", "eager_attention", "rotate"}
+        ours = {"qk_head_dim", "v_head_dim", "extension", "eager_attention", "rotate", "_heads_in_group"}
         ours |= {name for name, _ in self.architecture.aliases}
         if self.architecture.scaling is not None:
             ours.add("scaling")
@@ -118,11 +120,12 @@ class GrowableAttention(Widths):
             scaling=scaling,
             **kwargs,
         )
-        # (batch, tokens, heads, v_head_dim), and beside it what an extension added
-        attn_output, added = attn_output[..., :v_width].split((self.v_head_dim, v_width - self.v_head_dim), dim=-1)
+        # (batch, tokens, heads, v_head_dim), and beside it what an extension added, and padding
+        if attn_output.shape[-1] > self.v_head_dim:
+            attn_output, added = attn_output[..., :v_width].split((self.v_head_dim, v_width - self.v_head_dim), dim=-1)
         attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
         attn_output = self.projection_of("output")(attn_output)
-        if added.shape[-1]:
+        if v_width > self.v_head_dim:
             attn_output = attn_output + self.extension.output(added)
         if row.output_dropout is not None:
             attn_output = getattr(self, row.output_dropout)(attn_output)
@@ -132,8 +135,8 @@ class GrowableAttention(Widths):
         """(batch, tokens, hidden_size) -> queries, keys and values, each (batch, its heads, tokens, its width)."""
         row, roles, batch_shape = self.architecture, ("query", "key", "value"), hidden_states.shape[:-1]
         if row.fused:
-            grouped = self.projection_of("query")(hidden_states).unflatten(-1, (self._groups("query"), -1))
-            projected = grouped.split([self._block(role)[1] for role in roles], dim=-1)
+            sizes = [heads * self.width_of(role) for heads, role in zip(self._heads_in_group, roles)]
+            projected = self.projection_of("query")(hidden_states).unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
         else:
             projected = [self.projection_of(role)(hidden_states) for role in roles]
         query, key, value = (x.view(*batch_shape, -1, self.width_of(role)) for x, role in zip(projected, roles))
@@ -155,21 +158,23 @@ class GrowableAttention(Widths):
         rotated = cos.shape[-1]
         if rotated == query.shape[-1]:
             return self.rotate(query, key, cos, sin)
-        query_old, query_new = query[..., :rotated], query[..., rotated:]
-        key_old, key_new = key[..., :rotated], key[..., rotated:]
+        query_old, query_new = query.split((rotated, query.shape[-1] - rotated), dim=-1)
+        key_old, key_new = key.split((rotated, key.shape[-1] - rotated), dim=-1)
         query_old, key_old = self.rotate(query_old, key_old, cos, sin)
         return torch.cat((query_old, query_new), dim=-1), torch.cat((key_old, key_new), dim=-1)
 
     def _pad_to_equal_widths(self, implementation, query, key, value):
         """Zero-pad the narrower of (query, key) and value: fused kernels want one width, and flash would cut values."""
-        gap = query.shape[-1] - value.shape[-1]
+        qk_width, v_width = query.shape[-1], value.shape[-1]
+        if qk_width == v_width == self.head_dim:
+            return query, key, value
         for prefix, (name, instead) in _ONE_WIDTH_FOR_ALL.items():
-            grown = {query.shape[-1], value.shape[-1]} != {self.head_dim}
-            if grown and implementation is not None and implementation.startswith(prefix):
+            if implementation is not None and implementation.startswith(prefix):
                 raise ValueError(
                     f"{name} gives the keys and values of all layers one width, head_dim={self.head_dim}, but layer "
                     f"{self.layer_idx} has qk_head_dim={self.qk_head_dim} and v_head_dim={self.v_head_dim}. {instead}"
                 )
+        gap = qk_width - v_width
         if gap == 0 or implementation in _UNEQUAL_WIDTHS:
             return query, key, value
         if gap > 0:

@@ -93,7 +93,36 @@ def test_the_benchmarks_run(tmp_path):
         "estimators.py": ["--dims", "1", "--estimators", "whitened", "per-sequence"],
         "allocation.py": ["--dims", "1"],
         "balance.py": ["--dims", "1", "--steps", "2"],
+        "scale.py": ["--quick", "--output", tmp_path],
     }
     for script, more in short.items():
         out = run(f"bench/{script}", *options, *more)
         assert "stories260K on play.txt" in out and out.count("| ") > 5, script
+    rows = page_of(tmp_path, "scale")["rows"]
+    just_added = [row for row in rows if row["new"] == "zero" and row["source"] == "stories260K on play.txt"]
+    by_policy = {}
+    for row in just_added:
+        by_policy.setdefault(row["policy"], []).append(row["loss"])
+    # Zero dims change nothing under the kept scale, but for the order of rounding.
+    assert by_policy["kept (ours)"] == pytest.approx([by_policy["kept (ours)"][0]] * 2, abs=1e-4)
+    assert abs(by_policy["1 / sqrt(width) again"][-1] - by_policy["kept (ours)"][-1]) > 0.01
+
+
+def page_of(folder, name):
+    """The figures of a page that a benchmark wrote, with what says how they came about."""
+    page = json.loads((folder / f"{name}.json").read_text())
+    assert page["command"].startswith("OMP_NUM_THREADS=1 python scripts/bench/") and page["seeds"] == [0]
+    assert page["machine"]["threads"] == 1 and page["versions"]["torch"] == torch.__version__
+    assert str(ROOT) not in (folder / f"{name}.md").read_text()
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return page["figures"]
+
+
+def test_the_benchmark_of_overhead_in_a_short_form(tmp_path):
+    """Its times say nothing on models this small; the tensors that it counts do."""
+    run("bench/overhead.py", "--quick", "--output", tmp_path)
+    figures = page_of(tmp_path, "overhead")
+    assert set(figures) == {"Llama, d 64", "GPT-2, d 64"}
+    for comparisons in figures.values():
+        for action in ("forward", "forward + backward", "generate"):
+            assert comparisons["patched / stock"][action]["memory"]["ratio"] == pytest.approx(1, abs=0.01)

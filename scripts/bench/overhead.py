@@ -1,0 +1,322 @@
+"""What a patched and a grown model cost beside stock ones: forward, backward, generation, memory, save and load.
+
+    OMP_NUM_THREADS=1 python scripts/bench/overhead.py
+
+Both models of a comparison live in one process and take turns; each turn gives a ratio, and the tables show the median
+ratio with its quartiles, by CPU time of the process and by the clock: where other processes compete for the machine,
+CPU time disturbs less. Where two models have the same shapes they also share the very same weights, so that only the
+code differs. The first comparison, a stock model and its twin, shows what the method itself cannot tell apart.
+"""
+
+import argparse
+import contextlib
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import page
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import logging as transformers_logging
+
+from hf_growattn import export_model, patch_model
+from hf_growattn.modeling import attentions
+
+BATCH, POSITIONS, VOCABULARY = 2, 256, 4096
+HEAD, GROWN = 64, 80
+
+# Ours and the stock model beside it, by the names of `built`.
+COMPARISONS = {
+    "twin / stock": ("stock", "stock"),
+    "patched / stock": ("patched", "stock"),
+    "grown / as wide": ("grown", "as wide"),
+}
+REACH = {"patched / stock": 1.01, "grown / as wide": 1.03}  # of forward, and of forward + backward
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model and of its inputs."""
+
+    width: int
+    layers: int = 4
+    tokens: int = 256
+    generated: int = 32
+
+
+def llama(size: Size, head_dim: int) -> nn.Module:
+    """A Llama with random weights."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=size.width,
+        intermediate_size=size.width * 8 // 3,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.width // HEAD,
+        head_dim=head_dim,
+        max_position_embeddings=POSITIONS,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2(size: Size, head_dim: int) -> nn.Module:
+    """A GPT-2 with random weights, where the width of heads follows from that of the residual stream."""
+    if head_dim != HEAD:
+        with tempfile.TemporaryDirectory() as folder:
+            export_model(built(gpt2, "grown", size), folder)
+            return AutoModelForCausalLM.from_pretrained(folder)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=size.width,
+        n_layer=size.layers,
+        n_head=size.width // HEAD,
+        n_positions=POSITIONS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config)
+
+
+FAMILIES = {"Llama": llama, "GPT-2": gpt2}
+
+
+def built(family: Callable, kind: str, size: Size) -> nn.Module:
+    """A model: stock, "as wide" (stock, with heads as wide as the grown ones), patched or grown."""
+    model = family(size, GROWN if kind == "as wide" else HEAD)
+    if kind in ("patched", "grown"):
+        patch_model(model)
+    if kind == "grown":
+        for attention in attentions(model):
+            attention.widen(GROWN - HEAD, GROWN - HEAD)
+        model.sync_config()
+    return model.eval()
+
+
+def share(model: nn.Module, other: nn.Module) -> None:
+    """Let a model use the parameters of another one, if all of them have the same shapes."""
+    mine, theirs = (dict(m.named_parameters(remove_duplicate=False)) for m in (model, other))
+    if {name: p.shape for name, p in mine.items()} == {name: p.shape for name, p in theirs.items()}:
+        for name, parameter in theirs.items():
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, parameter)
+
+
+def forward(model: nn.Module, ids: torch.Tensor, size: Size, folder: Path) -> None:
+    """Logits of a batch."""
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+
+
+def forward_backward(model: nn.Module, ids: torch.Tensor, size: Size, folder: Path) -> None:
+    """Gradients of a batch."""
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def generate(model: nn.Module, ids: torch.Tensor, size: Size, folder: Path) -> None:
+    """Tokens one by one, with the cache."""
+    count = size.generated
+    prompt = ids[:, :count]
+    mask = torch.ones_like(prompt)
+    model.generate(prompt, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+
+
+def save(model: nn.Module, ids: torch.Tensor, size: Size, folder: Path) -> None:
+    """A checkpoint of the model."""
+    model.save_pretrained(folder)
+
+
+def load(model: nn.Module, ids: torch.Tensor, size: Size, folder: Path) -> None:
+    """The model again, from what `save` wrote."""
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+# Each with its share of the time, and whether memory is counted.
+ACTIONS = {
+    "forward": (forward, 0.25, True),
+    "forward + backward": (forward_backward, 0.45, True),
+    "generate": (generate, 0.2, True),
+    "save": (save, 0.05, False),
+    "load": (load, 0.05, False),
+}
+
+
+@contextlib.contextmanager
+def no_collection():
+    """Python's garbage collector must not fall into one model's turn."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def measured(action: Callable) -> tuple[float, float]:
+    """CPU seconds of this process and seconds by the clock of one call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    action()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def peak_bytes(action: Callable) -> int:
+    """The most bytes of tensors that one call holds at a time, beside those from before it."""
+    with no_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def turns(ours: Callable, stock: Callable, seconds: float, least: int) -> dict:
+    """Let two actions take turns, the first one changing, for so many seconds; all figures of all turns."""
+    ours(), stock()  # warm
+    spent = {"ours": [], "stock": []}
+    end = time.perf_counter() + seconds
+    with no_collection():
+        while len(spent["ours"]) < least or time.perf_counter() < end:
+            order = [("ours", ours), ("stock", stock)]
+            for name, action in order if len(spent["ours"]) % 2 else order[::-1]:
+                spent[name].append(measured(action))
+    figures = {"turns": len(spent["ours"])}
+    for clock, place in (("cpu", 0), ("wall", 1)):
+        a, b = ([values[place] for values in spent[name]] for name in ("ours", "stock"))
+        ratios = [x / y for x, y in zip(a, b)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        figures[clock] = {"ratio": middle, "quartiles": [low, high], "stock_seconds": statistics.median(b)}
+    return figures
+
+
+def compare(family: Callable, size: Size, kinds: tuple[str, str], seconds: float, least: int, seed: int) -> dict:
+    """All actions of one pair of models."""
+    torch.manual_seed(seed)
+    models = [built(family, kind, size) for kind in kinds]
+    share(*models)
+    ids = torch.randint(VOCABULARY, (BATCH, size.tokens))
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (action, part, holds) in ACTIONS.items():
+            both = [
+                lambda model=model, place=place, action=action: action(model, ids, size, Path(folder, str(place)))
+                for place, model in enumerate(models)
+            ]
+            figures[name] = turns(*both, seconds * part, least)
+            if holds:
+                ours, stock = map(peak_bytes, both)
+                figures[name]["memory"] = {"ratio": ours / stock, "stock_bytes": stock}
+    return figures
+
+
+def tables(figures: dict, size: Size) -> str:
+    """The page."""
+    cells = {"CPU time": "cpu", "the clock": "wall"}
+    text = [
+        f"{size.layers} layers, heads {HEAD} wide, {BATCH} x {size.tokens} tokens, fp32, sdpa, no dropout; generation "
+        f"of {size.generated} tokens after as many, with the cache. Grown means heads {GROWN} wide in queries, keys "
+        "and values of every layer.\n\n"
+        "- twin / stock: two stock models. What differs from 1 here is the noise of the method.\n"
+        "- patched / stock: after `patch_model`, not grown. Same weights in memory.\n"
+        f"- grown / as wide: of Llama, a stock model with `head_dim={GROWN}` and the same weights in memory. No stock "
+        "GPT-2 is as wide: its heads are its residual stream, cut up. There it is `export_model`'s form, whose stream "
+        "is wider too, so this ratio is no measure of overhead.\n"
+    ]
+    for title, clock in cells.items():
+        rows = []
+        for model, comparisons in figures.items():
+            for comparison, actions in comparisons.items():
+                values = [actions[name][clock] for name in ACTIONS]
+                spreads = [f"{v['ratio']:.3f} ({v['quartiles'][0]:.3f} to {v['quartiles'][1]:.3f})" for v in values]
+                rows.append([model, comparison, *spreads])
+        head = [f"{name} ({_turns(figures, name)} turns)" for name in ACTIONS]
+        text.append(f"Ratio by {title}, median (quartiles):\n\n{page.table(['model', 'ratio', *head], rows)}\n")
+    holding = [name for name, (_, _, holds) in ACTIONS.items() if holds]
+    rows = [
+        [model, comparison, *(f"{actions[name]['memory']['ratio']:.3f}" for name in holding)]
+        for model, comparisons in figures.items()
+        for comparison, actions in comparisons.items()
+    ]
+    memory = page.table(["model", "ratio", *holding], rows)
+    text.append(f"Most bytes of tensors at a time, beside the weights:\n\n{memory}")
+    return "\n".join([*text, verdicts(figures)])
+
+
+def _turns(figures: dict, action: str) -> str:
+    counts = [actions[action]["turns"] for comparisons in figures.values() for actions in comparisons.values()]
+    return f"{min(counts)} to {max(counts)}"
+
+
+def verdicts(figures: dict) -> str:
+    """Which medians, by CPU time, are within reach; undecided where that lies inside a median's own uncertainty."""
+    lines = []
+    for comparison, reach in REACH.items():
+        for model, comparisons in figures.items():
+            if comparison == "grown / as wide" and model.startswith("GPT-2"):
+                continue
+            for name in ("forward", "forward + backward"):
+                value, count = comparisons[comparison][name]["cpu"], comparisons[comparison][name]["turns"]
+                low, high = value["quartiles"]
+                error = 1.8 * (high - low) / count**0.5  # about two standard errors of a median
+                near = abs(value["ratio"] - reach) <= error
+                verdict = "undecided" if near else "within" if value["ratio"] < reach else "beyond"
+                found = f"{value['ratio']:.3f} +- {error:.3f}, {count} turns"
+                lines.append([model, comparison, name, found, reach, verdict])
+    head = ["model", "ratio", "action", "median, two standard errors", "aim", "verdict"]
+    return f"\n\nBy CPU time against what was aimed at:\n\n{page.table(head, lines)}"
+
+
+def draw(figures: dict, plt):
+    """Ratios by CPU time, a panel for each model, a colour for each comparison."""
+    figure, panels = plt.subplots(1, len(figures), figsize=(4 * len(figures), 3.6), layout="constrained", sharey=True)
+    for panel, (model, comparisons) in zip(panels, figures.items()):
+        for place, (comparison, actions) in enumerate(comparisons.items()):
+            values = [actions[name]["cpu"] for name in ACTIONS]
+            middles = [value["ratio"] for value in values]
+            lows, highs = zip(*(value["quartiles"] for value in values))
+            errors = [[m - low for m, low in zip(middles, lows)], [high - m for m, high in zip(middles, highs)]]
+            rows = [row + 0.2 * (1 - place) for row in range(len(ACTIONS))]
+            panel.errorbar(middles, rows, xerr=errors, fmt="o", markersize=4, capsize=2, label=comparison)
+        panel.axvline(1, color="0.6", linewidth=1)
+        panel.set(title=model, xlabel="CPU time, ratio", yticks=range(len(ACTIONS)), yticklabels=list(ACTIONS))
+    panels[0].invert_yaxis()
+    panels[0].legend(fontsize=7)
+    return figure
+
+
+def main() -> None:
+    """Measure, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 768], help="hidden sizes")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of all actions of one comparison")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=page.RESULTS)
+    parser.add_argument("--quick", action="store_true", help="tiny models and few turns: shows that it runs")
+    arguments = parser.parse_args()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    sizes, seconds, least = [Size(width) for width in arguments.widths], arguments.seconds, 5
+    if arguments.quick:
+        sizes, seconds, least = [Size(64, layers=1, tokens=16, generated=4)], 0.0, 2
+    figures: dict[str, dict] = {}
+    jobs = [(family, size, kind) for size in sizes for family in FAMILIES for kind in COMPARISONS]
+    for family, size, kind in tqdm(jobs, disable=None):
+        found = compare(FAMILIES[family], size, COMPARISONS[kind], seconds, least, arguments.seed)
+        figures.setdefault(f"{family}, d {size.width}", {})[kind] = found
+    title, text = "Patched and grown models beside stock ones", tables(figures, sizes[0])
+    page.write(arguments.output, "overhead", title, text, figures, [arguments.seed], partial(draw, figures))
+
+
+if __name__ == "__main__":
+    main()
