@@ -97,7 +97,7 @@ def test_the_benchmarks_run(tmp_path):
     }
     for script, more in short.items():
         out = run(f"bench/{script}", *options, *more)
-        assert "stories260K on play.txt" in out and out.count("| ") > 5, script
+        assert "stories260k on play.txt" in out.lower() and out.count("| ") > 5, script
     rows = page_of(tmp_path, "scale")["rows"]
     just_added = [row for row in rows if row["new"] == "zero" and row["source"] == "stories260K on play.txt"]
     by_policy = {}
