@@ -250,7 +250,7 @@ def tables(figures: dict, size: Size) -> str:
     ]
     memory = page.table(["model", "ratio", *holding], rows)
     text.append(f"Most bytes of tensors at a time, beside the weights:\n\n{memory}")
-    return "\n".join([*text, verdicts(figures)])
+    return "\n".join(text)
 
 
 def _turns(figures: dict, action: str) -> str:
@@ -258,9 +258,9 @@ def _turns(figures: dict, action: str) -> str:
     return f"{min(counts)} to {max(counts)}"
 
 
-def verdicts(figures: dict) -> str:
+def reaches(figures: dict) -> list[page.Reach]:
     """Which medians, by CPU time, are within reach; undecided where that lies inside a median's own uncertainty."""
-    lines = []
+    found = []
     for comparison, reach in REACH.items():
         for model, comparisons in figures.items():
             if comparison == "grown / as wide" and model.startswith("GPT-2"):
@@ -270,11 +270,10 @@ def verdicts(figures: dict) -> str:
                 low, high = value["quartiles"]
                 error = 1.8 * (high - low) / count**0.5  # about two standard errors of a median
                 near = abs(value["ratio"] - reach) <= error
-                verdict = "undecided" if near else "within" if value["ratio"] < reach else "beyond"
-                found = f"{value['ratio']:.3f} +- {error:.3f}, {count} turns"
-                lines.append([model, comparison, name, found, reach, verdict])
-    head = ["model", "ratio", "action", "median, two standard errors", "aim", "verdict"]
-    return f"\n\nBy CPU time against what was aimed at:\n\n{page.table(head, lines)}"
+                verdict = "undecided" if near else "reached" if value["ratio"] < reach else "missed"
+                measured = f"{value['ratio']:.3f} +- {error:.3f} (two standard errors of the median, {count} turns)"
+                found.append(page.Reach(f"{model}, {comparison}, {name}: at most {reach}", measured, verdict))
+    return found
 
 
 def draw(figures: dict, plt):
@@ -314,8 +313,17 @@ def main() -> None:
     for family, size, kind in tqdm(jobs, disable=None):
         found = compare(FAMILIES[family], size, COMPARISONS[kind], seconds, least, arguments.seed)
         figures.setdefault(f"{family}, d {size.width}", {})[kind] = found
-    title, text = "Patched and grown models beside stock ones", tables(figures, sizes[0])
-    page.write(arguments.output, "overhead", title, text, figures, [arguments.seed], partial(draw, figures))
+    found = reaches(figures)
+    page.Page(
+        name="overhead",
+        title="Patched and grown models beside stock ones",
+        claim=CLAIM,
+        summary=page.table(["aim", "measured", "verdict"], [(r.aim, r.measured, r.verdict) for r in found]),
+        text=tables(figures, sizes[0]),
+        figures=figures,
+        seeds=[arguments.seed],
+        reaches=found,
+    ).write(arguments.output, partial(draw, figures))
 
 
 if __name__ == "__main__":
