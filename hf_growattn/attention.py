@@ -161,7 +161,7 @@ class GrowableAttention(Widths):
         query_old, query_new = query.split((rotated, query.shape[-1] - rotated), dim=-1)
         key_old, key_new = key.split((rotated, key.shape[-1] - rotated), dim=-1)
         query_old, key_old = self.rotate(query_old, key_old, cos, sin)
-        return torch.cat((query_old, query_new), dim=-1), torch.cat((key_old, key_new), dim=-1)
+        return _side_by_side(query_old, query_new), _side_by_side(key_old, key_new)
 
     def _pad_to_equal_widths(self, implementation, query, key, value):
         """Zero-pad the narrower of (query, key) and value: fused kernels want one width, and flash would cut values."""
@@ -200,6 +200,11 @@ class GrowableAttention(Widths):
     def _at(self, path: str):
         """The value at a dotted path from this module; None where that is missing."""
         return reduce(lambda found, name: getattr(found, name, None), path.split("."), self)
+
+
+def _side_by_side(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Join dims of (batch, heads, tokens, width), tokens before heads in memory as projections lay them out."""
+    return torch.cat((old.transpose(1, 2), new.transpose(1, 2)), dim=-1).transpose(1, 2)
 
 
 @cache

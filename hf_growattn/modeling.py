@@ -53,10 +53,9 @@ class GrowableModelMixin:
         super().__init__(config, *args, **kwargs)
         adopt(self)
         for attention in attentions(self):
-            qk_head_dim, v_head_dim = layer_widths(config, attention.layer_idx)
-            widening = attention.widen(qk_head_dim - attention.qk_head_dim, v_head_dim - attention.v_head_dim)
-            for module in {resize.module for resize in widening.resizes}:
-                self._init_weights(module)
+            for projection in attention.begin_at(*layer_widths(config, attention.layer_idx)):
+                if not projection.weight.is_meta:  # what is loaded is drawn by nobody
+                    self._init_weights(projection)
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.

@@ -145,11 +145,8 @@ class Widths(nn.Module):
             ValueError: `parameters_along` knows no way to resize a projection; nothing has changed then.
         """
         grown = {"query": qk_dims, "key": qk_dims, "value": v_dims, "output": v_dims}
-        by_module: dict[nn.Module, list[str]] = {}
-        for role in grown:
-            by_module.setdefault(self.projection_of(role), []).append(role)
         resizes = []
-        for projection, roles in by_module.items():
+        for projection, roles in self._projections().items():
             if not any(grown[role] for role in roles):
                 continue
             layout = self._layout(roles, grown, plain(projection).weight.device)
@@ -159,6 +156,25 @@ class Widths(nn.Module):
             setattr(resize.module, resize.name, resize.new)
         self._set_widths(self.qk_head_dim + qk_dims, self.v_head_dim + v_dims)
         return widening
+
+    def begin_at(self, qk_head_dim: int, v_head_dim: int) -> list[nn.Module]:
+        """Take widths before anything was trained or loaded: the projections concerned begin as zeros of their sizes.
+
+        Returns:
+            Those projections, whose weights are to be drawn or loaded.
+        """
+        self.qk_head_dim, self.v_head_dim = qk_head_dim, v_head_dim
+        resized = []
+        for projection, roles in self._projections().items():
+            size = sum(self.heads_of(role) * self.width_of(role) for role in roles)
+            for module, name, axis in self.parameters_along(roles[0]):
+                shape = list(getattr(module, name).shape)
+                if shape[axis] != size:
+                    shape[axis] = size
+                    setattr(module, name, nn.Parameter(getattr(module, name).new_zeros(shape)))
+                    resized.append(projection)
+        self._set_widths(qk_head_dim, v_head_dim)
+        return list(dict.fromkeys(resized))
 
     def fit(self, state: dict[str, torch.Tensor], prefix: str) -> bool:
         """Take the widths that a state dict holds for this module, so that it can be loaded; its values come with it.
@@ -194,6 +210,13 @@ class Widths(nn.Module):
         if rest or more or min(qk_head_dim, v_head_dim) < self.head_dim:
             return self.qk_head_dim, self.v_head_dim
         return qk_head_dim, v_head_dim
+
+    def _projections(self) -> dict[nn.Module, list[str]]:
+        """The projections, each with the roles that it computes: all of them but "output", if it is a fused one."""
+        found: dict[nn.Module, list[str]] = {}
+        for role in ("query", "key", "value", "output"):
+            found.setdefault(self.projection_of(role), []).append(role)
+        return found
 
     def parameters_along(self, role: str) -> list[tuple[nn.Module, str, int]]:
         """The parameters that lie along a role's heads, the projection's and its adapters': module, name and axis.
