@@ -99,6 +99,17 @@ def build(variant: str, auto_class=AutoModelForCausalLM, attention: str | None =
     return model.to(dtype).eval()
 
 
+def word_tokenizer():
+    """A tokenizer of as many words as the models know: "<pad>", "<eos>", then "w2", "w3" and so on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", *(f"w{index}" for index in range(2, VOCABULARY))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
 def tokens(batch: int = 3, length: int = 17, seed: int = 3) -> torch.Tensor:
     """Random input_ids without padding, (batch, length)."""
     return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

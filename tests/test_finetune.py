@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from families import VOCABULARY, build
+from families import VOCABULARY, build, word_tokenizer
 from safetensors.torch import load_file
 
 OPTIONS = "--block_size 16 --growth_batches 4 --learning_rate 1e-3 --max_steps 24 --save_steps 6 --use_cpu".split()
@@ -20,19 +20,13 @@ OPTIONS = "--block_size 16 --growth_batches 4 --learning_rate 1e-3 --max_steps 2
 @pytest.fixture(scope="module")
 def given(tmp_path_factory) -> list:
     """The options that name a tiny model with its tokenizer, and a text in which each word has one successor."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("given")
-    words = ["<pad>", "<bos>", *(f"w{index}" for index in range(2, VOCABULARY))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder / "model")
+    word_tokenizer().save_pretrained(folder / "model")
     build("llama-2").save_pretrained(folder / "model")
     draw, ids = random.Random(0), []
     for index in range(2400):
         ids.append(draw.randrange(2, VOCABULARY) if index % 12 == 0 else 2 + 5 * ids[-1] % 95)
-    (folder / "text.txt").write_text(" ".join(words[index] for index in ids))
+    (folder / "text.txt").write_text(" ".join(f"w{index}" for index in ids))
     return ["--model", folder / "model", "--dataset", folder / "text.txt", *OPTIONS]
 
 

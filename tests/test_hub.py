@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import torch
 from conftest import ROOT
-from families import VOCABULARY, build, lm_batches, tokens
+from families import build, lm_batches, tokens, word_tokenizer
 from hub_server import Hub, Repository, card_errors
 from huggingface_hub import HfApi, ModelCard
 
@@ -35,15 +35,11 @@ def grown():
 @pytest.fixture(scope="module")
 def checkpoint(grown, tmp_path_factory):
     """A folder as `scripts/finetune.py` leaves it, and its figures."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     (model, report), folder = grown, tmp_path_factory.mktemp("checkpoint")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         import results
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
     model.save_pretrained(folder)
     history = [
         {"step": 0, "eval_loss": 3.0},

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from families import VOCABULARY, build
+from families import build, word_tokenizer
 from torch.utils.data import IterableDataset
 from training import Rows
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -204,14 +204,8 @@ def test_what_cannot_work_is_refused_when_training_starts(tmp_path, when, model,
 def test_trls_trainer(tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<eos>", *(f"w{index}" for index in range(VOCABULARY - 2))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    texts = [" ".join(f"w{(start + 5 * place) % 90}" for place in range(12)) for start in range(24)]
+    texts = [" ".join(f"w{2 + (start + 5 * place) % 90}" for place in range(12)) for start in range(24)]
     growth = GrowthCallback(CONFIG, steps=[3], batches=4)
     arguments = trl.SFTConfig(
         output_dir=str(tmp_path),
@@ -228,7 +222,7 @@ def test_trls_trainer(tmp_path):
         patch_model(build("llama-2")),
         args=arguments,
         train_dataset=Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer,
+        processing_class=word_tokenizer(),
         callbacks=[growth],
     )
     run.train()
