@@ -146,9 +146,7 @@ class Widths(nn.Module):
         """
         grown = {"query": qk_dims, "key": qk_dims, "value": v_dims, "output": v_dims}
         resizes = []
-        for projection, roles in self._projections().items():
-            if not any(grown[role] for role in roles):
-                continue
+        for projection, roles in self._resized(grown):
             layout = self._layout(roles, grown, plain(projection).weight.device)
             resizes += [_resize(*entry, *layout) for entry in self.parameters_along(roles[0])]
         widening = Widening(self, resizes, self.qk_head_dim, self.v_head_dim)
@@ -163,18 +161,17 @@ class Widths(nn.Module):
         Returns:
             Those projections, whose weights are to be drawn or loaded.
         """
+        qk_dims, v_dims = qk_head_dim - self.qk_head_dim, v_head_dim - self.v_head_dim
+        changed = self._resized({"query": qk_dims, "key": qk_dims, "value": v_dims, "output": v_dims})
         self.qk_head_dim, self.v_head_dim = qk_head_dim, v_head_dim
-        resized = []
-        for projection, roles in self._projections().items():
+        for _, roles in changed:
             size = sum(self.heads_of(role) * self.width_of(role) for role in roles)
             for module, name, axis in self.parameters_along(roles[0]):
                 shape = list(getattr(module, name).shape)
-                if shape[axis] != size:
-                    shape[axis] = size
-                    setattr(module, name, nn.Parameter(getattr(module, name).new_zeros(shape)))
-                    resized.append(projection)
+                shape[axis] = size
+                setattr(module, name, nn.Parameter(getattr(module, name).new_zeros(shape)))
         self._set_widths(qk_head_dim, v_head_dim)
-        return list(dict.fromkeys(resized))
+        return [projection for projection, _ in changed]
 
     def fit(self, state: dict[str, torch.Tensor], prefix: str) -> bool:
         """Take the widths that a state dict holds for this module, so that it can be loaded; its values come with it.
@@ -211,13 +208,6 @@ class Widths(nn.Module):
             return self.qk_head_dim, self.v_head_dim
         return qk_head_dim, v_head_dim
 
-    def _projections(self) -> dict[nn.Module, list[str]]:
-        """The projections, each with the roles that it computes: all of them but "output", if it is a fused one."""
-        found: dict[nn.Module, list[str]] = {}
-        for role in ("query", "key", "value", "output"):
-            found.setdefault(self.projection_of(role), []).append(role)
-        return found
-
     def parameters_along(self, role: str) -> list[tuple[nn.Module, str, int]]:
         """The parameters that lie along a role's heads, the projection's and its adapters': module, name and axis.
 
@@ -250,6 +240,13 @@ class Widths(nn.Module):
             self.heads_of(role) * self.width_of(role),
         )
         return start // groups, size // groups
+
+    def _resized(self, grown: dict[str, int]) -> list[tuple[nn.Module, list[str]]]:
+        """The projections whose size so many more dims for each role change, each with its roles."""
+        by_module: dict[nn.Module, list[str]] = {}
+        for role in grown:
+            by_module.setdefault(self.projection_of(role), []).append(role)
+        return [(module, roles) for module, roles in by_module.items() if any(grown[role] for role in roles)]
 
     def _layout(self, roles, grown, device) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Which old entries of a projection stay once its roles have grown, where they land, and the new size."""

@@ -1,23 +1,24 @@
-"""The two tasks that the benchmarks share: a pretrained model on a text it does not know, and the nearest neighbour.
+"""The task that benchmarks share: a pretrained model on a text it does not know, and a tiny one that needs no files.
 
-Both give a fresh copy of one model, batches to grow on and batches that the growth never sees.
+It gives fresh copies of one model, batches to grow on and batches that the growth never sees.
 """
 
 import argparse
-import copy
-import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data import topics
 
+import page
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
 
 from hf_growattn import patch_model
 from hf_growattn.probe import mean_loss, undisturbed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from demo import train_tokenizer
 from finetune import blocks_of, load_texts
 
 Batches = list[dict[str, torch.Tensor]]
@@ -28,26 +29,32 @@ def halves_of(batches: Batches) -> tuple[Batches, Batches]:
     return batches[0::2], batches[1::2]
 
 
-def spread(values: list[float]) -> str:
-    """Median and range."""
-    return f"{statistics.median(values):.4f} ({min(values):.4f} to {max(values):.4f})"
-
-
-def chosen_tasks(arguments: argparse.Namespace) -> list:
-    """The tasks named on the command line."""
-    tasks = [TextTask(arguments.model, text, batches=arguments.batches) for text in arguments.text]
-    return [*tasks, NearestNeighbour(batches=arguments.batches)] if arguments.nearest_neighbour else tasks
-
-
 def task_parser(description: str) -> argparse.ArgumentParser:
-    """The options that all benchmarks share."""
+    """The options that benchmarks of a model and a text share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or Hub id of a causal LM")
-    parser.add_argument("--text", nargs="*", default=[], help="text files or Hub ids that it grows on")
-    parser.add_argument("--nearest-neighbour", action="store_true", help="the task of the nearest neighbour too")
-    parser.add_argument("--batches", type=int, default=32, help="batches to grow on, and to measure on")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--text", help="text file or Hub id that it grows on")
+    parser.add_argument(
+        "--batches", type=int, default=8, help="batches of 8 x 128 tokens to grow on, and to measure on"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", type=Path, default=page.RESULTS)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and one seed: shows that it runs")
     return parser
+
+
+def chosen(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, "TextTask"]:
+    """The arguments, and the task that they name: with `--quick` a tiny one, and one seed."""
+    arguments = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    if arguments.quick:
+        arguments.seeds = arguments.seeds[:1]
+        return arguments, TinyTask()
+    if not (arguments.model and arguments.text):
+        parser.error("--model and --text are needed, or --quick")
+    return arguments, TextTask(arguments.model, arguments.text, batches=arguments.batches)
 
 
 def held_out(model: nn.Module, batches: Batches) -> float:
@@ -100,78 +107,25 @@ class TextTask:
         return [{"input_ids": part, "labels": part} for part in self.blocks[rows].split(self.batch_size)]
 
 
-@dataclass
-class NearestNeighbour:
-    """Return the nearest of N Gaussian points to a query, in d dimensions (draft 002; Amsel, Yehudai, Bruna 2024).
+class TinyTask(TextTask):
+    """A tiny Llama with random weights on the English that every CPython carries: no file, no download."""
 
-    The model is GPT-2 with one layer, `d / r` heads of width `r`, position embeddings of zero, and a regression head
-    on the query, which comes last and is masked as a key; the loss is the mean square error of each coordinate.
-    """
-
-    d: int = 64
-    points: int = 16
-    head_dim: int = 8
-    steps: int = 1200
-    batches: int = 32
-    batch_size: int = 128
-    learning_rate: float = 3e-3
-
-    def __post_init__(self):
-        self.name = f"nearest neighbour, d {self.d}, {self.points} points, heads {self.head_dim} wide"
-        self.trained: dict[int, nn.Module] = {}
-
-    def build(self, seed: int) -> nn.Module:
-        """An untrained model."""
-        torch.manual_seed(seed)
-        config = GPT2Config(
-            vocab_size=1,
-            n_positions=self.points + 1,
-            n_embd=self.d,
-            n_layer=1,
-            n_head=self.d // self.head_dim,
-            n_inner=self.d,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            num_labels=self.d,
-            problem_type="regression",
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        model = GPT2ForSequenceClassification(config)
-        model.transformer.wpe.weight.requires_grad_(False).zero_()
-        return patch_model(model)
+    def __init__(self):
+        self.batches, self.batch_size = 2, 2
+        texts = list(topics.topics.values())
+        tokenizer = train_tokenizer(texts, 300)
+        self.blocks = blocks_of(texts, tokenizer, block_size=16)
+        self.name = "a tiny Llama on Python's documentation"
+        sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=4)
+        self.config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16, **sizes)
 
     def load(self, seed: int) -> nn.Module:
-        """A copy of the model of this seed, trained once."""
-        if seed not in self.trained:
-            model = self.build(seed)
-            train(model, self, self.steps, seed, self.learning_rate)
-            self.trained[seed] = model.eval()
-        return copy.deepcopy(self.trained[seed])
-
-    def draw(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """A batch: points and query as `inputs_embeds`, the nearest point as the label."""
-        x = torch.randn(self.batch_size, self.points + 1, self.d, generator=generator)
-        distances = (x[:, :-1] - x[:, -1:]).square().sum(-1)
-        mask = torch.ones(self.batch_size, self.points + 1, dtype=torch.long)
-        mask[:, -1] = 0
-        nearest = x[torch.arange(self.batch_size), distances.argmin(-1)]
-        return {"inputs_embeds": x, "attention_mask": mask, "labels": nearest}
-
-    def data(self, seed: int) -> tuple[Batches, Batches]:
-        """Growth batches and held-out batches of one seed."""
-        generator = torch.Generator().manual_seed(1000 + seed)
-        drawn = [self.draw(generator) for _ in range(2 * self.batches)]
-        return drawn[: self.batches], drawn[self.batches :]
-
-    def training_batch(self, generator: torch.Generator, seed: int) -> dict[str, torch.Tensor]:
-        """A fresh batch."""
-        return self.draw(generator)
+        """A fresh patched model of the seed."""
+        torch.manual_seed(seed)
+        return patch_model(LlamaForCausalLM(self.config)).eval()
 
 
-def train(model: nn.Module, task, steps: int, seed: int, learning_rate: float) -> None:
+def train(model: nn.Module, task: TextTask, steps: int, seed: int, learning_rate: float) -> None:
     """Train all that is not frozen with AdamW and a cosine schedule."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate, weight_decay=0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
