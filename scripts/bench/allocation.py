@@ -1,54 +1,99 @@
 """What a budget buys: held-out loss right after growth, allocated, uniform, patterns only and messages only.
 
-    python scripts/bench/allocation.py --model path/to/llama --text my_text.txt --nearest-neighbour
+    OMP_NUM_THREADS=1 python scripts/bench/allocation.py --model path/to/llama --text my_text.txt
 
-Every row adds the same number of parameters (the budget of a uniform growth by `--dims` pattern and message dims a
-head), with the same model, growth batches and held-out batches; nothing is trained after the growth.
+Every row adds as many parameters as a uniform growth by `--dims` pattern and message dims a head, with the same model,
+growth batches and held-out batches; nothing is trained after the growth.
 """
 
-from tasks import chosen_tasks, held_out, spread, task_parser
-from tqdm.auto import tqdm
-from transformers import logging as transformers_logging
+from functools import partial
+
+import page
+from runs import collect, spread
+from tasks import TextTask, chosen, held_out, task_parser
 
 from hf_growattn import Grower, GrowthConfig
 
-ALLOCATED = {
-    "allocated": ["patterns", "messages"],
-    "patterns only": ["patterns"],
-    "messages only": ["messages"],
-}
+NONE, UNIFORM, ALLOCATED = "no growth", "uniform", "allocated"
+KINDS = {ALLOCATED: ["patterns", "messages"], "patterns only": ["patterns"], "messages only": ["messages"]}
+ROWS = (NONE, UNIFORM, *KINDS)
 
 
-def grown_loss(task, seed: int, growth, fresh, **config) -> tuple[float, int]:
-    """Grow a fresh copy of the model; return its held-out loss and the parameters that were added."""
-    model = task.load(seed)
-    report = Grower(model, GrowthConfig(**config)).grow(growth)
-    return held_out(model, fresh), report.added_parameters
+def measure(task: TextTask, seed: int, growth: str, dims: int, budget: int = 0, **_) -> dict:
+    """Grow a fresh copy of the model, and return its held-out loss and the parameters that were added."""
+    model, (batches, fresh) = task.load(seed), task.data(seed)
+    if growth == NONE:
+        return {"loss": held_out(model, fresh), "parameters": 0}
+    config = dict(qk_dims=dims, v_dims=dims) if growth == UNIFORM else dict(budget=budget, kinds=KINDS[growth])
+    report = Grower(model, GrowthConfig(**config)).grow(batches)
+    return {"loss": held_out(model, fresh), "parameters": report.added_parameters}
+
+
+def losses(runs: list[dict], growth: str) -> list[float]:
+    """Held-out losses of a row, by seed."""
+    return [run["loss"] for run in runs if run["growth"] == growth]
+
+
+def above(runs: list[dict], growth: str) -> list[float]:
+    """By how much a row ends above the allocated one, seed by seed."""
+    return [loss - best for loss, best in zip(losses(runs, growth), losses(runs, ALLOCATED))]
+
+
+def claim(runs: list[dict]) -> str:
+    """What the allocated growth gains, and which row beats it on how many seeds."""
+    gained, others = above(runs, NONE), [row for row in ROWS if row not in (NONE, ALLOCATED)]
+    text = f"A growth that allocates its budget lowers the held-out loss by {spread(gained, 4)}. "
+    parts = []
+    for row in others:
+        values = above(runs, row)
+        parts.append(f"{row} on {sum(v > 0 for v in values)} of {len(values)} seeds (by {spread(values, 4)})")
+    return text + f"It ends below {', '.join(parts)}."
+
+
+def draw(runs: list[dict], plt):
+    """A dot for each run."""
+    figure, panel = plt.subplots(figsize=(6, 2.6), layout="constrained")
+    for place, row in enumerate(ROWS):
+        panel.plot(losses(runs, row), [place] * len(losses(runs, row)), "o", alpha=0.7)
+    panel.set(xlabel="held-out loss, nats a token", yticks=range(len(ROWS)), yticklabels=ROWS)
+    panel.invert_yaxis()
+    return figure
 
 
 def main() -> None:
-    """Grow, seed by seed, and print one table for each task."""
+    """Grow, and write the page."""
     parser = task_parser(__doc__)
-    parser.add_argument("--dims", type=int, nargs="+", default=[2], help="dims of each kind in the uniform growth")
-    arguments = parser.parse_args()
-    transformers_logging.set_verbosity_error()
-    for task in chosen_tasks(arguments):
-        for dims in arguments.dims:
-            losses: dict[str, list[float]] = {name: [] for name in ("none", "uniform", *ALLOCATED)}
-            for seed in tqdm(arguments.seeds, desc=task.name, disable=None):
-                data = task.data(seed)
-                losses["none"].append(held_out(task.load(seed), data[1]))
-                loss, budget = grown_loss(task, seed, *data, qk_dims=dims, v_dims=dims)
-                losses["uniform"].append(loss)
-                for name, kinds in ALLOCATED.items():
-                    losses[name].append(grown_loss(task, seed, *data, budget=budget, kinds=kinds)[0])
-            print(f"\n{task.name}: {budget:,} parameters added, seeds {arguments.seeds}, {arguments.batches} batches\n")
-            print(
-                "| growth | held-out loss, median (range) | above the allocated one by, median (range) |\n|---|---|---|"
-            )
-            for name, values in losses.items():
-                above = [value - best for value, best in zip(values, losses["allocated"])]
-                print(f"| {name} | {spread(values)} | {'' if name == 'allocated' else spread(above)} |", flush=True)
+    parser.add_argument("--dims", type=int, default=2, help="dims of each kind in the uniform growth")
+    arguments, task = chosen(parser)
+    setting = {"data": task.name, "batches": task.batches, "dims": arguments.dims}
+    one = partial(collect, partial(measure, task), kept=arguments.output / "allocation.jsonl")
+    runs = one([setting | {"seed": seed, "growth": row} for seed in arguments.seeds for row in (NONE, UNIFORM)])
+    budget = max(run["parameters"] for run in runs)
+    jobs = [setting | {"seed": seed, "growth": row, "budget": budget} for seed in arguments.seeds for row in KINDS]
+    runs += one(jobs)
+    rows = []
+    for row in ROWS:
+        own = [run for run in runs if run["growth"] == row]
+        cells = [[run["parameters"] for run in own], [run["seconds"] for run in own]]
+        peaks = spread([run["peak_bytes"] / 1e6 for run in own], 0)
+        lead = "" if row == ALLOCATED else spread(above(runs, row), 4)
+        rows.append([row, spread(losses(runs, row), 4), lead, *(spread(values, 0) for values in cells), peaks])
+    head = ["growth", "held-out loss", "above the allocated one by", "added parameters", "seconds", "peak, MB"]
+    page.Page(
+        name="allocation",
+        title="What a budget buys",
+        claim=claim(runs),
+        summary=page.table(head, rows),
+        text=(
+            f"{task.name}, median (range) over the seeds. The budget is what {arguments.dims} dims of each kind add to "
+            f"every head. A growth measures {task.batches} batches of {task.batch_size} x {task.blocks.shape[1]} "
+            "tokens; held out are as many. Nothing is trained. Seconds and memory count loading the model and its "
+            "held-out loss too."
+        ),
+        figures={"runs": runs},
+        seeds=arguments.seeds,
+        seconds=sum(run["seconds"] for run in runs),
+    ).write(arguments.output, partial(draw, runs))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """How to split the magnitude of a new pair of factors: evenly, or both sides alike against the existing weights.
 
-    python scripts/bench/balance.py --model path/to/llama --text my_text.txt --nearest-neighbour
+    OMP_NUM_THREADS=1 python scripts/bench/balance.py --model path/to/llama --text my_text.txt
 
 Same model, directions, step and training batches; only the split differs: the square root of the singular value on each
 side (what `Grower` does), or each column's rms the same multiple of its side's existing weights.
 """
 
+from functools import partial
+
+import page
 import torch
-from tasks import NearestNeighbour, chosen_tasks, held_out, spread, task_parser, train
+from runs import collect, spread
+from tasks import TextTask, chosen, held_out, task_parser, train
 from torch import Tensor
-from tqdm.auto import tqdm
-from transformers import logging as transformers_logging
 
 from hf_growattn import Grower, GrowthConfig
 from hf_growattn.functional import stack_groups
@@ -45,39 +47,76 @@ def alike(self, *directions):
 SPLITS = {"even": EVEN, "alike against the existing weights": alike}
 
 
+def measure(task: TextTask, seed: int, split: str, dims: int, steps: int, learning_rate: float, **_) -> dict:
+    """Grow a fresh copy of the model by one split and train it on; the held-out loss after either."""
+    _Write._factors = SPLITS[split]  # of this process, which ends with the run
+    model, (growth, fresh) = task.load(seed), task.data(seed)
+    Grower(model, GrowthConfig(qk_dims=dims, v_dims=dims)).grow(growth)
+    at_growth = held_out(model, fresh)
+    train(model, task, steps, seed, learning_rate)
+    return {"at growth": at_growth, "trained": held_out(model, fresh)}
+
+
+def claim(runs: list[dict]) -> str:
+    """Which split ends lower."""
+    lead = leads(runs)
+    better = sum(value > 0 for value in lead)
+    return (
+        f"The even split of a new pair of factors (ours) ends lower than the one that is alike against the existing "
+        f"weights on {better} of {len(lead)} seeds: by {spread(lead, 4)} nats a token."
+    )
+
+
+def leads(runs: list[dict]) -> list[float]:
+    """By how much the other split ends above the even one, by seed."""
+    even, other = ([run["trained"] for run in runs if run["split"] == split] for split in SPLITS)
+    return [loss - mine for mine, loss in zip(even, other)]
+
+
+def draw(runs: list[dict], plt):
+    """A line from the growth to the end of training for each run."""
+    figure, panel = plt.subplots(figsize=(5, 3), layout="constrained")
+    for color, split in zip(("C0", "C1"), SPLITS):
+        for number, run in enumerate(run for run in runs if run["split"] == split):
+            label = split if number == 0 else None
+            panel.plot([0, run["steps"]], [run["at growth"], run["trained"]], "o-", color=color, label=label)
+    panel.set(xlabel="training steps after the growth", ylabel="held-out loss, nats a token")
+    panel.legend()
+    return figure
+
+
 def main() -> None:
-    """Grow and train on, seed by seed, and print one table for each task."""
+    """Grow and train on, and write the page."""
     parser = task_parser(__doc__)
     parser.add_argument("--dims", type=int, default=4, help="dims of each kind")
     parser.add_argument("--steps", type=int, default=200, help="training steps after the growth")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--frozen", action="store_true", help="train the attention of the grown model only")
-    arguments = parser.parse_args()
-    transformers_logging.set_verbosity_error()
-    for task in chosen_tasks(arguments):
-        at_growth: dict[str, list[float]] = {name: [] for name in SPLITS}
-        trained: dict[str, list[float]] = {name: [] for name in SPLITS}
-        for seed in tqdm(arguments.seeds, desc=task.name, disable=None):
-            growth, fresh = task.data(seed)
-            for name, split in SPLITS.items():
-                _Write._factors = split
-                model = task.load(seed)
-                values = 0 if isinstance(task, NearestNeighbour) else arguments.dims
-                Grower(model, GrowthConfig(qk_dims=arguments.dims, v_dims=values)).grow(growth)
-                at_growth[name].append(held_out(model, fresh))
-                if arguments.frozen:
-                    for parameter_name, parameter in model.named_parameters():
-                        parameter.requires_grad_("attn" in parameter_name)
-                train(model, task, arguments.steps, seed, arguments.learning_rate)
-                trained[name].append(held_out(model, fresh))
-        _Write._factors = EVEN
-        lead = [other - even for even, other in zip(*trained.values())]
-        print(f"\n{task.name}: {arguments.dims} dims, {arguments.steps} steps at {arguments.learning_rate}, ", end="")
-        print(f"seeds {arguments.seeds}, median (range)\n")
-        print("| split | held-out loss at growth | after training |\n|---|---|---|")
-        for name in SPLITS:
-            print(f"| {name} | {spread(at_growth[name])} | {spread(trained[name])} |")
-        print(f"\nThe other split ends above the even one by {spread(lead)}.", flush=True)
+    arguments, task = chosen(parser)
+    setting = {"data": task.name, "batches": task.batches, "dims": arguments.dims}
+    setting |= {"steps": 2 if arguments.quick else arguments.steps, "learning_rate": arguments.learning_rate}
+    jobs = [setting | {"seed": seed, "split": split} for seed in arguments.seeds for split in SPLITS]
+    runs = collect(partial(measure, task), jobs, arguments.output / "balance.jsonl")
+    rows = []
+    for split in SPLITS:
+        own = [run for run in runs if run["split"] == split]
+        cells = [spread([run[name] for run in own], 4) for name in ("at growth", "trained")]
+        seconds, peak = spread([run["seconds"] for run in own], 0), spread([run["peak_bytes"] / 1e6 for run in own], 0)
+        rows.append([split, *cells, seconds, peak])
+    page.Page(
+        name="balance",
+        title="How to split the magnitude of new factors",
+        claim=claim(runs),
+        summary=page.table(["split", "held-out loss at growth", "after training", "seconds", "peak, MB"], rows),
+        text=(
+            f"{task.name}, median (range) over the seeds: every layer grows by {arguments.dims} dims of each kind, "
+            f"then all weights train for {setting['steps']} steps of {task.batch_size} x {task.blocks.shape[1]} tokens "
+            f"(AdamW, {arguments.learning_rate}, not swept, cosine). Same model, directions, step and batches for both "
+            "rows; the product of the factors is the same, so they differ after training alone."
+        ),
+        figures={"runs": runs},
+        seeds=arguments.seeds,
+        seconds=sum(run["seconds"] for run in runs),
+    ).write(arguments.output, partial(draw, runs))
 
 
 if __name__ == "__main__":

@@ -7,29 +7,27 @@ that variance; and a pretrained model on a text, which shows the loss too. New d
 random, as large as the old ones, or (pretrained) guided, as `Grower` makes them with the kept scale.
 """
 
-import argparse
 import copy
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import page
 import torch
-from tasks import Batches, TextTask
+from tasks import Batches, chosen, task_parser
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers import logging as transformers_logging
 
 from hf_growattn import GrowableAttention, Grower, GrowthConfig, patch_model
 from hf_growattn.functional import logit_variance
 from hf_growattn.modeling import attentions
 from hf_growattn.probe import set_extension, undisturbed
 
+KEPT = "kept (ours)"
 # The scale after growth, of the scale before it and both widths.
 POLICIES: dict[str, Callable[[float, int, int], float]] = {
-    "kept (ours)": lambda scale, old, new: scale,
+    KEPT: lambda scale, old, new: scale,
     "1 / sqrt(width) again": lambda scale, old, new: scale * (old / new) ** 0.5,
     "unscaled": lambda scale, old, new: 1.0,
 }
@@ -199,6 +197,26 @@ def cell(rows: list[dict], quantity: str, **where) -> str:
     return f"{value} ({middle(rows, 'predicted', **where):.3f})" if predicted else value
 
 
+def summary(rows: list[dict], source: str) -> str:
+    """Each quantity of one source without new dims, and with the most of them, by policy and kind."""
+    most, lines = max(values_of(rows, source, "dims")), []
+    for new in values_of(rows, source, "new"):
+        for policy in POLICIES:
+            cells = [f"{middle(rows, q, source=source, new=new, policy=policy, dims=most):.3f}" for q in QUANTITIES]
+            lines.append([f"{most} {new}", policy, *cells])
+    before = [f"{middle(rows, q, source=source, policy=KEPT, dims=0):.3f}" for q in QUANTITIES]
+    return page.table(["new dims", "scale", *QUANTITIES.values()], [["none", KEPT, *before], *lines])
+
+
+def claim(rows: list[dict], source: str) -> str:
+    """What each policy does to the loss when dims of zero are added, before anything is learned."""
+    most = max(values_of(rows, source, "dims"))
+    zero = {p: middle(rows, "loss", source=source, new="zero", policy=p, dims=most) for p in POLICIES}
+    before = middle(rows, "loss", source=source, new="zero", policy=KEPT, dims=0)
+    changes = ", ".join(f"{policy} {loss - before:+.3f}" for policy, loss in zero.items())
+    return f"{most} dims of zero in every head change the loss ({source}) by: {changes} nats."
+
+
 def draw(rows: list[dict], plt):
     """A column for each source, a row for each quantity; colours are policies, line styles kinds of new dims."""
     sources = list(dict.fromkeys(row["source"] for row in rows))
@@ -223,37 +241,30 @@ def draw(rows: list[dict], plt):
 
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="path or Hub id of a causal LM")
-    parser.add_argument("--text", help="text file or Hub id that it grows on")
-    parser.add_argument("--batches", type=int, default=4, help="batches to grow on, and to measure on")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=page.RESULTS)
-    parser.add_argument("--quick", action="store_true", help="few widths, one seed and two batches: shows that it runs")
-    arguments = parser.parse_args()
-    if bool(arguments.model) != bool(arguments.text):
-        parser.error("--model and --text go together")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    batches, seeds, added = arguments.batches, arguments.seeds, ADDED
-    if arguments.quick:
-        batches, seeds, added = 2, seeds[:1], (0.0, 1.0)
-    task = TextTask(arguments.model, arguments.text, batches=batches) if arguments.model else None
+    arguments, task = chosen(task_parser(__doc__))
+    added = (0.0, 1.0) if arguments.quick else ADDED
     rows = []
-    for seed in tqdm(seeds, desc="seeds", disable=None):
+    for seed in tqdm(arguments.seeds, desc="seeds", disable=None):
         rows += of_entries(seed, added, f"independent entries, heads {HEAD} wide")
         model, batch = random_llama(seed)
         rows += of_model(model, batch, batch, seed, added, "Llama, random weights", ("zero", "random"))
-        if task:
-            rows += of_model(task.load(seed), *task.data(seed), seed, added, task.name, ("zero", "random", "guided"))
-    title = "The softmax scale as dims are added"
+        rows += of_model(task.load(seed), *task.data(seed), seed, added, task.name, ("zero", "random", "guided"))
     text = (
         "Medians over the seeds. In brackets: what proposition 5 of draft 004 predicts. Variance and entropy are taken "
         "over the keys that a query may attend to, and averaged over queries, heads and layers. Random new dims are as "
-        f"large as the old ones. A pretrained model grows on {batches} batches of 8 x 128 tokens, with the scale kept; "
+        f"large as the old ones. A pretrained model grows on {task.batches} batches of "
+        f"{task.batch_size} x {task.blocks.shape[1]} tokens, with the scale kept; "
         f"its loss is that of as many held-out ones, the other figures of {SEQUENCES} sequences of each.\n\n"
     )
-    page.write(arguments.output, "scale", title, text + tables(rows), {"rows": rows}, seeds, partial(draw, rows))
+    page.Page(
+        name="scale",
+        title="The softmax scale as dims are added",
+        claim=claim(rows, task.name),
+        summary=summary(rows, task.name),
+        text=text + tables(rows),
+        figures={"rows": rows},
+        seeds=arguments.seeds,
+    ).write(arguments.output, partial(draw, rows))
 
 
 if __name__ == "__main__":

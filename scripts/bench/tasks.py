@@ -34,9 +34,7 @@ def task_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or Hub id of a causal LM")
     parser.add_argument("--text", help="text file or Hub id that it grows on")
-    parser.add_argument(
-        "--batches", type=int, default=8, help="batches of 8 x 128 tokens to grow on, and to measure on"
-    )
+    parser.add_argument("--batches", type=int, default=8, help="batches to grow on, and to measure on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tiny model and one seed: shows that it runs")
@@ -117,7 +115,8 @@ class TinyTask(TextTask):
         self.blocks = blocks_of(texts, tokenizer, block_size=16)
         self.name = "a tiny Llama on Python's documentation"
         sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=4)
-        self.config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16, **sizes)
+        # Weights so large that attention attends to something.
+        self.config = LlamaConfig(len(tokenizer), max_position_embeddings=16, initializer_range=0.3, **sizes)
 
     def load(self, seed: int) -> nn.Module:
         """A fresh patched model of the seed."""
