@@ -25,7 +25,7 @@ COLUMNS = ["row", "heads", "width of q and k", "parameters", "learning rate, sch
 COLUMNS += ["at the end", "time, s", "peak, MB"]
 
 
-def main_rows(setting: Setting, batches: int = 128) -> dict[str, Row]:
+def main_rows(setting: Setting, batches: int = 256) -> dict[str, Row]:
     """All rows by name; a growth measures so many batches."""
     d, r, few = setting.d, setting.r, setting.d // setting.r
     return {
@@ -42,7 +42,7 @@ def main_rows(setting: Setting, batches: int = 128) -> dict[str, Row]:
     }
 
 
-def heads_rows(setting: Setting, batches: int = 64) -> dict[str, Row]:
+def heads_rows(setting: Setting, batches: int = 128) -> dict[str, Row]:
     """Narrow heads in the numbers of the theory."""
     d, r = setting.d, setting.r
     heads = {"H = d / r": d // r, "H = d^1.5 / r": round(d**1.5) // r, "H = d^2 / r": d * d // r}
@@ -217,7 +217,7 @@ best is the largest or the smallest, then that one with a cosine for each phase.
 ## Narrow heads in the numbers of the theory
 
 The same, smaller: d = {other.d}, N = {other.points}, r = {other.r}, {other.steps:,} batches, of which a growth
-measures {small.rows[GUIDED[0]].batches}. In the setting above d^1.5 / r and d^2 / r are 64 and 512 heads, too slow here.
+measures {small.rows[GUIDED[0]].batches}. Above, d^1.5 / r and d^2 / r would be 64 and 512 heads, too slow here.
 
 {small.summary()}
 
