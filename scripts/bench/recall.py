@@ -10,7 +10,6 @@ its models, which the others read from a folder that is deleted at the end.
 
 import argparse
 import json
-import math
 import shutil
 import statistics
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from runs import collect, spread
 from torch import nn
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model
 from hf_growattn.modeling import attentions
 
 TUNING_SEED = 100
@@ -78,8 +77,8 @@ class Row:
 
     Attributes:
         wide: whether it was pretrained with heads as wide as growth makes them.
-        growth: arguments of `GrowthConfig`; `dims` and `budget` are shares of the setting's.
-        adapter: arguments of peft's `LoraConfig`; a rank of None stands for as many weights as growth adds.
+        growth: arguments of `GrowthConfig`; `dims` is a share of the setting's, 0 spends as many weights by budget.
+        adapter: arguments of peft's `LoraConfig`; without a rank it has as many weights as growth adds.
         everything: whether all weights train, not only added ones.
     """
 
@@ -96,21 +95,20 @@ class Row:
 
 QK, QKVO = ["q_proj", "k_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]
 NONE, GUIDED, RANDOM, FULL, WIDE = "no training", "guided growth", "random growth", "all weights", "wide from scratch"
-BUDGET, GROWN_FULL, RANDOM_FULL = "guided growth by budget", "guided growth, all weights", "random growth, all weights"
 ROWS = {
     NONE: Row(),
     "LoRA on q, k": Row(adapter={"target_modules": QK}),
     "LoRA on q, k, v, o": Row(adapter={"target_modules": QKVO}),
-    "LoRA on q, k, v, o, full rank": Row(adapter={"target_modules": QKVO, "rank": math.inf}),
+    "LoRA on q, k, v, o, full rank": Row(adapter={"target_modules": QKVO, "rank": 64}),
     "PiSSA on q, k, v, o": Row(adapter={"target_modules": QKVO, "init_lora_weights": "pissa"}),
     RANDOM: Row(growth={"dims": 1, "estimator": "random"}),
     GUIDED: Row(growth={"dims": 1}),
     "guided growth, half the dims": Row(growth={"dims": 1 / 2}),
     "guided growth, a quarter of the dims": Row(growth={"dims": 1 / 4}),
-    BUDGET: Row(growth={"budget": 1}),
+    "guided growth by budget": Row(growth={"dims": 0}),
     FULL: Row(everything=True),
-    RANDOM_FULL: Row(growth={"dims": 1, "estimator": "random"}, everything=True),
-    GROWN_FULL: Row(growth={"dims": 1}, everything=True),
+    "random growth, all weights": Row(growth={"dims": 1, "estimator": "random"}, everything=True),
+    "guided growth, all weights": Row(growth={"dims": 1}, everything=True),
     WIDE: Row(wide=True, everything=True),
 }
 PEFT = [name for name, row in ROWS.items() if row.adapter]
@@ -150,27 +148,22 @@ def build(setting: Setting, extra: int, seed: int) -> SmolLM3ForCausalLM:
         tie_word_embeddings=True,
         initializer_range=setting.hidden**-0.5,
         use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     )
     model = patch_model(SmolLM3ForCausalLM(config))
     before, match = layers = attentions(model)
     for layer in layers:
         layer.widen(qk_dims=extra, v_dims=setting.hidden - setting.head_dim)
-        layer.projection_of("value").reset_parameters()
         nn.init.eye_(layer.projection_of("value").weight)
-        nn.init.zeros_(layer.projection_of("value").bias)
     model.sync_config()
     turn = torch.linalg.qr(torch.randn(setting.hidden, setting.hidden))[0]
     size = 1.5 * setting.hidden**-0.5  # next to embeddings of this size without the factor
     before.projection_of("output").weight.copy_(size * turn)
     match.projection_of("output").weight.copy_(size * torch.eye(setting.hidden))
     angles = THETA ** -(torch.arange(0, setting.head_dim, 2) / setting.head_dim)
-    for role, bias in (
-        ("query", torch.cat((angles * 0 + 1, angles * 0))),
-        ("key", torch.cat((angles.cos(), angles.sin()))),
-    ):
+    there = torch.cat((angles**0, angles * 0))
+    ahead = torch.cat((angles.cos(), angles.sin()))  # by one position
+    for role, bias in (("query", there), ("key", ahead)):
         nn.init.normal_(before.projection_of(role).weight, std=0.02)
         before.projection_of(role).bias[: setting.head_dim] = 10 * bias
     width = setting.head_dim + extra
@@ -227,26 +220,18 @@ def added_by_growth(setting: Setting) -> int:
     return 2 * 2 * setting.dims * (setting.hidden + 1)
 
 
-def adapted(setting: Setting, model: nn.Module, rank: float | None = None, **options) -> nn.Module:
+def adapted(setting: Setting, model: nn.Module, rank: int = 0, **options) -> nn.Module:
     """The model with LoRA at a rank, or at the one that comes closest to the weights of growth."""
-    sizes = [
-        sum(module.weight.shape)
-        for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] in options["target_modules"]
-    ]
-    rank = round(added_by_growth(setting) / sum(sizes)) if rank is None else setting.hidden
+    targets = tuple(options["target_modules"])
+    sizes = sum(sum(module.weight.shape) for name, module in model.named_modules() if name.endswith(targets))
+    rank = rank or round(added_by_growth(setting) / sizes)
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, **options))
 
 
-def grow(
-    setting: Setting, model: nn.Module, batches: list[dict], seed: int, dims: float = 0, budget: int = 0, **options
-):
-    """Grow by the share of the setting's dims or weights; return the report."""
-    if budget:
-        options["budget"] = budget * added_by_growth(setting)
-    else:
-        options["qk_dims"] = round(dims * setting.dims)
-    return Grower(model, GrowthConfig(seed=seed, **options)).grow(batches)
+def grow(setting: Setting, model: nn.Module, batches: list[dict], seed: int, dims: float, **options) -> GrowthReport:
+    """Grow by a share of the setting's dims in every layer, or of as many weights where they are worth most."""
+    spent = {"qk_dims": round(dims * setting.dims)} if dims else {"budget": added_by_growth(setting)}
+    return Grower(model, GrowthConfig(seed=seed, **spent, **options)).grow(batches)
 
 
 def train_new_dims_only(model: nn.Module, old: list[tuple[int, int]]) -> None:
@@ -257,9 +242,8 @@ def train_new_dims_only(model: nn.Module, old: list[tuple[int, int]]) -> None:
             for module, name, axis in (entry for role in roles for entry in layer.parameters_along(role)):
                 weight = getattr(module, name)
                 if weight.shape[axis] > width:  # one head, so its new dims come last
-                    new = (torch.arange(weight.shape[axis]) >= width).view(
-                        *[-1 if a == axis else 1 for a in range(weight.dim())]
-                    )
+                    new = torch.arange(weight.shape[axis]) >= width
+                    new = new.view(-1, *[1] * (weight.dim() - 1 - axis))
                     weight.requires_grad_(True).register_hook(partial(torch.mul, new))
 
 
@@ -269,8 +253,8 @@ def measure(folder: Path, row: str, rate: float, seed: int, setting: dict) -> di
     model = pretrained(setting, how.wide, seed, folder)
     before = sum(weight.numel() for weight in model.parameters())
     generator = torch.Generator().manual_seed(5000 + seed)
-    many = setting.many
-    batch = partial(draw, setting, setting.pairs // many, many, many, generator)
+    many, sequences = setting.many, setting.pairs // setting.many
+    batch = partial(draw, setting, sequences, many, many, generator)
     steps, found = setting.steps if how.trains else 0, {}
     if how.growth:
         measured = [batch() for _ in range(1 if how.growth.get("estimator") else setting.growth_batches)]
@@ -286,7 +270,7 @@ def measure(folder: Path, row: str, rate: float, seed: int, setting: dict) -> di
     added = sum(weight.numel() for weight in model.parameters()) - before
     if steps:
         train(model, [batch] * steps, rate)
-    tokens = setting.steps * (setting.pairs // many) * 4 * many if how.trains else 0
+    tokens = setting.steps * sequences * 4 * many if how.trains else 0
     recalled = {str(pairs): recall(setting, model, pairs, seed) for pairs in setting.asked}
     trained = before + added if how.everything else added
     return found | {"added": added, "trained": trained, "widths": widths, "tokens": tokens, "recall": recalled}
@@ -295,12 +279,11 @@ def measure(folder: Path, row: str, rate: float, seed: int, setting: dict) -> di
 def tuned(setting: dict, folder: Path, kept: Path) -> dict[str, dict[float, float]]:
     """Recall of each row at each learning rate, on the tuning seed; beyond an end that wins the sweep goes on."""
     found: dict[str, dict[float, float]] = {name: {} for name in ROWS}
-    wanted = {
-        name: setting["rates"]["all" if row.everything else "added"] if row.trains else [0.0]
-        for name, row in ROWS.items()
-    }
+    rates = setting["rates"]
+    wanted = {name: rates["all" if row.everything else "added"] if row.trains else [0.0] for name, row in ROWS.items()}
     while any(wanted.values()):
-        jobs = [job(name, rate, TUNING_SEED, setting) for name, rates in wanted.items() for rate in rates]
+        shared = {"seed": TUNING_SEED, "setting": setting}
+        jobs = [{"row": name, "rate": rate} | shared for name, rates in wanted.items() for rate in rates]
         for run in collect(partial(measure, folder), jobs, kept):
             found[run["row"]][run["rate"]] = run["recall"][str(setting["many"])]
         for name, of_row in found.items():
@@ -308,11 +291,6 @@ def tuned(setting: dict, folder: Path, kept: Path) -> dict[str, dict[float, floa
             beyond = {min(of_row): best / 3, max(of_row): best * 3}
             wanted[name] = [beyond[best]] if best in beyond and len(setting["asked"]) > 2 and ROWS[name].trains else []
     return found
-
-
-def job(row: str, rate: float, seed: int, setting: dict) -> dict:
-    """The arguments of `measure` but the folder."""
-    return {"row": row, "rate": rate, "seed": seed, "setting": setting}
 
 
 def claim(setting: Setting, runs: dict[str, list[dict]]) -> tuple[str, list[Reach]]:
@@ -324,13 +302,12 @@ def claim(setting: Setting, runs: dict[str, list[dict]]) -> tuple[str, list[Reac
     gap, noise = middle[GUIDED] - middle[best], max(max(v) - min(v) for v in (ends[GUIDED], ends[best]))
     clear = min(ends[GUIDED]) - max(ends[best])
     verdict = "undecided" if len(ends[GUIDED]) < 3 else "reached" if gap > 2 * noise and clear > 0 else "missed"
-    order = ", ".join(f"{name} {middle[name]:.2f}" for name in sorted(ROWS, key=middle.get, reverse=True))
     better = [name for name in ROWS if middle[name] > middle[GUIDED]]
     text = (
-        f"Of {many} names in a book, a model {setting.head_dim} dims wide recalls {middle[NONE]:.2f} of the numbers "
-        f"asked for, fine-tuned by the best of peft's rows ({best}) {middle[best]:.2f}, by {setting.dims} guided dims a "
-        f"layer on a frozen base {middle[GUIDED]:.2f}, by random ones {middle[RANDOM]:.2f}. Better than guided growth: "
-        f"{'; '.join(better) or 'none'}. All rows: {order}."
+        f"With {many} names in a book, a model whose queries are {setting.head_dim} wide recalls {middle[NONE]:.2f} of "
+        f"the numbers asked for; fine-tuned by the best of peft's rows ({best}) {middle[best]:.2f}, by {setting.dims} "
+        f"guided dims a layer on a frozen base {middle[GUIDED]:.2f}, by random ones {middle[RANDOM]:.2f}, by all "
+        f"weights without growth {middle[FULL]:.2f}. Better than guided growth: {'; '.join(better) or 'no row'}."
     )
     measured = f"{spread(ends[GUIDED], 2)} against {spread(ends[best], 2)} of {best}, widest range of a row {noise:.2f}"
     aim = "Phone book: recall of guided growth above every peft row's by more than twice the range over seeds"
@@ -340,53 +317,45 @@ def claim(setting: Setting, runs: dict[str, list[dict]]) -> tuple[str, list[Reac
 def write(output: Path, setting: Setting, runs: dict[str, list[dict]], sweeps: dict, seeds: list[int]) -> None:
     """The page."""
     said, reaches = claim(setting, runs)
-    many, summary, curves = str(setting.many), [], []
+    summary, curves = [], []
     for name, of_row in runs.items():
-        first = of_row[0]
-        widths = ", ".join(str(width) for width, _ in first["widths"])
-        grown = spread([run["at_growth"] for run in of_row if "at_growth" in run], 2)
-        summary.append(
-            [name, widths, f"{first['added']:,}", f"{first['trained']:,}", f"{first['tokens']:,}", grown]
-            + [f"**{spread([run['recall'][many] for run in of_row], 2)}**"]
-            + [spread([run["seconds"] for run in of_row], 0), spread([run["peak_bytes"] / 1e6 for run in of_row], 0)]
-        )
+        first, took = of_row[0], [[run[key] for run in of_row] for key in ("seconds", "peak_bytes")]
         recalled = [spread([run["recall"][str(n)] for run in of_row], 2) for n in setting.asked]
-        curves.append([name, first["rate"], *recalled])
-    head = ["row", "width of q and k", "added", "trained", "tokens", "recall at growth", f"recall of {many}"]
-    swept = [
-        [name, ", ".join(f"{rate:g}: {of_row[rate]:.2f}" for rate in sorted(of_row))] for name, of_row in sweeps.items()
-    ]
-    text = f"""A book is pairs of a name and a number, {setting.names} and {setting.numbers} words, one token each; then
+        grown = spread([run["at_growth"] for run in of_row if "at_growth" in run], 2)
+        cells = [", ".join(str(width) for width, _ in first["widths"])]
+        cells += [f"{first[key]:,}" for key in ("added", "trained", "tokens")]
+        cells += [grown, f"**{recalled[setting.asked.index(setting.many)]}**", spread(took[0], 0)]
+        summary.append([name, *cells, spread([peak / 1e6 for peak in took[1]], 0)])
+        curves.append([name, f"{first['rate']:g}", *recalled])
+    head = ["row", "width of q, k", "added", "trained", "tokens", "recall at growth", f"recall of {setting.many}"]
+    swept = [[row, ", ".join(f"{r:g}: {found[r]:.2f}" for r in sorted(found))] for row, found in sweeps.items()]
+    text = f"""A book is pairs of a name and a number, {setting.names} and {setting.numbers} words of one token; then
 names are asked for, and the number has to follow. The model is a stock SmolLM3 of two layers, {setting.hidden} wide,
-one head each; queries and keys are {setting.head_dim} wide, values {setting.hidden}. The second layer has no rotation, so
-its pattern has rank {setting.head_dim}. It starts near an induction circuit and is trained for {setting.pretraining} steps
-on books of {", ".join(map(str, setting.few))} pairs, then for {setting.steps} steps on books of {many}: less the
-{setting.growth_batches} batches that a growth measures, so all rows see the same tokens. Adapters have as many weights
-as {setting.dims} new dims of every layer's queries and keys, as whole ranks allow; at full rank more. Growth is at the
-start; unless a row says that all weights train, only adapters or new dims do. A row "wide from scratch" was as wide as
-growth makes it from the first step. AdamW without decay, one cosine, the rate of each row swept on seed {TUNING_SEED};
-"wide from scratch" and "all weights" are the control that width is what lacks. Recall is the share of right numbers, of
-{16 * setting.held_out:,} questions; median (range) over seeds. The seconds of "{NONE}" and "{WIDE}" are with pretraining.
+with one head each; queries and keys are {setting.head_dim} wide, values {setting.hidden}. The second layer has no
+rotation, so its pattern has rank {setting.head_dim}. It starts near an induction circuit, and is trained for
+{setting.pretraining} steps on books of {", ".join(map(str, setting.few))} pairs, then for {setting.steps} on books of
+{setting.many}: less the {setting.growth_batches} batches that a growth measures, so that all rows see the same tokens.
+Adapters have as many weights as {setting.dims} new dims of every layer's queries and keys, as whole ranks allow; at
+full rank more. Growth is at the start; unless a row says that all weights train, only adapters or new dims do. The
+control that width is what lacks: "{WIDE}", as wide as growth makes it from the first step, beside "{FULL}". AdamW
+without decay, one cosine, the rate of each row swept on seed {TUNING_SEED}. Recall is the share of right numbers among
+{16 * setting.held_out:,} questions; median (range) over seeds. "{NONE}" and "{WIDE}" took their time in pretraining.
 
 ## Recall by number of pairs
 
 {table(["row", "rate", *setting.asked], curves)}
 
-## Recall of {many} by learning rate, on the tuning seed
+## Recall of {setting.many} by learning rate, on the tuning seed
 
-{table(["row", "recall"], swept)}"""
+{table(["row", "rate: recall"], swept)}"""
     every = [run for of_row in runs.values() for run in of_row]
-    Page(
-        name="recall",
-        title="A phone book: where LoRA cannot follow",
-        claim=said,
-        summary=table([*head, "time, s", "peak, MB"], summary),
-        text=text,
-        figures={"setting": asdict(setting), "sweeps": sweeps, "runs": every},
-        seeds=seeds,
-        seconds=sum(run["seconds"] for run in every),
-        reaches=reaches,
-    ).write(output, partial(draw_page, setting, runs))
+    title, figures = (
+        "A phone book: where LoRA cannot follow",
+        {"setting": asdict(setting), "sweeps": sweeps, "runs": every},
+    )
+    seconds, shown = sum(run["seconds"] for run in every), table([*head, "time, s", "peak, MB"], summary)
+    page = Page("recall", title, said, shown, text, figures | {"runs": every}, seeds, seconds, reaches)
+    page.write(output, partial(draw_page, setting, runs))
 
 
 def draw_page(setting: Setting, runs: dict[str, list[dict]], plt):
@@ -419,7 +388,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sweeps = tuned(plain, folder, kept)
     rates = {name: max(of_row, key=of_row.get) for name, of_row in sweeps.items()}
-    jobs = [job(name, rates[name], seed, plain) for seed in seeds for name in ROWS]
+    jobs = [{"row": row, "rate": rates[row], "seed": seed, "setting": plain} for seed in seeds for row in ROWS]
     runs: dict[str, list[dict]] = {name: [] for name in ROWS}
     for run in collect(partial(measure, folder), jobs, kept):
         runs[run["row"]].append({key: value for key, value in run.items() if key != "setting"})
