@@ -50,19 +50,19 @@ class Setting:
 
     hidden: int = 64
     head_dim: int = 4
-    names: int = 256
+    names: int = 1024
     numbers: int = 32
     few: list[int] = field(default_factory=lambda: [2, 4, 8])
     many: int = 32
-    pretraining: int = 200
+    pretraining: int = 150
     pretraining_rate: float = 4e-3
-    steps: int = 160
+    steps: int = 120
     pairs: int = 256
     dims: int = 8
     growth_batches: int = 16
     asked: list[int] = field(default_factory=lambda: [2, 4, 8, 16, 32, 64])
     held_out: int = 128
-    rates: dict[str, list[float]] = field(default_factory=lambda: {"all": [1e-3, 3e-3, 1e-2], "added": [1e-2, 3e-2]})
+    rates: dict[str, list[float]] = field(default_factory=lambda: {"all": [1e-3, 3e-3], "added": [3e-3, 1e-2]})
 
 
 QUICK = Setting(
