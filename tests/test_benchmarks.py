@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT
 
 BENCH = ROOT / "scripts" / "bench"
-SHARED = ("memory", "page", "runs", "tasks")  # what the benchmarks import, and no benchmarks
+SHARED = ("in_context_task", "memory", "page", "runs", "tasks")  # what the benchmarks import, and no benchmarks
 sys.path.insert(0, str(BENCH))
 
 
