@@ -55,11 +55,11 @@ class Setting:
     layers: int = 3
     heads: int = 4
     widths: tuple[int, ...] = (4, 8, 16)
-    grown_at: tuple[float, ...] = (0.2, 0.45)
+    grown_at: tuple[float, ...] = (0.3, 0.6)
     full_steps: int = 600
-    batch_size: int = 16
+    batch_size: int = 8
     growth_batches: int = 8
-    growth_rows: int = 4
+    growth_rows: int = 2
     held_out: int = 256
 
 

@@ -191,7 +191,8 @@ def text(setting: Setting, swept: list[dict], found: list[dict], seeds: list[int
 
 y = w^T x in {setting.dims} dims, x and w Gaussian, drawn afresh for every sequence; values have unit variance, so that
 an error is the squared error over the number of dims. {setting.points} points a sequence, two tokens each:
-(x, 0, query) and (x, y, example), read in by a trained linear map; predictions at the queries, which see all examples before them.
+(x, 0, query) and (x, y, example), read in by a trained linear map; predictions at the queries, which see all examples
+before them.
 Garg et al. have x and y in tokens of their own and 12 layers; one token for both and {setting.layers} layers learn
 within minutes on a CPU. Otherwise a stock GPT-2, d = {setting.d}, H = d / r = {setting.d // setting.narrow} heads,
 r = {setting.narrow}, without position embeddings. Growth, and "{SCRATCH}", have queries and keys {setting.wide} wide in
