@@ -96,11 +96,10 @@ def run_all(
     others = {name: rates for name in CHANGES if name != STAY}
     swept += collected(jobs([TUNING_SEED], False, first_rates[False], others))
     chosen = {name: [best(swept, name)["rate"]] for name in CHANGES}
-    narrow, scratch = (
-        jobs(seeds, False, first_rates[False], chosen),
-        jobs(seeds, True, first_rates[True], {STAY: [first_rates[True]]}),
+    final = jobs(seeds, False, first_rates[False], chosen) + jobs(
+        seeds, True, first_rates[True], {STAY: [first_rates[True]]}
     )
-    return swept, collected(narrow + scratch), sum(seconds)
+    return swept, collected(final), sum(seconds)
 
 
 def verdict(found: list[dict]) -> tuple[str, str]:
@@ -137,22 +136,19 @@ def summary(found: list[dict], setting: Setting) -> str:
     lines = []
     for name in ROWS:
         rows = [row for row in found if row["row"] == name]
-        cells = [spread([row[key] for row in rows]) for key in ("at_start", "error")]
-        time_and_memory = [
-            spread([row["seconds"] for row in rows], 0),
-            spread([row["peak_bytes"] / 1e6 for row in rows], 0),
-        ]
-        added = f"{rows[0]['parameters'] - base:,}"
-        rate = f"{rows[0]['first_rate']:g}, {rows[0]['rate']:g}"
-        lines.append([name, added, f"{2 * setting.steps:,}", *cells, *time_and_memory, rate])
-    head = [
-        "row",
-        "added parameters",
-        "steps, measured batches included",
-        "error as phase two starts",
-        "error at the end",
-    ]
-    return page.table([*head, "seconds", "peak MB", "learning rates"], lines)
+        lines.append(
+            [
+                name,
+                f"{rows[0]['parameters'] - base:,}",
+                f"{2 * setting.steps:,}",
+                *(spread([row[key] for row in rows]) for key in ("at_start", "error")),
+                spread([row["seconds"] for row in rows], 0),
+                spread([row["peak_bytes"] / 1e6 for row in rows], 0),
+                f"{rows[0]['first_rate']:g}, {rows[0]['rate']:g}",
+            ]
+        )
+    head = ["row", "added parameters", "steps, measured batches among them", "error as phase two starts"]
+    return page.table([*head, "error at the end", "seconds", "peak MB", "learning rates"], lines)
 
 
 def by_examples(found: list[dict], setting: Setting, seeds: list[int]) -> str:
