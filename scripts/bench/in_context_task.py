@@ -30,7 +30,7 @@ class Setting:
     layers: int = 2
     narrow: int = 2
     wide: int = 12
-    steps: int = 500
+    steps: int = 400
     batch_size: int = 24
     growth_batches: int = 32
     held_out: int = 1024
