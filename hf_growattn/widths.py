@@ -145,13 +145,8 @@ class Widths(nn.Module):
             ValueError: `parameters_along` knows no way to resize a projection; nothing has changed then.
         """
         grown = {"query": qk_dims, "key": qk_dims, "value": v_dims, "output": v_dims}
-        by_module: dict[nn.Module, list[str]] = {}
-        for role in grown:
-            by_module.setdefault(self.projection_of(role), []).append(role)
         resizes = []
-        for projection, roles in by_module.items():
-            if not any(grown[role] for role in roles):
-                continue
+        for projection, roles in self._resized(grown):
             layout = self._layout(roles, grown, plain(projection).weight.device)
             resizes += [_resize(*entry, *layout) for entry in self.parameters_along(roles[0])]
         widening = Widening(self, resizes, self.qk_head_dim, self.v_head_dim)
@@ -159,6 +154,21 @@ class Widths(nn.Module):
             setattr(resize.module, resize.name, resize.new)
         self._set_widths(self.qk_head_dim + qk_dims, self.v_head_dim + v_dims)
         return widening
+
+    def new_entries(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Which entries of the projections' own parameters growth has added: a boolean mask for each that it resized.
+
+        Training just those keeps a base frozen: multiply the gradients by the masks, with a weight decay of zero.
+        """
+        grown = {role: self.head_dim - self.width_of(role) for role in ("query", "key", "value", "output")}
+        masks = {}
+        for projection, roles in self._resized(grown):
+            old, *_ = self._layout(roles, grown, plain(projection).weight.device)
+            for module, name, axis in self.parameters_along(roles[0]):
+                if module is plain(projection):
+                    parameter = getattr(module, name)
+                    masks[parameter] = torch.ones_like(parameter, dtype=torch.bool).index_fill_(axis, old, False)
+        return masks
 
     def fit(self, state: dict[str, torch.Tensor], prefix: str) -> bool:
         """Take the widths that a state dict holds for this module, so that it can be loaded; its values come with it.
@@ -227,6 +237,13 @@ class Widths(nn.Module):
             self.heads_of(role) * self.width_of(role),
         )
         return start // groups, size // groups
+
+    def _resized(self, grown: dict[str, int]) -> list[tuple[nn.Module, list[str]]]:
+        """The projections whose size so many more dims for each role change, each with its roles."""
+        by_module: dict[nn.Module, list[str]] = {}
+        for role in grown:
+            by_module.setdefault(self.projection_of(role), []).append(role)
+        return [(module, roles) for module, roles in by_module.items() if any(grown[role] for role in roles)]
 
     def _layout(self, roles, grown, device) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Which old entries of a projection stay once its roles have grown, where they land, and the new size."""

@@ -10,7 +10,14 @@ import torch
 from conftest import ROOT
 
 BENCH = ROOT / "scripts" / "bench"
-SHARED = ("memory", "page", "runs", "tasks")  # what the benchmarks import, and no benchmarks
+SHARED = (
+    "finetuning_page",
+    "finetuning_run",
+    "memory",
+    "page",
+    "runs",
+    "tasks",
+)  # what the benchmarks import, and no benchmarks
 sys.path.insert(0, str(BENCH))
 
 
