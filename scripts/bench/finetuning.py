@@ -10,6 +10,7 @@ trains a small GPT-2 on a text and takes the leading rows there. The tables are 
 import argparse
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from finetuning_page import write
 from finetuning_run import SOURCES, Row, Run, Setting, as_batch, cosine, data
 from page import RESULTS
 from runs import collect
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 QUICK = Setting(steps=4, batch_size=2, block_size=16, measured=2, held_out=4, dims=1, sweeps=False)
 TUNING_SEED = 100
@@ -77,16 +78,19 @@ def job(table: str, model: str, text: str, row: str, rate: float, seed: int, set
     return names | {"rate": rate, "seed": seed, "setting": asdict(setting)}
 
 
-def pretrained_gpt2(tokenizer, text: str, folder: Path, setting: Setting) -> str:
-    """A small GPT-2 with 8-wide heads, trained on a text and kept in a folder, from which it is read if it is there."""
-    SOURCES["GPT-2's tokenizer"] = tokenizer
+def gpt2(tokenizer) -> GPT2LMHeadModel:
+    """An untrained small GPT-2 with 8-wide heads."""
+    sizes = {"n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 256, "vocab_size": len(tokenizer)}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, **ends))
+
+
+def pretrained(name: str, build: Callable[[], PreTrainedModel], text: str, folder: Path, setting: Setting) -> str:
+    """Train a model on a text and keep it in a folder, from which it is read if it is there."""
     if not (folder / "config.json").exists():
         torch.manual_seed(0)
-        sizes = {"n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 256, "vocab_size": len(tokenizer)}
-        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, **ends))
-        blocks = data("GPT-2", text, setting.block_size)
+        model, blocks = build(), data(name, text, setting.block_size)
         steps, generator = 600, torch.Generator().manual_seed(0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(cosine, steps))
@@ -142,7 +146,8 @@ def main() -> None:
         SOURCES[f"{models[0]}'s tokenizer"] = tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         if arguments.pretrain:
             SOURCES["pretraining"] = arguments.pretrain
-            SOURCES["GPT-2"] = pretrained_gpt2(tokenizer, "pretraining", arguments.gpt2, setting)
+            SOURCES["GPT-2's tokenizer"] = tokenizer
+            SOURCES["GPT-2"] = pretrained("GPT-2", lambda: gpt2(tokenizer), "pretraining", arguments.gpt2, setting)
             models.append("GPT-2")
     arguments.output.mkdir(parents=True, exist_ok=True)
     kept = arguments.output / "finetuning.jsonl"
