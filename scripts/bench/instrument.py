@@ -2,17 +2,17 @@
 
     python scripts/bench/instrument.py --model path/to/llama --text a.txt b.txt c.txt d.txt --pretrain stories.jsonl
 
-A pair is a model and a text. Small Llamas whose heads are of different widths, and a GPT-2, are trained on a text by the
-script; with the given model, each is fine-tuned on each text with a frozen base, by growth and by LoRA on q, k, v and o,
-at equal added parameters and equal tokens, as in finetuning.py. What growth measured at the start is held against how
-much lower its loss ends.
+A pair is a model and a text. Small Llamas whose heads are of different widths, and a GPT-2, are trained on a text by
+the script; these and the given model are fine-tuned on each text with a frozen base, by growth and by LoRA on q, k, v
+and o, at equal added parameters and equal tokens, as in finetuning.py. What growth measured at the start is held
+against how much lower its loss ends.
 """
 
 import argparse
 import math
 import random
 import statistics
-from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import page
@@ -73,7 +73,7 @@ def interval(first: list[float], second: list[float], draws: int = 2000) -> tupl
 def threshold(values: list[float], pays: list[bool]) -> float:
     """The value that parts best what pays from what does not, half-way between two pairs."""
     ordered = sorted(values)
-    cuts = [ordered[0], *((low + high) / 2 for low, high in zip(ordered, ordered[1:]))]
+    cuts = [ordered[0], *((low + high) / 2 for low, high in pairwise(ordered))]
     return max(cuts, key=lambda cut: sum((value >= cut) == paid for value, paid in zip(values, pays)))
 
 
@@ -132,9 +132,9 @@ def write(pairs: list[dict], seeds: list[int], setting: Setting, seconds: float,
     text = (
         f"Each training saw {tokens:,} tokens, those that growth measured among them. The lead is how much lower the "
         "held-out loss ends by growth than by LoRA, nats a token, mean over the seeds with its standard error; growth "
-        "pays where that is above two of them. The threshold parts best those pairs from the others; the last column of "
-        "the table above says how often one made from all other pairs is right. The interval comes from drawing pairs "
-        "anew; those of one model or text are not independent, so it is too narrow.\n\n"
+        "pays where that is above two of them. The threshold parts best those pairs from the others; the last column "
+        "of the table above says how often one made from all other pairs is right. The interval comes from drawing "
+        "pairs anew; those of one model or text are not independent, so it is too narrow.\n\n"
     )
     columns = ["model", "text", "added by growth, LoRA", "loss by growth, LoRA", "lead", *PREDICTORS]
     lines = [
