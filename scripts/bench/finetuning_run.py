@@ -58,11 +58,11 @@ class Setting:
         sweeps: sweep the learning rates, beyond `RATES` until the best has a worse one on either side.
     """
 
-    steps: int = 120
+    steps: int = 150
     batch_size: int = 8
-    block_size: int = 128
-    measured: int = 16
-    held_out: int = 96
+    block_size: int = 64
+    measured: int = 12
+    held_out: int = 128
     dims: int = 2
     sweeps: bool = True
 
