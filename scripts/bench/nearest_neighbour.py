@@ -21,8 +21,8 @@ from nearest import LORA, SCHEDULES, Row, Setting, measure
 TUNING_SEED = 9
 SCRATCH, RANDOM = "full rank from scratch", "random growth"
 GUIDED = ("guided growth", "guided growth after a quarter")
-COLUMNS = ["row", "heads", "width of q and k", "parameters", "learning rate, schedule", "before the change", "after it"]
-COLUMNS += ["at the end", "time, s", "peak, MB"]
+COLUMNS = ["row", "heads", "width of q and k", "parameters (added)", "batches", "learning rate, schedule"]
+COLUMNS += ["before the change", "after it", "at the end", "time, s", "peak, MB"]
 
 
 def main_rows(setting: Setting, batches: int = 256) -> dict[str, Row]:
@@ -114,15 +114,18 @@ class Table:
         """A line for each row."""
         lines = []
         for name, row in self.rows.items():
-            of_row, choice = self.runs[name], self.chosen[name]
+            of_row, choice, d = self.runs[name], self.chosen[name], self.setting.d
+            parameters = of_row[0]["parameters"]
+            added = parameters - 2 * row.heads * (row.width + d) * d
+            measured = 1 if row.change == "random" else row.batches
             seconds = [run["first_seconds"] + run["seconds"] for run in of_row]
-            widths = dict.fromkeys((row.width, of_row[0]["width"]))
             lines.append(
                 [
                     name,
                     row.heads,
-                    " to ".join(map(str, widths)),
-                    f"{of_row[0]['parameters']:,}",
+                    " to ".join(map(str, dict.fromkeys((row.width, of_row[0]["width"])))),
+                    f"{parameters:,}" + (f" ({added:,})" if added else ""),
+                    f"{self.setting.steps - measured:,}" + (f" + {measured}" if measured else ""),
                     f"{choice['learning_rate']:g}, {choice['schedule']}",
                     runs.spread([run["before"] for run in of_row if "before" in run]),
                     runs.spread([run["at_change"] for run in of_row if "at_change" in run]),
@@ -208,7 +211,7 @@ values are d wide. A sequence has {setting.queries} queries, which see the point
 of a coordinate on {held_out:,} held-out queries, median (range) over the seeds; time with other work on the machine.
 
 AdamW without weight decay; a batch has {setting.sequences} sequences, all fresh. With the batches that a growth
-measures ({main.rows[GUIDED[0]].batches}, a random one 1), every row sees {setting.steps:,} batches. Growth widens
+measures ("+" in the table), every row sees {setting.steps:,} of them. Growth widens
 queries and keys to d. LoRA gets as many parameters as that adds (rank of {lora}). What changes the model comes after
 half of the steps unless the row says otherwise. Every row has a learning rate and schedule of its own, the best of
 those below on seed {TUNING_SEED}: first learning rates with one cosine over all steps, further ones for as long as the
