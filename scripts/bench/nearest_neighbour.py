@@ -211,11 +211,11 @@ values are d wide. A sequence has {setting.queries} queries, which see the point
 of a coordinate on {held_out:,} held-out queries, median (range) over the seeds; time with other work on the machine.
 
 AdamW without weight decay; a batch has {setting.sequences} sequences, all fresh. With the batches that a growth
-measures ("+" in the table), every row sees {setting.steps:,} of them. Growth widens
-queries and keys to d. LoRA gets as many parameters as that adds (rank of {lora}). What changes the model comes after
-half of the steps unless the row says otherwise. Every row has a learning rate and schedule of its own, the best of
-those below on seed {TUNING_SEED}: first learning rates with one cosine over all steps, further ones for as long as the
-best is the largest or the smallest, then that one with a cosine for each phase.
+measures ("+" in the table), every row sees {setting.steps:,} of them. Growth widens queries and keys to d. LoRA gets as
+many parameters as that adds (rank of {lora}). What changes the model comes after half of the steps unless the row says
+otherwise. Every row has a learning rate and schedule of its own, the best of those below on seed {TUNING_SEED}: first
+learning rates with one cosine over all steps, further ones for as long as the best is the largest or the smallest, then
+that one with a cosine for each phase.
 
 ## Narrow heads in the numbers of the theory
 
