@@ -34,7 +34,7 @@ def zero_dims_change_nothing_under_the_kept_scale(figures):
     kept, again = by_policy["kept (ours)"], by_policy["1 / sqrt(width) again"]
     for quantity in ("variance", "entropy", "loss"):
         assert [row[quantity] for row in kept] == pytest.approx([kept[0][quantity]] * len(kept), rel=1e-4)
-    assert again[-1]["variance"] == pytest.approx(kept[-1]["variance"] / 2, rel=1e-4)  # twice as wide
+    assert again[-1]["variance"] < 0.7 * kept[-1]["variance"]  # half as much, where layers below change nothing
 
 
 # What figures show even in the short form, where times and losses say nothing.
