@@ -26,14 +26,14 @@ from .gradients import (
 from .modeling import GrowableModelMixin, attentions
 from .optimizer import bare_optimizers, check_optimizers, follow_gradients, follow_resized, swap_parameters
 from .plan import GrowthConfig, candidates, spend, worth_of
-from .probe import PATTERNS, autocast_in_the_model_only, mean_loss, undisturbed
+from .probe import PATTERNS, Kind, autocast_in_the_model_only, mean_loss, undisturbed
 from .report import GrowthReport, LayerGrowth
 from .sharding import refuse_sharded
 from .trainable import check_no_adapters, inside_peft, trainable_parameters
 from .trial import STEEPNESS_BATCHES, Change, StepSearch, Trial, measure_steepness
 from .widths import Resize
 
-_SEARCH_BATCHES = 16  # enough to find a step on; what it gains is then measured on all batches
+_SEARCH_BATCHES = 8  # enough to find a step on; what it gains is then measured on all batches
 
 
 class Grower:
@@ -107,7 +107,7 @@ class Grower:
             autocast_in_the_model_only(self.model),
             tqdm(desc="growth: measuring", total=0, disable=hidden, leave=False) as bar,
         ):
-            loss_before, changes = self._measure(chosen, halves, bar, seconds)
+            loss_before, changes, near = self._measure(chosen, halves, bar, seconds)
             bar.set_description("growth: searching the step")
             kept = [change for change in changes if change.dims or change.existing]
             with _timed(seconds, "solving"):
@@ -115,7 +115,7 @@ class Grower:
             search = StepSearch(trial, self._few(halves, bar))
             try:
                 with _timed(seconds, "line search"), undisturbed(self.model):
-                    steps, loss_after = self._steps(search, batches, loss_before, bar)
+                    steps, loss_after = self._steps(search, near, batches, loss_before, bar)
                     resizes = trial.resizes() if any(steps) else []
                     self._measure_steepness(resizes, batches, bar)
                 if not any(steps):
@@ -150,7 +150,7 @@ class Grower:
         return measure
 
     def _steps(
-        self, search: StepSearch, batches: list[dict], loss_before: float, bar: tqdm
+        self, search: StepSearch, near: dict[Kind, float], batches: list[dict], loss_before: float, bar: tqdm
     ) -> tuple[list[float], float]:
         """Find the steps on a few batches and write them; zeros if the loss of all batches does not fall."""
         nothing = [0.0] * len(search.trial.changes), loss_before
@@ -158,7 +158,8 @@ class Grower:
             steps = [1.0] * len(search.trial.changes)
             search.trial.take(steps)
             return steps, loss_before
-        steps, _ = search.run(self.config.refine)
+        found = [near.get(change.gradient.block.kind, 0.0) for change in search.trial.changes]
+        steps, _ = search.run(self.config.refine, found if any(found) else None)
         if not any(steps):
             return nothing
         search.trial.take(steps)
@@ -179,8 +180,8 @@ class Grower:
         halves: tuple[list[dict], list[dict]],
         bar: tqdm,
         seconds: dict[str, float],
-    ) -> tuple[float, list[Change]]:
-        """Return the mean loss of the batches and what to do to each block of the chosen layers."""
+    ) -> tuple[float, list[Change], dict[Kind, float]]:
+        """Return the mean loss of the batches, what to do to each block of the chosen layers, steps to try first."""
         config, batches = self.config, halves[0] + halves[1]
         bar.total = len(batches)
         with undisturbed(self.model):
@@ -194,18 +195,18 @@ class Grower:
                 if config.update_existing or config.method == "refactor":
                     bar.total += len(batches)
                     existing = tangent_steps(self.model, blocks, halves, bar.update)
-        changes = candidates(config, gradients)
+        changes, near = candidates(config, gradients), {}
         if config.budget is not None:
             with _timed(seconds, "pricing"):
-                prices = self._prices(changes, self._few(halves, bar))
+                prices, near = self._prices(changes, self._few(halves, bar))
             changes = spend(config, changes, prices, self.model.num_parameters())
         changes = [_as_first_rank(change) for change in changes]
         for change, step in zip(changes, existing):
             change.existing, change.refactor = step, config.method == "refactor" and change.dims > 0
-        return loss, changes
+        return loss, changes, near
 
-    def _prices(self, changes: list[Change], measure: Callable[[int], float]) -> list[float]:
-        """What a unit of worth buys in each change's kind: its share of what all candidates gain at once.
+    def _prices(self, changes: list[Change], measure: Callable[[int], float]) -> tuple[list[float], dict[Kind, float]]:
+        """What a unit of worth buys in each change's kind, its share of what all candidates gain at once; their steps.
 
         All candidates are grown together for a moment. Their gain is divided between the kinds by the Shapley value,
         the mean of what a kind adds first and what it adds last, and then among directions by their worth.
@@ -230,12 +231,14 @@ class Grower:
             for kind in gains
         }
         kinds = [change.gradient.block.kind for change in changes]
-        return [gains[kind] / worth[kind] if worth.get(kind, 0.0) > 0 else 0.0 for kind in kinds]
+        prices = [gains[kind] / worth[kind] if worth.get(kind, 0.0) > 0 else 0.0 for kind in kinds]
+        return prices, {change.gradient.block.kind: step for step, change in zip(steps, kept)}
 
     def _gradients(self, blocks, halves: tuple[list[dict], list[dict]], bar: tqdm) -> list[Gradient]:
         config = self.config
         dims = max(config.most_dims(block) for block in blocks)
-        sketched = dims + config.oversampling < self.model.config.hidden_size
+        # A sketch probes both sides, in three passes: from there on the whole gradient is cheaper, and no larger.
+        sketched = 2 * (dims + config.oversampling) < self.model.config.hidden_size
         passes = SKETCH_PASSES if sketched and config.estimator == "whitened" else 1
         bar.total += passes * (len(halves[0]) + len(halves[1]))
         if config.estimator != "whitened":

@@ -62,7 +62,8 @@ class GrowthReport:
         loss_before, loss_after: mean loss of the growth batches, in the loss's own unit; equal if nothing was kept.
         layers: one entry for each layer and kind that was measured.
         added_parameters: number of weights added.
-        line_search: mean loss, of some of the growth batches, at every common step that was tried.
+        line_search: mean loss, of some of the growth batches, at every common step that was tried; by the step of the
+            first layer and kind, where kinds differ.
         seconds: wall time of each phase.
     """
 

@@ -215,17 +215,39 @@ class StepSearch:
 
     Attributes:
         loss_before: the loss without the changes.
-        tried: the loss at every common step that was tried.
+        tried: the loss at every common step that was tried, by that of the first change where kinds differ.
     """
 
     def __init__(self, trial: Trial, measure: Callable[[int], float]):
         self.trial, self.measure = trial, measure
         self.tried: dict[float, float] = {}
 
-    def run(self, refine: bool = False) -> tuple[list[float], float]:
-        """Return the best step of each change and the loss there; steps of 0 and the loss before if none lowers it."""
+    def run(self, refine: bool = False, near: list[float] | None = None) -> tuple[list[float], float]:
+        """Return the best step of each change and the loss there; steps of 0 and the loss before if none lowers it.
+
+        Args:
+            refine: search a step for each change, after those for each kind.
+            near: steps of a similar growth, to start from if they lower the loss.
+        """
         changes = self.trial.changes
         self.loss_before = self.loss_at([0.0] * len(changes))
+        if near is None or not (loss := self.loss_at(near)) < self.loss_before:
+            steps, loss = self._together()
+        else:
+            steps, loss = self._scaled(near, loss, [True] * len(changes), (2.0, 2.0**0.5))
+        kinds = list(dict.fromkeys(change.gradient.block.kind for change in changes))
+        groups = (
+            [[change.gradient.block.kind is kind for change in changes] for kind in kinds] if len(kinds) > 1 else []
+        )
+        if refine:
+            groups += [[change is other for change in changes] for other in changes]
+        for group in groups if any(steps) else []:
+            steps, loss = self._scaled(steps, loss, group, (4.0, 2.0) if near is None or refine else (2.0,))
+        return steps, loss
+
+    def _together(self) -> tuple[list[float], float]:
+        """The best step that all changes have in common, and the loss there."""
+        changes = self.trial.changes
         slope = sum(change.slope for change in changes)
         none = [0.0] * len(changes), self.loss_before
         if not slope > 0:
@@ -239,23 +261,16 @@ class StepSearch:
             if step * slope < _SMALLEST_PROMISE * abs(self.loss_before):
                 return none
         step = _descend(self._common, step, (4.0, 2.0, 2.0**0.5))
-        steps, loss = [step] * len(changes), self.tried[step]
-        kinds = list(dict.fromkeys(change.gradient.block.kind for change in changes))
-        groups = (
-            [[change.gradient.block.kind is kind for change in changes] for kind in kinds] if len(kinds) > 1 else []
-        )
-        if refine:
-            groups += [[change is other for change in changes] for other in changes]
-        for group in groups:
-            steps, loss = self._scaled(steps, loss, group)
-        return steps, loss
+        return [step] * len(changes), self.tried[step]
 
     def _common(self, step: float) -> float:
         if step not in self.tried:
             self.tried[step] = self.loss_at([step] * len(self.trial.changes))
         return self.tried[step]
 
-    def _scaled(self, steps: list[float], loss: float, group: list[bool]) -> tuple[list[float], float]:
+    def _scaled(
+        self, steps: list[float], loss: float, group: list[bool], factors: tuple[float, ...]
+    ) -> tuple[list[float], float]:
         """Multiply the steps of a group of changes by the factor that lowers the loss most."""
         losses = {1.0: loss}
 
@@ -265,9 +280,11 @@ class StepSearch:
         def scaled_loss(factor: float) -> float:
             if factor not in losses:
                 losses[factor] = self.loss_at(scaled(factor))
+                if all(group):
+                    self.tried[steps[0] * factor] = losses[factor]
             return losses[factor]
 
-        best = _descend(scaled_loss, 1.0, (4.0, 2.0))
+        best = _descend(scaled_loss, 1.0, factors)
         return scaled(best), losses[best]
 
     def loss_at(self, steps: list[float]) -> float:

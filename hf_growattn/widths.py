@@ -173,6 +173,21 @@ class Widths(nn.Module):
         self._set_widths(qk_head_dim, v_head_dim)
         return [projection for projection, _ in changed]
 
+    def new_entries(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Which entries of the projections' own parameters growth has added: a boolean mask for each that it resized.
+
+        Training just those keeps a base frozen: multiply the gradients by the masks, with a weight decay of zero.
+        """
+        grown = {role: self.head_dim - self.width_of(role) for role in ("query", "key", "value", "output")}
+        masks = {}
+        for projection, roles in self._resized(grown):
+            old, *_ = self._layout(roles, grown, plain(projection).weight.device)
+            for module, name, axis in self.parameters_along(roles[0]):
+                if module is plain(projection):
+                    parameter = getattr(module, name)
+                    masks[parameter] = torch.ones_like(parameter, dtype=torch.bool).index_fill_(axis, old, False)
+        return masks
+
     def fit(self, state: dict[str, torch.Tensor], prefix: str) -> bool:
         """Take the widths that a state dict holds for this module, so that it can be loaded; its values come with it.
 

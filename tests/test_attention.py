@@ -258,3 +258,17 @@ def test_gpt2_with_cross_attention():
     assert len(attentions(model)) == 2
     attentions(model)[0].widen(qk_dims=4)
     torch.testing.assert_close(model(tokens(), **arguments).logits, before)
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_new_entries_are_those_that_growth_added(variant):
+    model = patch_model(build(variant))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for qk_dims, v_dims in ((2, 0), (1, 3)):
+        attentions(model)[0].widen(qk_dims, v_dims)
+    masks = {p: mask for attention in attentions(model) for p, mask in attention.new_entries().items()}
+    added = sum(parameter.numel() for parameter in model.parameters()) - sum(map(torch.numel, before.values()))
+    assert sum(mask.sum().item() for mask in masks.values()) == added
+    for name, parameter in model.named_parameters():
+        old = parameter[~masks[parameter]] if parameter in masks else parameter
+        assert torch.equal(old.flatten(), before[name].flatten()), name

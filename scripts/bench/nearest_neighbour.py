@@ -1,348 +1,264 @@
 """What growth is worth where rank is what is missing: the nearest neighbour (Amsel, Yehudai, Bruna 2024).
 
-    python scripts/bench/nearest_neighbour.py
+    OMP_NUM_THREADS=1 python scripts/bench/nearest_neighbour.py
 
 Return the nearest of N points on a sphere to a query on it. One head as wide as the data does it; narrow heads would
-have to be very many. Every row sees as many queries. The runs go into `nearest_neighbour.json`, from which the page
-and the picture beside it are made.
+have to be very many. Every row sees as many queries, and has the learning rate and schedule that suit it best on a seed
+that is not reported.
 """
 
 import argparse
-import json
-import multiprocessing
-import platform
 import statistics
-import time
-from dataclasses import asdict, dataclass
+import tempfile
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-import torch
-import transformers
-from memory import forget_peak, peak
-from tqdm.auto import tqdm
-from transformers import SmolLM3Config, SmolLM3ForSequenceClassification
+import page
+import runs
+from nearest import LORA, SCHEDULES, Row, Setting, measure
 
-from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
-
-GUIDED, RANDOM, SCRATCH = "guided growth", "random growth", "full rank from scratch"
-COLUMNS = ["row", "heads", "width of q and k", "parameters", "growth batches", "seeds"]
-COLUMNS += ["before growth", "at growth", "at the end", "time, s", "growth, s", "peak, MB"]
+TUNING_SEED = 9
+SCRATCH, RANDOM = "full rank from scratch", "random growth"
+GUIDED = ("guided growth", "guided growth after a quarter")
+COLUMNS = ["row", "heads", "width of q and k", "parameters", "learning rate, schedule", "before the change", "after it"]
+COLUMNS += ["at the end", "time, s", "peak, MB"]
 
 
-@dataclass(frozen=True)
-class Row:
-    """What is trained.
-
-    Attributes:
-        heads, width: heads, and how wide their queries and keys are at the start; values are `d` wide.
-        estimator: where the directions of a growth to width `d` come from; None for no growth.
-        growth_batches: what the growth measures.
-    """
-
-    heads: int
-    width: int
-    estimator: str | None = None
-    growth_batches: int = 0
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The task and its training.
-
-    Attributes:
-        d, points: dims of a point, and how many there are.
-        r: width of a head before growth; there are `d / r` heads.
-        steps: optimizer steps before the growth, and as many again after it, less the batches that the growth measured:
-            every row sees the same number of queries.
-        batch_size, learning_rate: of AdamW, with one cosine to zero over all steps.
-        growth_batches: batches that a growth measures; random growth measures nothing and gets one.
-        held_out: queries that no row trains on.
-    """
-
-    d: int = 64
-    points: int = 16
-    r: int = 8
-    steps: int = 1200
-    batch_size: int = 64
-    learning_rate: float = 3e-3
-    growth_batches: int = 128
-    held_out: int = 4096
-
-    @property
-    def rows(self) -> dict[str, Row]:
-        """All rows by name."""
-        d, r, batches = self.d, self.r, self.growth_batches
-        few = d // r
-        return {
-            "stay at r (H = d / r)": Row(few, r),
-            GUIDED: Row(few, r, "whitened", batches),
-            "gradient growth, not whitened": Row(few, r, "gradient", batches),
-            RANDOM: Row(few, r, "random", 1),
-            SCRATCH: Row(few, d),
-            "more heads, same parameters": Row(few * 2 * d // (d + r), r),
-            f"guided growth, {batches // 4} batches": Row(few, r, "whitened", batches // 4),
-            "H = d^1.5 / r": Row(round(d**1.5) // r, r),
-            "H = d^2 / r": Row(d * d // r, r),
-        }
-
-
-QUICK = Setting(d=16, points=4, r=4, steps=8, batch_size=16, growth_batches=4, held_out=32)
-
-
-def build(setting: Setting, row: Row, seed: int) -> SmolLM3ForSequenceClassification:
-    """One SmolLM3 layer (Llama's, here without rotation) whose output is its attention's: no MLP, no final norm."""
-    torch.manual_seed(seed)
-    config = SmolLM3Config(
-        vocab_size=1,
-        hidden_size=setting.d,
-        intermediate_size=1,
-        num_hidden_layers=1,
-        num_attention_heads=row.heads,
-        num_key_value_heads=row.heads,
-        no_rope_layers=[0],
-        head_dim=setting.r,
-        num_labels=setting.d,
-        problem_type="regression",
-        use_cache=False,
-        pad_token_id=0,
-        attn_implementation="eager",
-    )
-    model = SmolLM3ForSequenceClassification(config).requires_grad_(False)
-    torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
-    torch.nn.init.eye_(model.score.weight)
-    model.model.norm = torch.nn.Identity()
-    (attention,) = attentions(patch_model(model))
-    attention.widen(qk_dims=row.width - setting.r, v_dims=setting.d - setting.r)
-    model.sync_config()
-    for role in ("query", "key", "value", "output"):
-        torch.nn.init.normal_(attention.projection_of(role).weight, std=config.initializer_range)
-    attention.requires_grad_(True)
-    return model
-
-
-def draw(setting: Setting, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Points and, as the last token, a query that is no key; the residual stream adds it to the nearest point."""
-    x = torch.randn(rows, setting.points + 1, setting.d, generator=generator)
-    x *= setting.d**0.5 / x.norm(dim=-1, keepdim=True)  # what the RMS norm leaves as it is
-    points, query = x[:, :-1], x[:, -1]
-    nearest = points[torch.arange(rows), (points @ query.unsqueeze(-1)).squeeze(-1).argmax(-1)]
-    mask = torch.ones(x.shape[:2], dtype=torch.long)
-    mask[:, -1] = 0
-    return {"inputs_embeds": x, "attention_mask": mask, "labels": nearest + query}
-
-
-class Run:
-    """One row with one seed: training, growth, training."""
-
-    def __init__(self, setting: Setting, row: Row, seed: int):
-        self.setting, self.row = setting, row
-        self.model = build(setting, row, seed)
-        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(weights, lr=setting.learning_rate, weight_decay=0)
-        steps = 2 * setting.steps - row.growth_batches
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps)
-        self.generator = torch.Generator().manual_seed(1000 + seed)
-        fresh = draw(setting, setting.held_out, torch.Generator().manual_seed(2000 + seed))
-        # In batches as large as those of training, or they would set the peak of memory.
-        parts = zip(*(values.split(setting.batch_size) for values in fresh.values()))
-        self.fresh = [dict(zip(fresh, part)) for part in parts]
-        self.seen, self.curve = 0, [(0, self.error())]
-
-    def batch(self) -> dict[str, torch.Tensor]:
-        """Fresh points."""
-        self.seen += self.setting.batch_size
-        return draw(self.setting, self.setting.batch_size, self.generator)
-
-    @torch.no_grad()
-    def error(self) -> float:
-        """Mean square error of a coordinate on held-out queries."""
-        return statistics.fmean(self.model(**batch).loss.item() for batch in self.fresh)
-
-    def train(self, steps: int) -> None:
-        """AdamW; the growth is one more event in one schedule."""
-        every = max(self.setting.steps // 12, 1)
-        for step in range(1, steps + 1):
-            self.model(**self.batch()).loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-            if step % every == 0 or step == steps:
-                self.curve.append((self.seen, self.error()))
-
-    def grow(self, seed: int) -> dict:
-        """Widen every head to `d` by the real Grower, with the optimizer that training goes on with."""
-        config = GrowthConfig(qk_dims=self.setting.d - self.setting.r, estimator=self.row.estimator, seed=seed)
-        measured = [self.batch() for _ in range(self.row.growth_batches)]
-        start = time.perf_counter()
-        report = Grower(self.model, config, self.optimizer).grow(measured)
-        seconds = time.perf_counter() - start
-        self.curve.append((self.seen, self.error()))
-        (layer,) = report.layers
-        return {
-            "growth_seconds": seconds,
-            "step": layer.step_size,
-            "starvation": layer.starvation,
-            "mean_strength": statistics.fmean(layer.strength),
-        }
-
-
-def measure(job: tuple[Setting, str, int]) -> dict:
-    """Run a row in this process and return its figures."""
-    setting, name, seed = job
-    row = setting.rows[name]
-    torch.set_num_threads(1)  # a model this small is slower on more
-    transformers.logging.set_verbosity_error()
-    forget_peak()
-    before, start = peak(), time.perf_counter()
-    run = Run(setting, row, seed)
-    grown = {}
-    if row.estimator:
-        run.train(setting.steps)
-        grown = {"before_growth": run.curve[-1][1], **run.grow(seed), "at_growth": run.curve[-1][1]}
-        run.train(setting.steps - row.growth_batches)
-    else:
-        run.train(2 * setting.steps)
-    (attention,) = attentions(run.model)
+def main_rows(setting: Setting, batches: int = 256) -> dict[str, Row]:
+    """All rows by name; a growth measures so many batches."""
+    d, r, few = setting.d, setting.r, setting.d // setting.r
     return {
-        "row": name,
-        "seed": seed,
-        "heads": row.heads,
-        "widths": [row.width, attention.qk_head_dim],
-        "parameters": sum(weight.numel() for weight in attention.parameters()),
-        "growth_batches": row.growth_batches,
-        "queries": run.seen,
-        **grown,
-        "error": run.curve[-1][1],
-        "seconds": time.perf_counter() - start,
-        "peak_bytes": peak() - before,
-        "curve": run.curve,
+        "stay at r": Row(few, r),
+        "more heads, same parameters": Row(few * 2 * d // (d + r), r),
+        SCRATCH: Row(few, d),
+        "LoRA on q,k, base frozen": Row(few, r, "q,k", frozen=True),
+        "LoRA on q,k,v,o, base trained": Row(few, r, "q,k,v,o"),
+        RANDOM: Row(few, r, "random"),
+        "gradient growth, not whitened": Row(few, r, "gradient", batches=batches),
+        GUIDED[0]: Row(few, r, "whitened", batches=batches),
+        GUIDED[1]: Row(few, r, "whitened", first=0.25, batches=batches),
+        f"{RANDOM} after a quarter": Row(few, r, "random", first=0.25),
     }
 
 
-def spread(values: list[float], digits: int = 3) -> str:
-    """Median and range."""
-    if not values:
-        return ""
-    middle, *ends = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
-    return middle if len(values) == 1 else f"{middle} ({ends[0]} to {ends[1]})"
+def heads_rows(setting: Setting, batches: int = 128) -> dict[str, Row]:
+    """Narrow heads in the numbers of the theory."""
+    d, r = setting.d, setting.r
+    heads = {"H = d / r": d // r, "H = d^1.5 / r": round(d**1.5) // r, "H = d^2 / r": d * d // r}
+    some = (SCRATCH, RANDOM, GUIDED[0])
+    every = main_rows(setting, batches)
+    return {name: Row(number, r) for name, number in heads.items()} | {name: every[name] for name in some}
 
 
-def page(result: dict, command: str) -> str:
-    """The results as Markdown."""
-    setting, runs = Setting(**result["setting"]), result["runs"]
-    lines = [
-        "# Nearest neighbour",
-        "",
-        f"Written by `{command}`, torch {result['torch']}, transformers {result['transformers']}, {result['machine']}, "
-        f"one thread. N = {setting.points} points and a query on the sphere of radius sqrt(d), d = {setting.d}. One "
-        "stock SmolLM3 layer without rotation, its MLP zeroed and no final norm; queries and keys start r = "
-        f"{setting.r} wide, values are d wide. Mean square error of a coordinate on {setting.held_out:,} held-out "
-        f"queries, median (range) over seeds. AdamW, one cosine from {setting.learning_rate} in all rows, "
-        f"{setting.batch_size} queries a step, {setting.steps:,} steps before a growth; with what a growth measures, "
-        f"every row sees {2 * setting.steps * setting.batch_size:,} queries. Peak memory is over the imported "
-        "libraries.",
-        "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---" * len(COLUMNS) + "|",
-    ]
-    medians = {}
-    for name in setting.rows:
-        of_row = [run for run in runs if run["row"] == name]
-        if not of_row:
-            continue
+MAIN, SMALL = Setting(), Setting(d=16, points=8, r=2, steps=1200)
+TABLES = ((MAIN, main_rows(MAIN)), (SMALL, heads_rows(SMALL)))
+TINY = Setting(d=8, points=4, queries=4, r=2, steps=8, held_out=2)
+QUICK = ((TINY, main_rows(TINY, 2)), (TINY, heads_rows(TINY, 2)))
 
-        def column(key: str, digits: int, of_row: list[dict] = of_row) -> str:
-            return spread([run[key] for run in of_row if key in run], digits)
 
-        first = of_row[0]
-        medians[name] = statistics.median(run["error"] for run in of_row)
-        cells = [
-            name,
-            str(first["heads"]),
-            " to ".join(map(str, dict.fromkeys(first["widths"]))),
-            f"{first['parameters']:,}",
-            str(first["growth_batches"] or ""),
-            ", ".join(str(run["seed"]) for run in of_row),
-            column("before_growth", 3),
-            column("at_growth", 3),
-            f"**{column('error', 3)}**",
-            column("seconds", 0),
-            column("growth_seconds", 1),
-            spread([run["peak_bytes"] / 1e6 for run in of_row if "peak_bytes" in run], 0),
+class Table:
+    """All runs of a setting: every row tuned on one seed, then trained on the others.
+
+    Args:
+        setting: the task.
+        rows: by name.
+        rates: learning rates to begin with; a single one is not tuned.
+        seeds: what the rows are trained on in the end.
+        kept: the file that keeps the runs.
+        folder: for what the runs share.
+    """
+
+    def __init__(
+        self, setting: Setting, rows: dict[str, Row], rates: list[float], seeds: list[int], kept: Path, folder: Path
+    ):
+        self.setting, self.rows, self.rates, self.kept = setting, rows, rates, kept
+        self.measure = partial(measure, folder=folder)
+        self.tuning, self.chosen, self.runs = {}, {}, {}
+        for name in rows:
+            self.tuning[name] = self.tuned(name)
+            best = min(self.tuning[name], key=lambda run: run["error"])
+            self.chosen[name] = {key: best[key] for key in ("learning_rate", "schedule")}
+        for seed in seeds:
+            for name in rows:
+                self.runs.setdefault(name, []).extend(self.collected(name, seed, [self.chosen[name]]))
+
+    def collected(self, name: str, seed: int, choices: list[dict]) -> list[dict]:
+        """The runs of a row."""
+        job = {"setting": asdict(self.setting), "row": asdict(self.rows[name]), "seed": seed}
+        return runs.collect(self.measure, [job | choice for choice in choices], self.kept)
+
+    def tuned(self, name: str) -> list[dict]:
+        """One schedule with ever more learning rates until the best is none of the outermost; then the others."""
+        (first, *others), rates = SCHEDULES, self.rates
+        while True:
+            done = self.collected(name, TUNING_SEED, [{"learning_rate": r, "schedule": first} for r in rates])
+            best = min(done, key=lambda run: run["error"])["learning_rate"]
+            if len(rates) == 1:
+                return done
+            if rates[0] < best < rates[-1]:
+                return done + self.collected(
+                    name, TUNING_SEED, [{"learning_rate": best, "schedule": s} for s in others]
+                )
+            rates = [round(best / 2, 6), *rates] if best == rates[0] else [*rates, best * 2]
+
+    def errors(self, name: str) -> list[float]:
+        """At the end, one for each seed."""
+        return [run["error"] for run in self.runs[name]]
+
+    def ratios(self, name: str, other: str) -> list[float]:
+        """Of the errors at the end of two rows, one for each seed."""
+        return [own / its for own, its in zip(self.errors(name), self.errors(other))]
+
+    def summary(self) -> str:
+        """A line for each row."""
+        lines = []
+        for name, row in self.rows.items():
+            of_row, choice = self.runs[name], self.chosen[name]
+            seconds = [run["first_seconds"] + run["seconds"] for run in of_row]
+            widths = dict.fromkeys((row.width, of_row[0]["width"]))
+            lines.append(
+                [
+                    name,
+                    row.heads,
+                    " to ".join(map(str, widths)),
+                    f"{of_row[0]['parameters']:,}",
+                    f"{choice['learning_rate']:g}, {choice['schedule']}",
+                    runs.spread([run["before"] for run in of_row if "before" in run]),
+                    runs.spread([run["at_change"] for run in of_row if "at_change" in run]),
+                    f"**{runs.spread(self.errors(name))}**",
+                    runs.spread(seconds, 0),
+                    runs.spread([run["peak_bytes"] / 1e6 for run in of_row], 0),
+                ]
+            )
+        return page.table(COLUMNS, lines)
+
+    def sweep(self) -> str:
+        """What the tuning seed said."""
+        lines = [
+            [name, f"{run['learning_rate']:g}", run["schedule"], f"{run['error']:.3f}"]
+            for name, done in self.tuning.items()
+            for run in done
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines.append("")
-    missing = [name for name in setting.rows if name not in medians]
-    if missing:
-        lines += [f"Not run: {'; '.join(missing)}.", ""]
-    for other, reach in ((SCRATCH, 0.75), (RANDOM, 0.5)):
-        if GUIDED in medians and other in medians:
-            ratio = medians[GUIDED] / medians[other]
-            verdict = "reached" if ratio <= reach else "missed"
-            lines.append(f"- Guided growth ends at {ratio:.2f} times the error of {other}; aim {reach}: {verdict}.")
-    if GUIDED in medians:
-        better = [name for name, error in medians.items() if error < medians[GUIDED]]
-        lines.append(f"- Rows that beat guided growth: {'; '.join(better) or 'none'}.")
-    return "\n".join([*lines, "", "![held-out error over training](nearest_neighbour.png)", ""])
+        return page.table(["row", "learning rate", "schedule", "error at the end"], lines)
 
 
-def picture(result: dict, path: Path) -> None:
-    """Held-out error over queries seen: the median of the seeds and their range."""
-    import matplotlib
+def reach(table: Table, name: str, other: str, aim: float) -> page.Reach:
+    """Whether a row ends at most at a share of another's error: on every seed, on none, or undecided."""
+    ratios = table.ratios(name, other)
+    verdict = "reached" if max(ratios) <= aim else "missed" if min(ratios) > aim else "undecided"
+    words = f"Nearest neighbour, {name}: at most {aim} times the error of {other}"
+    return page.Reach(words, f"{runs.spread(ratios, 2)} times", verdict)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for name in Setting(**result["setting"]).rows:
-        curves = [run["curve"] for run in result["runs"] if run["row"] == name]
-        if curves:
-            seen = [point[0] for point in curves[0]]
-            errors = [sorted(point[1] for point in points) for points in zip(*curves)]
-            (line,) = axes.plot(seen, [statistics.median(values) for values in errors], label=name)
-            axes.fill_between(seen, [v[0] for v in errors], [v[-1] for v in errors], color=line.get_color(), alpha=0.2)
-    axes.set(xlabel="queries seen", ylabel="held-out mean square error", ylim=(0, None))
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+def lora_reach(table: Table, name: str) -> page.Reach:
+    """Whether the worst seed of a row is better than the best one of every row with LoRA."""
+    rows = [row for row, what in table.rows.items() if what.change in LORA]
+    best = min(rows, key=lambda row: statistics.median(table.errors(row)))
+    apart = [max(table.errors(name)) < min(table.errors(row)) for row in rows]
+    verdict = "reached" if all(apart) else "undecided" if any(apart) else "missed"
+    words = f"Nearest neighbour, {name}: better than every peft row, well outside seed noise"
+    measured = f"{runs.spread(table.errors(name))}; best peft row ({best}) {runs.spread(table.errors(best))}"
+    return page.Reach(words, measured, verdict)
+
+
+def claim(table: Table) -> str:
+    """Who wins and who loses, from the figures."""
+    median = {name: statistics.median(table.errors(name)) for name in table.rows}
+    best = min(median, key=median.get)
+    parts = [f"The lowest error is that of {best} ({median[best]:.3f})."]
+    for name in GUIDED:
+        better = [f"{other} ({e:.3f})" for other, e in median.items() if e < median[name] and other not in GUIDED]
+        whole = f"{name[0].upper()}{name[1:]} ends at {median[name]:.3f}"
+        ratio = {other: statistics.median(table.ratios(name, other)) for other in (SCRATCH, RANDOM)}
+        lora = min(e for other, e in median.items() if table.rows[other].change in LORA)
+        parts.append(
+            f"{whole}: {ratio[SCRATCH]:.2f} times the error of {SCRATCH}, "
+            f"{ratio[RANDOM]:.2f} times that of {RANDOM}, {median[name] / lora:.2f} times that of the best LoRA; "
+            f"{'better: ' + ', '.join(better) if better else 'no row without guided growth is better'}."
+        )
+    return " ".join(parts)
+
+
+def draw_curves(tables: list[Table], plt):
+    """Held-out error over steps: the median of the seeds and their range."""
+    figure, panels = plt.subplots(1, len(tables), figsize=(7.5 * len(tables), 5), layout="constrained", squeeze=False)
+    for table, panel in zip(tables, panels[0]):
+        for name, of_row in table.runs.items():
+            steps = [point[0] for point in of_row[0]["curve"]]
+            errors = [sorted(point[1] for point in points) for points in zip(*(run["curve"] for run in of_row))]
+            (line,) = panel.plot(steps, [statistics.median(values) for values in errors], label=name)
+            panel.fill_between(
+                steps, [v[0] for v in errors], [v[-1] for v in errors], color=line.get_color(), alpha=0.2
+            )
+        title = f"d = {table.setting.d}, N = {table.setting.points}, r = {table.setting.r}"
+        panel.set(xlabel="steps", ylabel="held-out mean square error", ylim=(0, None), title=title)
+        panel.legend(fontsize="small")
+    return figure
+
+
+def text(main: Table, small: Table) -> str:
+    """How it was done, and the other tables."""
+    setting, other = main.setting, small.setting
+    lora = ", ".join(f"{name}: {of[0]['rank']}" for name, of in main.runs.items() if "rank" in of[0])
+    held_out = setting.held_out * setting.sequences * setting.queries
+    return f"""N points and a query on the sphere of radius sqrt(d); d = {setting.d}, N = {setting.points}. The model is
+one stock SmolLM3 layer without rotation, its MLP zeroed and no final norm; queries and keys start r = {setting.r} wide,
+values are d wide. A sequence has {setting.queries} queries, which see the points and not one another. Mean square error
+of a coordinate on {held_out:,} held-out queries, median (range) over the seeds; time with other work on the machine.
+
+AdamW without weight decay; a batch has {setting.sequences} sequences, all fresh. With the batches that a growth
+measures ({main.rows[GUIDED[0]].batches}, a random one 1), every row sees {setting.steps:,} batches. Growth widens
+queries and keys to d. LoRA gets as many parameters as that adds (rank of {lora}). What changes the model comes after
+half of the steps unless the row says otherwise. Every row has a learning rate and schedule of its own, the best of
+those below on seed {TUNING_SEED}: first learning rates with one cosine over all steps, further ones for as long as the
+best is the largest or the smallest, then that one with a cosine for each phase.
+
+## Narrow heads in the numbers of the theory
+
+The same, smaller: d = {other.d}, N = {other.points}, r = {other.r}, {other.steps:,} batches, of which a growth
+measures {small.rows[GUIDED[0]].batches}. Above, d^1.5 / r and d^2 / r would be 64 and 512 heads, too slow here.
+
+{small.summary()}
+
+## Learning rates
+
+{main.sweep()}
+
+The smaller setting:
+
+{small.sweep()}
+"""
 
 
 def main() -> None:
-    """Run the rows, one process each, then write the page."""
+    """Run the rows, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny setting: whether everything runs, not how well")
-    parser.add_argument("--rows", nargs="+", choices=Setting().rows, help="some of the rows")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--add", action="store_true", help="keep the runs of the same setting that the JSON has")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--quick", action="store_true", help="a few steps of tiny models: shows that it runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help=f"tuning takes seed {TUNING_SEED}")
+    parser.add_argument("--output", type=Path, default=page.RESULTS)
     arguments = parser.parse_args()
-    setting, seeds = (QUICK, arguments.seeds[:1]) if arguments.quick else (Setting(), arguments.seeds)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    written = arguments.out / "nearest_neighbour.json"
-    result = {
-        "setting": asdict(setting),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "runs": [],
-    }
-    if arguments.add and written.exists():
-        known = json.loads(written.read_text())
-        result["runs"] = known["runs"] if known["setting"] == result["setting"] else []
-    order = list(setting.rows)
-    done = {(run["row"], run["seed"]) for run in result["runs"]}
-    jobs = [(setting, name, seed) for seed in seeds for name in arguments.rows or order if (name, seed) not in done]
-    # A fresh process each, so that the peak of memory is the run's own.
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        for run in tqdm(pool.imap(measure, jobs), total=len(jobs), desc="runs", disable=None):
-            result["runs"].append(run)
-            result["runs"].sort(key=lambda run: (order.index(run["row"]), run["seed"]))
-            written.write_text(json.dumps(result) + "\n")
-            print(f"{run['row']}, seed {run['seed']}: {run['error']:.4f} in {run['seconds']:.0f} s", flush=True)
-    written.with_suffix(".md").write_text(page(result, "python scripts/bench/nearest_neighbour.py"))
-    picture(result, written.with_suffix(".png"))
+    tables, rates, seeds = TABLES, [3e-3, 6e-3, 1.2e-2], arguments.seeds
+    if arguments.quick:
+        tables, rates, seeds = QUICK, rates[:1], seeds[:1]
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    kept = arguments.output / "nearest_neighbour.jsonl"
+    with tempfile.TemporaryDirectory() as folder:
+        table, small = tables = [Table(*of, rates, seeds, kept, Path(folder)) for of in tables]
+    figures = {f"d{t.setting.d}": {"setting": asdict(t.setting), "tuning": t.tuning, "runs": t.runs} for t in tables}
+    done = [run for t in tables for runs_of in (t.tuning, t.runs) for of_row in runs_of.values() for run in of_row]
+    reaches = [reach(table, name, other, aim) for name in GUIDED for other, aim in ((SCRATCH, 0.75), (RANDOM, 0.5))]
+    page.Page(
+        name="nearest_neighbour",
+        title="Nearest neighbour",
+        claim=claim(table),
+        summary=table.summary(),
+        text=text(table, small),
+        figures=figures,
+        seeds=[TUNING_SEED, *seeds],
+        seconds=sum(run["seconds"] for run in done),
+        reaches=[*reaches, *(lora_reach(table, name) for name in GUIDED)],
+    ).write(arguments.output, partial(draw_curves, tables))
 
 
 if __name__ == "__main__":
