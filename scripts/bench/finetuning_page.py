@@ -208,7 +208,9 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
         "rank; AdaLoRA starts at one and a half times that rank. AdamW without weight decay, a twentieth of the steps "
         "warm-up, cosine, clipping at 1. Frozen base: after a growth the gradients of all old entries are masked, and "
         "at the end they are compared with the base, to the bit. Each row's learning rate is swept on the first text, "
-        "on a seed that is not reported. Loss: median (range) over the seeds. Differences: mean over the seeds, with "
+        "on a seed that is not reported; growth, random growth, LoRA, growth with LoRA and the best of peft's other rows in "
+        "that sweep then see all texts, patterns alone and full fine-tuning the first, and rows that stand in the "
+        "sweep's table alone nothing more. Loss: median (range) over the seeds. Differences: mean over the seeds, with "
         "its 95 % interval.",
         *(f"## {r.model}, {r.which}\n\n{r.summary()}\n\nPerplexity:\n\n{r.perplexities()}" for r in (*frozen, *full)),
         "## Differences, seed by seed",
