@@ -61,7 +61,7 @@ class Setting:
     steps: int = 150
     batch_size: int = 8
     block_size: int = 64
-    measured: int = 12
+    measured: int = 6
     held_out: int = 128
     dims: int = 2
     sweeps: bool = True

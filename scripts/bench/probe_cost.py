@@ -337,10 +337,11 @@ def main() -> None:
             "projection, it sums what its own growth of neurons starts from, S = X^T X and M = X^T dY, and chooses no "
             "directions; the others do, for all heads, and say what they are worth on other batches, but for the one "
             "to the letter, which says nothing of that.\n\n"
-            f"A growth of both kinds by {DIMS} dims beside training, {LAYERS} layers, batches of {BATCH} x {grown_at[1]} "
-            "tokens, AdamW: CPU time of the passes that measure against the same passes without probes and against as "
-            "many with gradients of all weights; how much of a growth is linear algebra; and the most bytes of tensors "
-            f"in a growth over those in a training step. Median (range) of {repeats}:\n\n{growth_table(grown)}"
+            f"A growth of both kinds by {DIMS} dims beside training, {LAYERS} layers, batches of {BATCH} x "
+            f"{grown_at[1]} tokens, AdamW: CPU time of the passes that measure against the same passes "
+            "without probes and against as many with gradients of all weights; how much of a growth is linear algebra; "
+            f"and the most bytes of tensors in a growth over those in a training step. Median (range) of "
+            f"{repeats}:\n\n{growth_table(grown)}"
         ),
         figures={"ways": runs, "growths": grown},
         seeds=[0],

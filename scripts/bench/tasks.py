@@ -114,9 +114,16 @@ class TinyTask(TextTask):
         tokenizer = train_tokenizer(texts, 300)
         self.blocks = blocks_of(texts, tokenizer, block_size=16)
         self.name = "a tiny Llama on Python's documentation"
-        sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=4)
+        sizes = dict(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            head_dim=4,
+        )
         # Weights so large that attention attends to something.
-        self.config = LlamaConfig(len(tokenizer), max_position_embeddings=16, initializer_range=0.3, **sizes)
+        self.config = LlamaConfig(max_position_embeddings=16, initializer_range=0.3, **sizes)
 
     def load(self, seed: int) -> nn.Module:
         """A fresh patched model of the seed."""
