@@ -192,7 +192,8 @@ before them.
 Garg et al. have x and y in tokens of their own and 12 layers; one token for both and {setting.layers} layers learn
 within minutes on a CPU. As theirs, training begins with inputs of few dims: of {setting.dims // 4}, and of all after
 {setting.curriculum:.0%} of phase one. Otherwise a stock GPT-2, d = {setting.d}, H = d / r =
-{setting.d // setting.narrow} heads, r = {setting.narrow}, without position embeddings. Growth, and "{SCRATCH}", have queries and keys {setting.wide} wide in
+{setting.d // setting.narrow} heads, r = {setting.narrow}, without position embeddings. Growth, and "{SCRATCH}",
+have queries and keys {setting.wide} wide in
 every head; values stay {setting.narrow} wide.
 
 Two phases of {setting.steps} steps of {setting.batch_size} sequences, AdamW without decay: phase one warms up to a
