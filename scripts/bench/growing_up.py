@@ -294,7 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", help="text file or Hub id; without it the English that CPython carries")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rates", type=float, nargs="+", default=[4e-3, 1e-2], help="learning rates to sweep")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 4e-3], help="learning rates to sweep")
     parser.add_argument("--processes", type=int, default=1, help="runs at once")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tiny model, one seed, one rate: shows that it runs")
