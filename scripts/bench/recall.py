@@ -44,8 +44,7 @@ class Setting:
         dims: that a growth adds to the queries and keys of each layer.
         growth_batches: batches that a growth measures; random growth measures one.
         asked: numbers of pairs that recall is measured at, on `held_out` books of 16 questions each.
-        rates: of learning, for rows that train all weights and for those that train added ones; a sweep goes on beyond
-            an end that wins.
+        rates: of learning, for rows that train all weights and for those that train added ones.
     """
 
     hidden: int = 64
@@ -86,11 +85,6 @@ class Row:
     growth: dict | None = None
     adapter: dict | None = None
     everything: bool = False
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is anything to train."""
-        return bool(self.growth or self.adapter or self.everything)
 
 
 QK, QKVO = ["q_proj", "k_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -239,8 +233,7 @@ def train_new_dims_only(model: nn.Module, old: list[tuple[int, int]]) -> None:
             for module, name, axis in (entry for role in roles for entry in layer.parameters_along(role)):
                 weight = getattr(module, name)
                 if weight.shape[axis] > width:  # one head, so its new dims come last
-                    new = torch.arange(weight.shape[axis]) >= width
-                    new = new.view(-1, *[1] * (weight.dim() - 1 - axis))
+                    new = (torch.arange(weight.shape[axis]) >= width).view(-1, *[1] * (weight.dim() - 1 - axis))
                     weight.requires_grad_(True).register_hook(partial(torch.mul, new))
 
 
@@ -252,7 +245,7 @@ def measure(folder: Path, row: str, rate: float, seed: int, setting: dict) -> di
     generator = torch.Generator().manual_seed(5000 + seed)
     many, sequences = setting.many, setting.pairs // setting.many
     batch = partial(draw, setting, sequences, many, many, generator)
-    steps, found = setting.steps if how.trains else 0, {}
+    measured, steps, found = [], setting.steps if row != NONE else 0, {}
     if how.growth:
         measured = [batch() for _ in range(1 if how.growth.get("estimator") else setting.growth_batches)]
         old = [(layer.qk_head_dim, layer.v_head_dim) for layer in attentions(model)]
@@ -265,29 +258,33 @@ def measure(folder: Path, row: str, rate: float, seed: int, setting: dict) -> di
     if how.adapter:
         model = adapted(setting, model, **how.adapter)
     added = sum(weight.numel() for weight in model.parameters()) - before
+    tokens = (steps + len(measured)) * sequences * 4 * many
     if steps:
         train(model, [batch] * steps, rate)
-    tokens = setting.steps * sequences * 4 * many if how.trains else 0
     recalled = {str(pairs): recall(setting, model, pairs, seed) for pairs in setting.asked}
-    trained = before + added if how.everything else added
-    return found | {"added": added, "trained": trained, "widths": widths, "tokens": tokens, "recall": recalled}
+    counts = {"added": added, "trained": before + added if how.everything else added, "tokens": tokens}
+    return found | counts | {"widths": widths, "recall": recalled}
 
 
 def tuned(setting: dict, folder: Path, kept: Path) -> dict[str, dict[float, dict]]:
-    """A run of each row at each learning rate, on the tuning seed; beyond an end that wins the sweep goes on."""
+    """A run at each learning rate, on the tuning seed: and beyond an end that wins."""
     found: dict[str, dict[float, dict]] = {name: {} for name in ROWS}
     rates = setting["rates"]
-    wanted = {name: rates["all" if row.everything else "added"] if row.trains else [0.0] for name, row in ROWS.items()}
-    while any(wanted.values()):
+    wanted = {name: rates["all" if row.everything else "added"] for name, row in ROWS.items()} | {NONE: [0.0]}
+    while wanted:
         asked = ((name, rate) for name, rates in wanted.items() for rate in rates)
         jobs = [{"row": name, "rate": rate, "seed": TUNING_SEED, "setting": setting} for name, rate in asked]
         for run in collect(partial(measure, folder), jobs, kept):
             found[run["row"]][run["rate"]] = run
-        for name, of_row in found.items():
-            best = max(of_row, key=lambda rate: end_of(of_row[rate]))
-            beyond = {min(of_row): best / 3, max(of_row): best * 3}
-            wanted[name] = [beyond[best]] if best in beyond and len(setting["asked"]) > 2 and ROWS[name].trains else []
+        best = {name: best_rate(of_row) for name, of_row in found.items() if len(of_row) > 1}
+        wanted = {name: [rate * 3] for name, rate in best.items() if rate == max(found[name])}
+        wanted |= {name: [rate / 3] for name, rate in best.items() if rate == min(found[name])}
     return found
+
+
+def best_rate(found: dict[float, dict]) -> float:
+    """The learning rate of the run that recalls most."""
+    return max(found, key=lambda rate: end_of(found[rate]))
 
 
 def end_of(run: dict) -> float:
@@ -329,20 +326,22 @@ def write(output: Path, setting: Setting, runs: dict[str, list[dict]], sweeps: d
         cells += [f"{first[key]:,}" for key in ("added", "trained", "tokens")]
         cells += [grown, f"**{recalled[setting.asked.index(setting.many)]}**", spread(took[0], 0)]
         summary.append([name, *cells, spread([peak / 1e6 for peak in took[1]], 0)])
-        curves.append([name, f"{first['rate']:g}", *recalled])
+        curves.append([name, f"{first['rate']:.2g}", *recalled])
     head = ["row", "width of q, k", "added", "trained", "tokens", "recall at growth", f"recall of {setting.many}"]
-    swept = [[row, ", ".join(f"{r:g}: {end_of(found[r]):.2f}" for r in sorted(found))] for row, found in sweeps.items()]
+    swept = [
+        [row, ", ".join(f"{r:.2g}: {end_of(found[r]):.2f}" for r in sorted(found))] for row, found in sweeps.items()
+    ]
     text = f"""A book is pairs of a name and a number, {setting.names} and {setting.numbers} words of one token; then
 names are asked for, and the number has to follow. The model is a stock SmolLM3 of two layers, {setting.hidden} wide,
-with one head each; queries and keys are {setting.head_dim} wide, values {setting.hidden}. The second layer has no
+with one head each; queries and keys are {setting.head_dim} wide, values {setting.hidden}; the second layer has no
 rotation, so its pattern has rank {setting.head_dim}. It starts near an induction circuit, and is trained for
 {setting.pretraining} steps on books of {", ".join(map(str, setting.few))} pairs, then for {setting.steps} on books of
 {setting.many}: less the {setting.growth_batches} batches that a growth measures, so that all rows see the same tokens.
 Adapters have as many weights as {setting.dims} new dims of every layer's queries and keys, as whole ranks allow; at
 full rank more. Growth is at the start; unless a row says that all weights train, only adapters or new dims do. The
-control that width is what lacks: "{WIDE}", as wide as growth makes it from the first step, beside "{FULL}". AdamW
-without decay, one cosine, the rate of each row swept on seed {TUNING_SEED}. Recall is the share of right numbers among
-{16 * setting.held_out:,} questions; median (range) over seeds. "{NONE}" and "{WIDE}" took their time in pretraining.
+control that width is what lacks: "{WIDE}", as wide as growth makes it, beside "{FULL}". AdamW without decay, one
+cosine, the rate of each row swept by factors of 3 on seed {TUNING_SEED}. Recall is the share of right numbers of
+{16 * setting.held_out:,}; median (range) over seeds. "{NONE}" and "{WIDE}" took their time in pretraining.
 
 ## Recall by number of pairs
 
@@ -367,7 +366,7 @@ def draw_page(setting: Setting, runs: dict[str, list[dict]], plt):
         (line,) = panel.plot(setting.asked, [statistics.median(v) for v in values], style, marker=".", label=name)
         ends = [v[0] for v in values], [v[-1] for v in values]
         panel.fill_between(setting.asked, *ends, color=line.get_color(), alpha=0.15)
-    panel.set(xlabel="pairs in the book", ylabel="numbers recalled", xscale="log", ylim=(0, 1.02))
+    panel.set(xlabel="pairs in the book", ylabel="numbers recalled", xscale="log", ylim=(None, 1.01))
     panel.set_xticks(setting.asked, setting.asked)
     panel.minorticks_off()
     figure.legend(loc="outside right upper", fontsize=8, handlelength=4)
@@ -382,17 +381,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: shows that it runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    setting, seeds = (QUICK, [0]) if arguments.quick else (Setting(), arguments.seeds)
+    setting, seeds = (QUICK, [TUNING_SEED]) if arguments.quick else (Setting(), arguments.seeds)
     plain = json.loads(json.dumps(asdict(setting)))
     folder, kept = arguments.output / "recall_models", arguments.output / "recall.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     sweeps = tuned(plain, folder, kept)
-    rates = {name: max(found, key=lambda rate: end_of(found[rate])) for name, found in sweeps.items()}
+    rates = {name: best_rate(found) for name, found in sweeps.items()}
     jobs = [{"row": row, "rate": rates[row], "seed": seed, "setting": plain} for seed in seeds for row in ROWS]
-    runs: dict[str, list[dict]] = {name: [] for name in ROWS}
-    for run in collect(partial(measure, folder), jobs, kept):
-        runs[run["row"]].append(run)
-    write(arguments.output, setting, runs, sweeps, seeds)
+    made = collect(partial(measure, folder), jobs, kept)
+    write(arguments.output, setting, {row: [run for run in made if run["row"] == row] for row in ROWS}, sweeps, seeds)
     shutil.rmtree(folder)
 
 
