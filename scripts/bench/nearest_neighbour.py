@@ -59,6 +59,11 @@ TINY = Setting(d=8, points=4, queries=4, r=2, steps=8, held_out=2)
 QUICK = ((TINY, main_rows(TINY, 2)), (TINY, heads_rows(TINY, 2)))
 
 
+def best_of(done: list[dict]) -> float:
+    """The learning rate of the best run."""
+    return min(done, key=lambda run: run["error"])["learning_rate"]
+
+
 class Table:
     """All runs of a setting: every row tuned on one seed, then trained on the others.
 
@@ -95,14 +100,15 @@ class Table:
         (first, *others), rates = SCHEDULES, self.rates
         while True:
             done = self.collected(name, TUNING_SEED, [{"learning_rate": r, "schedule": first} for r in rates])
-            best = min(done, key=lambda run: run["error"])["learning_rate"]
+            best = best_of(done)
             if len(rates) == 1:
                 return done
             if rates[0] < best < rates[-1]:
-                return done + self.collected(
-                    name, TUNING_SEED, [{"learning_rate": best, "schedule": s} for s in others]
-                )
+                break
             rates = [round(best / 2, 6), *rates] if best == rates[0] else [*rates, best * 2]
+        return done + self.collected(
+            name, TUNING_SEED, [{"learning_rate": best_of(done), "schedule": s} for s in others]
+        )
 
     def errors(self, name: str) -> list[float]:
         """At the end, one for each seed."""
@@ -188,12 +194,14 @@ def claim(table: Table, small: Table) -> str:
             f"{'better: ' + ', '.join(better) if better else 'no row without guided growth is better'}."
         )
     ends = ", ".join(f"{name} {error:.3f}" for name, error in medians(small).items())
-    return " ".join([*parts, f"In a smaller setting (d = {small.setting.d}, r = {small.setting.r}): {ends}."])
+    ratio = statistics.median(small.ratios(next(iter(GUIDED)), SCRATCH))
+    parts.append(f"In a smaller setting (d = {small.setting.d}, r = {small.setting.r}): {ends};")
+    return " ".join([*parts, f"guided growth there has {ratio:.2f} times the error of {SCRATCH}."])
 
 
 def draw_curves(tables: list[Table], plt):
     """Held-out error over steps: the median of the seeds and their range."""
-    figure, panels = plt.subplots(1, len(tables), figsize=(7.5 * len(tables), 5), layout="constrained", squeeze=False)
+    figure, panels = plt.subplots(1, len(tables), figsize=(7.5 * len(tables), 6), layout="constrained", squeeze=False)
     for table, panel in zip(tables, panels[0]):
         for name, of_row in table.runs.items():
             steps = [point[0] for point in of_row[0]["curve"]]
@@ -204,7 +212,7 @@ def draw_curves(tables: list[Table], plt):
             )
         title = f"d = {table.setting.d}, N = {table.setting.points}, r = {table.setting.r}"
         panel.set(xlabel="steps", ylabel="held-out mean square error", ylim=(0, None), title=title)
-        panel.legend(fontsize="small")
+        panel.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     return figure
 
 
@@ -217,13 +225,14 @@ def text(main: Table, small: Table) -> str:
 one stock SmolLM3 layer without rotation, its MLP zeroed and no final norm; queries and keys start r = {setting.r} wide,
 values are d wide. A sequence has {setting.queries} queries, which see the points and not one another. Mean square error
 of a coordinate on {held_out:,} held-out queries, median (range) over the seeds; time with other work on the machine.
+The picture has two batches of them for most of its points, all of them at the change and at the end.
 
 AdamW without weight decay; a batch has {setting.sequences} sequences, all fresh. With the batches that a growth
 measures ("+" in the table), every row sees {setting.steps:,} of them. Growth widens queries and keys to d. LoRA gets as
 many parameters as that adds (rank of {lora}). What changes the model comes after half of the steps unless the row says
 otherwise. Every row has a learning rate and schedule of its own, the best of those below on seed {TUNING_SEED}: first
 learning rates with one cosine over all steps, further ones for as long as the best is the largest or the smallest, then
-that one with a cosine for each phase.
+the best with a cosine for each phase. They lie a factor of 2 apart: between them a row may be somewhat better.
 
 ## Narrow heads in the numbers of the theory
 
