@@ -225,9 +225,11 @@ def claim(runs: list[dict]) -> str:
     if len(losses[full]) < 3 or abs(lead) <= noise:
         outcome = "cannot be told from"
     listed = ", ".join(f"{row} {medians[row]:.3f}" for row in sorted(medians, key=medians.get))
+    better = [row for row in sorted(medians, key=medians.get) if medians[row] < medians[GUIDED]]
+    lost = f"Better than guided growth: {', '.join(better)}" if better else "No row is better than guided growth"
     return (
         f"At equal FLOPs, a model that is grown up by the gradient {outcome} the better one of full width from "
-        f"scratch: held-out loss, best first: {listed}; the widest range over the seeds is {noise:.3f}."
+        f"scratch: held-out loss, best first: {listed}; the widest range over the seeds is {noise:.3f}. {lost}."
     )
 
 
