@@ -88,9 +88,10 @@ def draw(setting: Setting, rows: int, generator: torch.Generator, dims: int | No
     Args:
         dims: only so many dims of x are not zero; None for all.
     """
+    dims = dims or setting.dims
     x = torch.randn(rows, setting.points, setting.dims, generator=generator)
     x[..., dims:] = 0.0
-    weight = torch.randn(rows, setting.dims, 1, generator=generator) / (dims or setting.dims) ** 0.5
+    weight = torch.randn(rows, setting.dims, 1, generator=generator) / dims**0.5
     y = x @ weight
     query = torch.cat((x, torch.zeros_like(y), torch.ones_like(y)), -1)
     example = torch.cat((x, y, torch.zeros_like(y)), -1)
