@@ -37,6 +37,9 @@ MAY_IMPORT = {
         *("modeling", "configuration", "attention", "widths", "ranks"),
     },
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
+    "peft_method": {
+        *("growth", "plan", "report", "probe", "patch", "modeling", "attention", "adapters"),
+    },
     "cards": {"report", "modeling", "configuration"},
     "__init__": {
         *("architectures", "attention", "cards", "export", "growth", "patch", "plan", "report"),
