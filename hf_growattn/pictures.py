@@ -185,7 +185,7 @@ def draw_map(panel, report, title: str, values: list[float | None], most: float,
     """
     kinds = list(dict.fromkeys(layer.kind for layer in report.layers))
     rows = list(dict.fromkeys(layer.layer for layer in report.layers))
-    table, size = [[0.0] * len(kinds) for _ in rows], min(9, 220 / len(rows))
+    table, size = [[0.0] * len(kinds) for _ in rows], min(9, 170 / len(rows))
     for layer, value in zip(report.layers, values):
         row, column = rows.index(layer.layer), kinds.index(layer.kind)
         table[row][column] = value or 0.0
