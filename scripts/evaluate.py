@@ -269,6 +269,10 @@ def main() -> None:
     if options.json and not options.json.resolve().parent.is_dir():
         parser.error(f"there is no folder {options.json.parent} to write --json into.")
     options.device = options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device {options.device} cannot be used here: {harness.first_line(error)}")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     names = list(dict.fromkeys([*([options.base] if options.base else []), *options.models]))
