@@ -211,12 +211,18 @@ class Progress(ProgressCallback):
             tqdm.write(f"Step {state.global_step}: {', '.join(told)}")
 
 
-def blocks_of(texts: list[str], tokenizer, block_size: int) -> torch.Tensor:
-    """Tokenize, join with the end-of-text token and cut into blocks: (blocks, block_size)."""
+def token_ids(texts: list[str], tokenizer) -> list[int]:
+    """Tokenize and join with the end-of-text token."""
     separator = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     ids: list[int] = []
     for text in tqdm(texts, desc="tokenizing", leave=False, disable=None):
         ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + separator
+    return ids
+
+
+def blocks_of(texts: list[str], tokenizer, block_size: int) -> torch.Tensor:
+    """Tokenize, join and cut into blocks: (blocks, block_size)."""
+    ids = token_ids(texts, tokenizer)
     count = len(ids) // block_size
     if count < 20:
         raise SystemExit(
@@ -238,7 +244,12 @@ def load_texts(dataset: str) -> list[str]:
         options = {} if kind == "json" else {"sample_by": "document"}
         data = load_dataset(kind, data_files=str(path), split="train", **options)
     else:
-        data = load_dataset(dataset, split="train")
+        try:
+            data = load_dataset(dataset, split="train")
+        except OSError as error:
+            raise SystemExit(
+                f"{dataset} is no file or folder, and no dataset of the Hub can be had: {error}"
+            ) from error
     if "text" not in data.column_names:
         raise SystemExit(f'{dataset} has the columns {data.column_names}; one of them must be called "text".')
     return data["text"]
