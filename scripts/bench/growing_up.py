@@ -18,7 +18,6 @@ from pydoc_data import topics
 
 import page
 import torch
-import torch._dynamo  # every first step of an optimizer would import it, seconds that are no training's
 from runs import collect, spread
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch._dynamo  # every first step of an optimizer would import it, seconds that are no training's
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
