@@ -105,11 +105,9 @@ def pretrained(name: str, build: Callable[[], PreTrainedModel], text: str, folde
 
 def quick_sources() -> tuple[list[str], list[str]]:
     """Two tiny random models and one text that every CPython carries."""
-    from pydoc_data import topics
+    from demo import english, train_tokenizer
 
-    from demo import train_tokenizer
-
-    SOURCES["Python's help"] = [topics.topics[name] for name in sorted(topics.topics)[:20]]
+    SOURCES["Python's help"] = english()[:20]
     tokenizer = train_tokenizer(SOURCES["Python's help"], 300)
     sizes = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": None}
     llama = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

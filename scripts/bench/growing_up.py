@@ -14,11 +14,11 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pydoc_data import topics
 
 import page
 import torch
 from runs import collect, spread
+from tasks import texts_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,8 +26,8 @@ from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.modeling import attentions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from demo import train_tokenizer
-from finetune import blocks_of, load_texts
+from demo import english, train_tokenizer
+from finetune import blocks_of
 
 NARROW, GUIDED, RANDOM, FULL = "narrow throughout", "guided growth", "random growth", "full width from scratch"
 UNROTATED = "full width from scratch, new dims unrotated"
@@ -313,9 +313,9 @@ def main() -> None:
         setting, seeds, rates = QUICK, seeds[:1], {row: several[:1] for row, several in RATES.items()}
     if arguments.text:
         name = "-".join(Path(arguments.text).parts[-2:])
-        texts = [part.replace("<unk>", "unk")[:4_000_000] for part in load_texts(arguments.text)]
+        texts = texts_of(arguments.text, longest=4_000_000)
     else:
-        name, texts = "pydoc_data.topics", [topics.topics[topic] for topic in sorted(topics.topics)]
+        name, texts = "pydoc_data.topics", english()
     blocks = blocks_of(texts, train_tokenizer(texts, VOCABULARY), TOKENS)
     BLOCKS[name] = blocks[torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))]
 
