@@ -267,18 +267,25 @@ def measure(folder: Path, row: str, rate: float, seed: int, setting: dict) -> di
 
 
 def tuned(setting: dict, folder: Path, kept: Path) -> dict[str, dict[float, dict]]:
-    """A run at each learning rate, on the tuning seed: and beyond an end that wins."""
+    """A run at each learning rate, on the tuning seed: beyond an end that wins, and for peft's rows at half steps."""
     found: dict[str, dict[float, dict]] = {name: {} for name in ROWS}
-    rates = setting["rates"]
-    wanted = {name: rates["all" if row.everything else "added"] for name, row in ROWS.items()} | {NONE: [0.0]}
-    while wanted:
+
+    def run(wanted: dict[str, list[float]]) -> None:
         asked = ((name, rate) for name, rates in wanted.items() for rate in rates)
         jobs = [{"row": name, "rate": rate, "seed": TUNING_SEED, "setting": setting} for name, rate in asked]
-        for run in collect(partial(measure, folder), jobs, kept):
-            found[run["row"]][run["rate"]] = run
+        for done in collect(partial(measure, folder), jobs, kept):
+            found[done["row"]][done["rate"]] = done
+
+    rates = setting["rates"]
+    run({name: rates["all" if row.everything else "added"] for name, row in ROWS.items()} | {NONE: [0.0]})
+    while True:
         best = {name: best_rate(of_row) for name, of_row in found.items() if len(of_row) > 1}
         wanted = {name: [rate * 3] for name, rate in best.items() if rate == max(found[name])}
         wanted |= {name: [rate / 3] for name, rate in best.items() if rate == min(found[name])}
+        if not wanted:
+            break
+        run(wanted)
+    run({name: [best[name] / 3**0.5, best[name] * 3**0.5] for name in PEFT if name in best})
     return found
 
 
@@ -340,7 +347,7 @@ rotation, so its pattern has rank {setting.head_dim}. It starts near an inductio
 Adapters have as many weights as {setting.dims} new dims of every layer's queries and keys, as whole ranks allow; at
 full rank more. Growth is at the start; unless a row says that all weights train, only adapters or new dims do. The
 control that width is what lacks: "{WIDE}", as wide as growth makes it, beside "{FULL}". AdamW without decay, one
-cosine, the rate of each row swept by factors of 3 on seed {TUNING_SEED}. Recall is the share of right numbers of
+cosine, the rate of each row swept by factors of 3, of peft's rows also at half steps, on seed {TUNING_SEED}. Recall is the share of right numbers of
 {16 * setting.held_out:,}; median (range) over seeds. "{NONE}" and "{WIDE}" took their time in pretraining.
 Names and steps were chosen, on seeds 100 and 0, so that width binds: with 256 names "{FULL}" did as well as growth.
 
