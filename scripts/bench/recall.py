@@ -171,8 +171,8 @@ def build(setting: Setting, extra: int, seed: int) -> SmolLM3ForCausalLM:
 def train(model: nn.Module, batches: list[Callable[[], dict]], rate: float) -> None:
     """AdamW without decay and one cosine over the batches, a step for each."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    if not weights:  # a growth may find nothing that holds
-        return
+    if not weights:
+        return  # a growth may find nothing that holds
     optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
     for batch in batches:
@@ -271,19 +271,17 @@ def tuned(setting: dict, folder: Path, kept: Path) -> dict[str, dict[float, dict
     found: dict[str, dict[float, dict]] = {name: {} for name in ROWS}
 
     def run(wanted: dict[str, list[float]]) -> None:
-        asked = ((name, rate) for name, rates in wanted.items() for rate in rates)
-        jobs = [{"row": name, "rate": rate, "seed": TUNING_SEED, "setting": setting} for name, rate in asked]
-        for done in collect(partial(measure, folder), jobs, kept):
+        asked = [{"row": name, "rate": rate} for name, rates in wanted.items() for rate in rates]
+        shared = {"seed": TUNING_SEED, "setting": setting}
+        for done in collect(partial(measure, folder), [shared | job for job in asked], kept):
             found[done["row"]][done["rate"]] = done
 
-    rates = setting["rates"]
-    run({name: rates["all" if row.everything else "added"] for name, row in ROWS.items()} | {NONE: [0.0]})
-    while True:
+    run({name: setting["rates"]["all" if row.everything else "added"] for name, row in ROWS.items()} | {NONE: [0.0]})
+    wanted = found
+    while wanted:
         best = {name: best_rate(of_row) for name, of_row in found.items() if len(of_row) > 1}
         wanted = {name: [rate * 3] for name, rate in best.items() if rate == max(found[name])}
         wanted |= {name: [rate / 3] for name, rate in best.items() if rate == min(found[name])}
-        if not wanted:
-            break
         run(wanted)
     run({name: [best[name] / 3**0.5, best[name] * 3**0.5] for name in PEFT if name in best})
     return found
@@ -347,9 +345,10 @@ rotation, so its pattern has rank {setting.head_dim}. It starts near an inductio
 Adapters have as many weights as {setting.dims} new dims of every layer's queries and keys, as whole ranks allow; at
 full rank more. Growth is at the start; unless a row says that all weights train, only adapters or new dims do. The
 control that width is what lacks: "{WIDE}", as wide as growth makes it, beside "{FULL}". AdamW without decay, one
-cosine, the rate of each row swept by factors of 3, of peft's rows also at half steps, on seed {TUNING_SEED}. Recall is the share of right numbers of
-{16 * setting.held_out:,}; median (range) over seeds. "{NONE}" and "{WIDE}" took their time in pretraining.
-Names and steps were chosen, on seeds 100 and 0, so that width binds: with 256 names "{FULL}" did as well as growth.
+cosine, the rate of each row swept by factors of 3, of peft's rows also at half steps, on seed {TUNING_SEED}. Recall is
+the share of right numbers of {16 * setting.held_out:,}; median (range) over seeds. "{NONE}" and "{WIDE}" took their
+time in pretraining. Names and steps were chosen, on seeds 100 and 0, so that width binds: with 256 names "{FULL}" did
+as well as growth.
 
 ## Recall by number of pairs
 
@@ -372,8 +371,7 @@ def draw_page(setting: Setting, runs: dict[str, list[dict]], plt):
         values = [sorted(run["recall"][str(pairs)] for run in of_row) for pairs in setting.asked]
         style = "--" if ROWS[name].adapter else ":" if ROWS[name].everything else "-"
         (line,) = panel.plot(setting.asked, [statistics.median(v) for v in values], style, marker=".", label=name)
-        ends = [v[0] for v in values], [v[-1] for v in values]
-        panel.fill_between(setting.asked, *ends, color=line.get_color(), alpha=0.15)
+        panel.fill_between(setting.asked, *zip(*((v[0], v[-1]) for v in values)), color=line.get_color(), alpha=0.15)
     panel.set(xlabel="pairs in the book", ylabel="numbers recalled", xscale="log", ylim=(None, 1.01))
     panel.set_xticks(setting.asked, setting.asked)
     panel.minorticks_off()
@@ -388,7 +386,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: shows that it runs")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     setting, seeds = (QUICK, [TUNING_SEED]) if arguments.quick else (Setting(), arguments.seeds)
     plain = json.loads(json.dumps(asdict(setting)))
     folder, kept = arguments.output / "recall_models", arguments.output / "recall.jsonl"
