@@ -24,8 +24,7 @@ from urllib.parse import urlsplit
 
 import torch
 from accelerate import Accelerator
-from demo import english, train_tokenizer
-from finetune import blocks_of, split
+from demo import blocks_of, english, train_tokenizer
 from peft import PeftModel, get_peft_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, PrinterCallback, Trainer, TrainingArguments
@@ -61,7 +60,10 @@ output.mkdir(parents=True, exist_ok=True)
 # %%
 texts = english()
 tokenizer = train_tokenizer(texts, 512)
-rows, held_out_rows = split(blocks_of(texts, tokenizer, 64), seed=0)
+blocks = blocks_of(texts, tokenizer, 64)
+blocks = blocks[torch.randperm(len(blocks))]
+unseen = blocks[:128]  # to measure on, and never to train on
+held_out, rows = ([{"input_ids": ids, "labels": ids} for ids in part] for part in (unseen, blocks[128:]))
 config = LlamaConfig(
     vocab_size=len(tokenizer),
     hidden_size=64,
@@ -104,7 +106,7 @@ def train(steps: int) -> None:
 @torch.no_grad()
 def held_out_loss(of) -> float:
     """Mean loss of a model on the held-out rows, in nats a token."""
-    return of.eval()(input_ids=held_out_rows.blocks, labels=held_out_rows.blocks).loss.item()
+    return of.eval()(input_ids=unseen, labels=unseen).loss.item()
 
 
 train(120)
@@ -118,7 +120,7 @@ print(f"After {len(losses)} steps: training loss {losses[-1][1]:.3f}, held-out l
 # were, to the bit.
 
 # %%
-sample = held_out_rows.blocks[:2]
+sample = unseen[:2]
 with torch.no_grad():
     before = model(sample).logits
     patch_model(model)
@@ -147,7 +149,7 @@ for view in attention_views(model):
 # follow; the gain is what 4 new dims should take off the loss of new batches. It is tried on a copy: nothing grows yet.
 
 # %%
-growth_batches = list(itertools.islice(batches, 16))
+growth_batches = list(itertools.islice(batches, 12))
 measured = Grower(copy.deepcopy(model), GrowthConfig(qk_dims=4, v_dims=4)).grow(growth_batches)
 for layer in measured.layers:
     print(f"Layer {layer.layer}, {layer.kind}: starvation {layer.starvation:.2f}, gain {layer.predicted_gain:.4f}.")
@@ -199,7 +201,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     use_cpu=True,
 )
-trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=held_out_rows, callbacks=[growth])
+trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=held_out, callbacks=[growth])
 trainer.remove_callback(PrinterCallback)  # the reports are enough to read
 trainer.train()
 save_report(growth.reports, output / "report.html", trainer.state.log_history)
