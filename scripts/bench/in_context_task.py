@@ -85,6 +85,9 @@ def draw(setting: Setting, rows: int, generator: torch.Generator, dims: int | No
     Values have unit variance, so a squared error is one over the number of dims in the units of Garg et al.
 
     Args:
+        setting: of the task.
+        rows: how many sequences.
+        generator: draws them.
         dims: only so many dims of x are not zero; None for all.
     """
     dims = dims or setting.dims
