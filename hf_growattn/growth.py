@@ -37,7 +37,7 @@ _SEARCH_BATCHES = 8  # enough to find a step on; what it gains is then measured 
 
 
 class Grower:
-    """Grows the attention of a patched model on batches of the user's own data.
+    """Grows the attention of a patched model on batches of the user's own data, as `mathematics.md` derives it.
 
     Args:
         model: a model that `patch_model` has seen, or one loaded from a grown checkpoint; also a peft model of one
@@ -54,8 +54,6 @@ class Grower:
     Raises:
         ValueError: the model is not patched, model or optimizer are sharded, adapters add prompts or new dims of their
             own, or an estimator for comparison is to run in several processes.
-
-    Source: drafts 000 and 001, mended; `mathematics.md` beside this file derives what is computed.
     """
 
     def __init__(self, model: PreTrainedModel, config: GrowthConfig, optimizer=None, accelerator=None):
