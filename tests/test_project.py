@@ -61,12 +61,12 @@ def run(script, *arguments):
 
 
 def test_the_demo_in_a_short_form(tmp_path):
-    out = run("demo.py", "--steps", "4", "--output", tmp_path)
+    out = run("demo.py", "--steps", "2", "--output", tmp_path)
     assert "patterns" in out and "Reloaded in a fresh process: largest difference of the logits 0.00e+00" in out
     figures = json.loads((tmp_path / "figures.json").read_text())
     (growth,) = figures["growths"]
-    assert growth["step"] == 2
-    assert figures["with_growth"]["held_out"][-1][0] == figures["without_growth"]["held_out"][-1][0] == 4
+    assert growth["step"] == 1
+    assert figures["with_growth"]["held_out"][-1][0] == figures["without_growth"]["held_out"][-1][0] == 2
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "sample.pt").exists()
 
