@@ -77,7 +77,7 @@ def test_fine_tuning_any_model_on_any_text(tmp_path):
     (tmp_path / "texts").mkdir()
     file, output = tmp_path / "texts" / "play.txt", tmp_path / "out"
     file.write_text(text)
-    options = ["--output_dir", output, "--max_steps", "4", "--growth-batches", "2", "--qk-dims", "8"]
+    options = ["--output_dir", output, "--max_steps", "2", "--growth-batches", "2", "--qk-dims", "8"]
     out = run("finetune.py", "--model", data_path("models", "stories260K"), "--dataset", file, *options)
     assert "Held-out loss" in out and "8 -> 16" in out and (output / "model.safetensors").exists()
     assert "16 -> 24" in run("finetune.py", "--model", output, "--dataset", file.parent, *options)
