@@ -73,8 +73,7 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
 
     Raises:
         TypeError: `model` is not patched.
-        ValueError: no stock class can hold it, the target is unknown, the model is sharded, or `directory` is a file;
-            the message says why and what to do.
+        ValueError: no stock class can hold it, or the target is unknown; the message says why and what to do.
         RuntimeError: the reloaded checkpoint computes something else; nothing is left of it.
     """
     if not isinstance(model, GrowableModelMixin):

@@ -65,9 +65,6 @@ class GrowableModelMixin:
         cannot be replaced, as the current directory or a mount, the files are, one after the other.
 
         The code of the classes goes along, so that `trust_remote_code=True` loads it where this library is not.
-
-        Raises:
-            ValueError: `save_directory` is a file.
         """
         target = Path(save_directory).resolve()
         if kwargs.get("distributed_checkpoint"):
@@ -94,12 +91,7 @@ class GrowableModelMixin:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load as `PreTrainedModel.from_pretrained` does, and say of a damaged checkpoint what to do.
-
-        Raises:
-            OSError: there is no checkpoint, or its weights are not whole.
-            RuntimeError: the weights and config.json are not of the same save, so that a part would stay random.
-        """
+        """Load as `PreTrainedModel.from_pretrained` does, and say of a damaged checkpoint what to do."""
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except Exception as error:
