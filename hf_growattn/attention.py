@@ -86,6 +86,10 @@ class GrowableAttention(Widths):
 
         Returns:
             The output, (batch, tokens, hidden_size), and the attention weights where the implementation gives them.
+
+        Raises:
+            ValueError: the widths are unequal, and the implementation takes one width for all layers (continuous
+                batching, vLLM); the message names the way out.
         """
         row = self.architecture
         query, key, value = self._project(hidden_states)

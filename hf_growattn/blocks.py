@@ -75,11 +75,18 @@ def measure_moments(
     `undisturbed`.
 
     Args:
+        model: the patched model.
+        attentions: those of its layers to measure.
+        kinds: patterns, messages or both.
         batches: dicts for `model(**batch)`; a two-dimensional "attention_mask" tells padding.
         ridge: fraction of the mean eigenvalue to add.
+        tick: called after each batch.
 
     Returns:
         One block for each layer and kind, in this order, and the mean loss of the batches.
+
+    Raises:
+        ValueError: a batch gives no loss, or none that is finite.
     """
     sums, outputs = {}, {}
     for attention in attentions:  # a rank without batches brings zeros

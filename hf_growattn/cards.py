@@ -125,7 +125,11 @@ def push_folder(
 ) -> CommitInfo:
     """Push the files of a folder as one commit, and take weights of a former push away that they do not replace.
 
-    `HfApi.upload_folder` may make several commits, between which the repository holds half a model.
+    `HfApi.upload_folder` may make several commits, between which the repository holds half a model. The arguments after
+    `repo_id`, which must be there, are as for `push_model`.
+
+    Raises:
+        huggingface_hub.errors.HfHubHTTPError: the Hub refused, and has nothing of it.
     """
     api = HfApi()
     if revision is not None and not create_pr and not revision.startswith("refs/pr"):
@@ -168,8 +172,21 @@ def push_model(
         model: the grown model.
         repo_id: where to; made if it is not there.
         reports: of the growths; with them the card is written anew, else a card that the repository has is kept.
+        commit_message: first line of the commit.
+        commit_description: the rest of it.
+        private: make a new repository private.
+        token: of a user who may write; None takes the one of `hf auth login` or HF_TOKEN.
+        revision: branch to push to, made if it is not there; None means the main one.
+        create_pr: open a pull request instead.
+        max_shard_size: size of a file of weights at most, in bytes or as in "5GB".
+        tags: for the card, beside those of this library.
 
-    The rest is as for `PreTrainedModel.push_to_hub`.
+    Returns:
+        The commit; it is the only one, so that the repository never holds half a model.
+
+    Raises:
+        ValueError: the model is not growable.
+        huggingface_hub.errors.HfHubHTTPError: the Hub refused; nothing was changed there but for an empty repository.
     """
     repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     reports = list(reports)

@@ -143,7 +143,8 @@ def bottleneck(whitened: Tensor, stacked_basis: Tensor, shared_basis: Tensor) ->
         stacked_basis: `column_basis(C_a^(1/2) W_a)`, (G, g a, k).
         shared_basis: `column_basis(C_b^(1/2) W_b)`, (G, b, k).
 
-    Source: the tangent space of draft 001 eq. 1.1, in the whitened metric.
+    Source: the tangent space of draft 001 eq. 1.1, in the whitened metric; the idea is the expressivity bottleneck of
+    Verbockhaven et al., "Growing tiny networks", TMLR 2024.
     """
     right = project_out(whitened.transpose(-1, -2), shared_basis).transpose(-1, -2)
     return project_out(right, stacked_basis)
@@ -194,8 +195,11 @@ def step_factors(
     `gamma` multiply both by `sqrt(gamma)`.
 
     Args:
-        u, sigma, v: whitened directions, (G, g a, p), (G, p), (G, b, p).
-        stacked_whitening, shared_whitening: `C_a^(-1/2)` (a, a) or a scalar, and `C_b^(-1/2)` (b, b).
+        u: whitened directions of the stacked side, (G, g a, p).
+        sigma: their sizes, (G, p).
+        v: whitened directions of the shared side, (G, b, p).
+        stacked_whitening: `C_a^(-1/2)`, (a, a) or a scalar.
+        shared_whitening: `C_b^(-1/2)`, (b, b).
         heads: number of query heads `H`.
 
     Source: draft 000 section 2, whitened, and descending.
@@ -215,7 +219,8 @@ def tangent_step(
     Args:
         stacked_gradient: `M W_b`, the whitened gradient of the loss in `W_a`, (G, g a, k).
         shared_gradient: `M^T W_a`, the same in `W_b`, (G, b, k).
-        stacked, shared: the whitened factors `W_a` (G, g a, k) and `W_b` (G, b, k).
+        stacked: the whitened factors `W_a`, (G, g a, k).
+        shared: the whitened factors `W_b`, (G, b, k).
 
     Source: draft 001 section 1.1, whose `-T W_K`, `-T^T W_Q` are not steepest in the logits.
     """
@@ -244,8 +249,13 @@ def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, 
     is `gamma` times as large. New dims by themselves are linear in the step: both of their sides carry its square root.
 
     Args:
-        stacked_step, shared_step: whitened `dW_a` (G, g a, k) and `dW_b` (G, b, k).
-        stacked, shared: the whitened factors, in the same shapes.
+        stacked_step: whitened `dW_a`, (G, g a, k).
+        shared_step: whitened `dW_b`, (G, b, k).
+        stacked: the whitened factors `W_a`, (G, g a, k).
+        shared: the whitened factors `W_b`, (G, b, k).
+
+    Returns:
+        A scalar; 0 for a step of zero.
 
     Source: draft 001 section 1.5, the direct form, in the pooled metric.
     """
@@ -257,7 +267,9 @@ def balanced_factors(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Te
     """Return the best factors of `L R^T` with `rank` columns, each with the square root of the singular values.
 
     Args:
-        left, right: whitened, (G, n, k) and (G, m, k), for any `k`; their product is never formed.
+        left: whitened, (G, n, k), for any `k`; the product is never formed.
+        right: whitened, (G, m, k).
+        rank: how many columns to return.
 
     Returns:
         (G, n, rank) and (G, m, rank); zero columns where the product has a smaller rank.
@@ -274,7 +286,10 @@ def balanced_factors(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Te
 
 
 def decreasing(values: Tensor) -> Tensor:
-    """Return the non-increasing sequence nearest to `values` in the mean square, (p,): neighbours out of order pool."""
+    """Return the non-increasing sequence nearest to `values` in the mean square, (p,): neighbours out of order pool.
+
+    Source: Ayer et al., "An empirical distribution function for sampling with incomplete information", 1955.
+    """
     pools: list[list[float]] = []  # [sum, count]
     for value in values.tolist():
         pools.append([value, 1])

@@ -38,7 +38,7 @@ _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on al
 
 
 class Grower:
-    """Grows the attention of a patched model on batches of the user's own data.
+    """Grows the attention of a patched model on batches of the user's own data, as `mathematics.md` derives it.
 
     Args:
         model: a model that `patch_model` has seen, or one loaded from a grown checkpoint; also a peft model of one
@@ -53,8 +53,8 @@ class Grower:
     A state loaded into the model and then into the optimizer may have other widths: both follow it.
 
     Raises:
-        ValueError: the model is not patched, model or optimizer are sharded, adapters add prompts, or an estimator for
-            comparison is to run in several processes.
+        ValueError: the model is not patched, model or optimizer are sharded, adapters add prompts or new dims of their
+            own, or an estimator for comparison is to run in several processes.
     """
 
     def __init__(self, model: PreTrainedModel, config: GrowthConfig, optimizer=None, accelerator=None):
@@ -86,9 +86,13 @@ class Grower:
                 their own labels. They are read once, and kept for the passes over them. Each half of them judges what
                 the other found, so there must be two sequences at least; a few dozen batches are better.
 
+        Returns:
+            What was measured and done; prints as a table.
+
         Raises:
-            ValueError: no batches or a single sequence, no loss or none that is finite, weights that cannot be trained
-                (frozen, quantized, on the meta device, inference tensors) or resized (adapters other than plain LoRA),
+            RuntimeError: under torch.distributed, the growth failed in another process, whose own error says why.
+            ValueError: no batches or a single sequence, a loss or gradients that are not finite, weights that cannot be
+                trained (frozen, quantized, on the meta device, inference tensors) or resized (other than plain LoRA),
                 an optimizer without the model's parameters or with a state that cannot be widened, or a layer that does
                 not exist or is as wide as it can be. The message names the fix.
         """

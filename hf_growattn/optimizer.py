@@ -65,6 +65,7 @@ def swap_parameters(optimizers: list[torch.optim.Optimizer], resizes) -> None:
     """Put new parameters in the places of old ones, in one step: groups, order and state stay.
 
     Args:
+        optimizers: bare ones, as `check_optimizers` has found them fit.
         resizes: records with `old`, `new` (parameters), `axis`, `kept` and `steepness`, and with `carry`, which copies
             a tensor of the old shape into one of the new; `Widths.widen` gives them. Where nothing is kept,
             momentum starts anew.

@@ -20,6 +20,7 @@ def register_architecture(row: Architecture) -> None:
     files does not travel with a checkpoint.
 
     Raises:
+        ModuleNotFoundError: there is no modeling module of that name.
         ValueError: the family has a row already, AutoConfig does not know its type, or the row names what the family
             does not have.
     """
@@ -51,8 +52,9 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
-        ValueError: its `config.model_type` is unknown (the message lists the known ones), or an attention module runs
-            a forward that is not the stock one.
+        ValueError: its `config.model_type` is unknown (the message lists the known ones), its family refuses this
+            variant, an attention module runs a forward that is not the stock one, or the model runs the code that came
+            with its checkpoint. The model is as it was then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

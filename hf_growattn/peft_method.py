@@ -288,6 +288,9 @@ def initialize_growattn_weights(
         batches: as for `Grower.grow`.
         adapter_name: which adapter to write; it may be inactive.
 
+    Returns:
+        The report of that growth.
+
     Raises:
         ValueError: there is no such adapter, or it is merged; otherwise as `Grower.grow`.
     """

@@ -67,6 +67,7 @@ def svg(draw: Callable, name: str) -> str:
     """Draw one panel as an SVG element whose colours are variables of the page.
 
     Args:
+        draw: draws into the panel that it is given.
         name: goes before every id, so that the pictures of one page do not mix theirs.
     """
     text = io.StringIO()
@@ -105,6 +106,7 @@ def draw_losses(panel, runs: Iterable[tuple[str, dict, str]], growths: Iterable[
     """Draw the losses of trainings by step, and where they grew.
 
     Args:
+        panel: axes of matplotlib.
         runs: for each its name in the legend, its `loss_curves` and its colour.
         growths: steps of the growths.
     """
@@ -179,6 +181,9 @@ def draw_map(panel, report, title: str, values: list[float | None], most: float,
     """Draw a number for each layer and kind as a map with the numbers in it.
 
     Args:
+        panel: axes of matplotlib.
+        report: a `GrowthReport`.
+        title: above the panel.
         values: one for each of the report's layers, or None.
         most: what the darkest colour stands for.
         form: how they are written.

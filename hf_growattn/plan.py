@@ -130,8 +130,13 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
     itself overstates how much more one layer needs than another: its leading directions are learned within a few steps.
 
     Args:
+        config: one with a budget.
+        changes: the `candidates`.
         prices: for each change what a unit of `worth_of` is worth in its kind, which makes the kinds comparable.
         parameters: number of the model's weights, of which a fractional budget is a share.
+
+    Returns:
+        For each change what is bought of it, which may be 0 dims.
     """
     budget = config.budget if isinstance(config.budget, int) else int(config.budget * parameters)
     gains, costs, ends = [], [], []

@@ -143,8 +143,10 @@ class GrowthReport:
         """Write a page for people, one HTML file that opens offline; `save_report` writes one of several growths.
 
         Args:
-            path, history, command: as for `save_report`.
+            path: the file; its folder is made if it is not there.
+            history: of the losses: `trainer.state.log_history`, or (step, loss) of the training.
             step: the optimizer step of the growth, where the history does not know it.
+            command: what was run; by default the command line of this process, without its secrets. "" leaves it out.
 
         Raises:
             ImportError: matplotlib is not installed.

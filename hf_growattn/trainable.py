@@ -36,6 +36,8 @@ def trainable_parameters(
     growth writes them, and training moves the adapter's new entries.
 
     Args:
+        chosen: the attention modules to resize.
+        kinds: patterns, messages or both.
         frozen: let all of them be frozen, as cutting does.
 
     Raises:

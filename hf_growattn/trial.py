@@ -142,6 +142,7 @@ class Trial:
         """Write the weights for a step `gamma` of each change; zeros keep the function.
 
         Args:
+            steps: one for each change; 0 leaves it without effect.
             half: take the directions that one half of the batches found by itself, 0 or 1; None takes those of both.
         """
         for write, step in zip(self.writes, steps):
@@ -180,7 +181,10 @@ def measure_steepness(
     the same place count as one, as in training. Call inside `undisturbed`.
 
     Args:
+        model: the grown model.
+        resizes: of parameters whose optimizer follows the size of gradients.
         batches: this rank's; the first `STEEPNESS_BATCHES` of them are used.
+        tick: called after each batch.
     """
     if not resizes:
         return

@@ -57,8 +57,12 @@ def trim_model(
         What was cut; prints as a table.
 
     Raises:
-        ValueError: the model is not patched or sharded, carries adapters where it has grown, or the batches give no
-            finite loss; an optimizer without the model's parameters. The message names the fix.
+        RuntimeError: under torch.distributed, the trim failed in another process, whose own error says why.
+        ValueError: `max_loss_increase` is not a number of at least 0; the model is not patched, is sharded, or carries
+            adapters where it has grown; the batches give no finite loss; the optimizer lacks the model's parameters; or
+            it is called inside `torch.inference_mode()`. The message names the fix.
+
+    Source: draft 000 section 2, the best product of a smaller rank, whitened.
     """
     if not (isinstance(max_loss_increase, (int, float)) and 0 <= max_loss_increase < math.inf):
         raise ValueError(

@@ -28,6 +28,9 @@ class FactoredMatrix:
     Attributes:
         left: (a, k), for any `k`, zero included.
         right: (b, k).
+
+    Raises:
+        ValueError: the factors are not two matrices with as many columns.
     """
 
     def __init__(self, left: Tensor, right: Tensor):

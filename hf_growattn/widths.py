@@ -1,7 +1,7 @@
-"""The weights of an attention module head by head, and how its widths change: `Widths`, the half of
-`GrowableAttention` that does not compute.
+"""The weights of an attention module head by head, and how its widths change.
 
-Per head the weights are laid out `[old dims | new dims]`, and so are their biases.
+`Widths` is the half of `GrowableAttention` that does not compute. Per head the weights are laid out
+`[old dims | new dims]`, and so are their biases.
 """
 
 from dataclasses import dataclass

@@ -38,8 +38,10 @@ def figures(source: dict, grown: list[dict], plain: list[dict] | None, before: d
 
     Args:
         source: `source_of` the training.
-        grown, plain: log histories of the training with growth, and of the one without.
-        before, after: `size_of` the model.
+        grown: log history of the training with growth.
+        plain: of the one without; None if there was none.
+        before: `size_of` the model before the training.
+        after: the same after it.
         seconds: wall time of the training with growth, since it was started or resumed, without the growths.
         difference: largest difference of the logits after reloading.
     """

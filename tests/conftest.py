@@ -12,7 +12,15 @@ from hf_growattn import patch_model
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("GROWATTN_TEST_DATA", ROOT.parent / "shared" / "data"))
 
+# The files that take longest, begun first: with two workers, a long one that begins last would leave the other idle.
+LONGEST = ("attention", "benchmarks", "training", "contract", "finetune", "hub", "project", "export", "plan", "tour")
+
 torch.set_num_threads(1)  # models this small are slower on more
+
+
+def pytest_collection_modifyitems(items):
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(autouse=True)

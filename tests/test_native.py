@@ -50,7 +50,7 @@ def without_library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("native")
     jobs, expected = {}, {}
 
-    def add(name, path, auto_class="AutoModelForCausalLM", new_tokens=40, kwargs=None, **more):
+    def add(name, path, auto_class="AutoModelForCausalLM", new_tokens=12, kwargs=None, **more):
         jobs[name] = {"path": str(path), "auto_class": auto_class, "new_tokens": new_tokens, "kwargs": kwargs or {}}
         jobs[name].update(more, input_ids=tokens().tolist())
         source = folder / "gpt2" if name == "hub" else path

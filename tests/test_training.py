@@ -82,20 +82,15 @@ def test_two_processes_train_as_one(unbroken, tmp_path):
     assert_same(load(tmp_path / "optimizer-0.pt"), load(tmp_path / "optimizer-1.pt"))
 
 
-def test_killed_after_a_growth_and_resumed(unbroken, tmp_path):
+def test_resumed_from_before_a_growth_killed_after_it_and_resumed(unbroken, tmp_path):
     loop, output, losses = unbroken
-    assert run(loop, tmp_path, "--die-at", "6").returncode == -signal.SIGKILL
+    shutil.copytree(output / "checkpoint-2", tmp_path / "checkpoint-2")
+    killed = run(loop, tmp_path, "--resume", str(tmp_path / "checkpoint-2"), "--die-at", "6")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     again = trained(loop, tmp_path, "--resume", str(tmp_path / "checkpoint-6"))
     assert again[12] == losses[12]
     assert_same(load(output / "weights-0.pt"), load(tmp_path / "weights-0.pt"))
     assert_same(load(output / "optimizer-0.pt"), load(tmp_path / "optimizer-0.pt"))
-
-
-def test_resumed_from_before_the_first_growth(unbroken, tmp_path):
-    loop, output, losses = unbroken
-    shutil.copytree(output / "checkpoint-2", tmp_path / "checkpoint-2")
-    again = trained(loop, tmp_path, "--resume", str(tmp_path / "checkpoint-2"))
-    assert again[12] == losses[12]
 
 
 def test_what_growing_together_must_bear():

@@ -28,8 +28,10 @@ def balance(stacked: Tensor, shared: Tensor, stacked_rms: Tensor, shared_rms: Te
     steps have one size for all weights then turns neither side faster than the other.
 
     Args:
-        stacked, shared: new columns, (H, a, p) and (G, b, p); a column of either side may be zero and then stays even.
-        stacked_rms, shared_rms: root mean squares of the existing weights, scalars.
+        stacked: new columns, (H, a, p); one that is zero on either side stays even.
+        shared: new columns, (G, b, p).
+        stacked_rms: root mean square of the existing weights of that side, a scalar.
+        shared_rms: the same of the other side.
     """
     groups = len(shared)
     on_stacked = stack_groups(stacked, groups).square().mean(-2).sqrt() / stacked_rms  # (G, p)

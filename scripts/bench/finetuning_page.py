@@ -176,7 +176,11 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
     """Write the page.
 
     Args:
+        output: folder of the page.
+        runs: figures of the trainings.
+        sweeps: losses by learning rate, from which the rates were chosen, for each table and model.
         setting: as a dict.
+        seeds: of the runs.
         names: `growth`, the row that the aims are about; `peft`, all rows of peft's alone; `patterns`, what may only
             change patterns; `none`, what full fine-tuning is without growth; `shown`, what the picture shows.
     """

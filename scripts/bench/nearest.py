@@ -198,6 +198,11 @@ def measure(setting: dict, row: dict, seed: int, learning_rate: float, schedule:
     """Run a row and return its figures.
 
     Args:
+        setting: a `Setting` as a dict.
+        row: a `Row` as a dict.
+        seed: of the weights and the data.
+        learning_rate: of the whole training.
+        schedule: name of the learning rate's.
         folder: keeps what rows have in common, the training before the change.
     """
     of, chosen = Setting(**setting), Row(**row)

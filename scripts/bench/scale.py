@@ -47,7 +47,8 @@ def describe(query: Tensor, key: Tensor, scale: float, causal: bool) -> dict[str
     """Variance of the logits and entropy of their softmax, each over the keys of a query, then the mean.
 
     Args:
-        query, key: (batch, heads, tokens, width).
+        query: (batch, heads, tokens, width).
+        key: the same shape.
         scale: the softmax scale.
         causal: whether queries see no later keys; queries that see a single key are left out then.
     """
