@@ -5,6 +5,7 @@ from .attention import GrowableAttention
 from .cards import model_card
 from .export import ExportReport, export_model
 from .growth import Grower
+from .pages import save_report
 from .patch import patch_model, register_architecture, unpatch_model
 from .plan import GrowthConfig
 from .report import GrowthReport, TrimReport
@@ -25,6 +26,7 @@ __all__ = [
     "model_card",
     "patch_model",
     "register_architecture",
+    "save_report",
     "trim_model",
     "unpatch_model",
 ]

@@ -2,10 +2,15 @@
 
 import io
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 from rich.console import Console
 from rich.table import Table
+
+from . import pages, pictures
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ class LayerGrowth:
     quadratic_ratio: float = 0.0
 
     @property
+    def taken(self) -> list[bool]:
+        """For each direction whether it was grown."""
+        return [self.step_size > 0 and strength > 0 for strength in self.strength]
+
+    @property
     def in_sample_gain(self) -> float:
         """First-order decrease of the loss on the growth batches at the step that was taken, in the loss's unit."""
         new = sum(gain * strength for gain, strength in zip(self.in_sample, self.strength))
@@ -52,6 +62,18 @@ class LayerGrowth:
         """First-order decrease of the loss that new batches should show, from the validated gains of the new dims."""
         new = sum(gain * strength for gain, strength in zip(self.validated, self.strength))
         return self.step_size * (new + self.existing_validated)
+
+    def cells(self) -> list[str]:
+        """The row of the table of `GrowthReport.columns`."""
+        steps = (f"{self.in_sample_gain:.4f}", f"{self.predicted_gain:.4f}", f"{self.step_size:.3g}")
+        return [
+            str(self.layer),
+            self.kind,
+            _width(self.width),
+            f"{self.starvation:.2f}",
+            f"{sum(strength > 0 for strength in self.strength)} of {len(self.strength)}",
+            *(steps if self.step_size > 0 else ["-"] * 3),
+        ]
 
 
 @dataclass(frozen=True)
@@ -65,7 +87,10 @@ class GrowthReport:
         line_search: mean loss, of some of the growth batches, at every common step that was tried; by the step of the
             first layer and kind, where kinds differ.
         seconds: wall time of each phase.
+        columns: of the table.
     """
+
+    columns: ClassVar = ("layer", "kind", "width", "starvation", "directions", "gain", "validated gain", "step")
 
     loss_before: float
     loss_after: float
@@ -104,23 +129,42 @@ class GrowthReport:
         return figures
 
     def __str__(self) -> str:
-        table = Table("layer", "kind", "width", "starvation", "directions", "gain", "validated gain", "step")
+        table = Table(*self.columns)
         for layer in self.layers:
-            grown = layer.step_size > 0
-            table.add_row(
-                str(layer.layer),
-                layer.kind,
-                _width(layer.width),
-                f"{layer.starvation:.2f}",
-                f"{sum(s > 0 for s in layer.strength)} of {len(layer.strength)}",
-                f"{layer.in_sample_gain:.4f}" if grown else "-",
-                f"{layer.predicted_gain:.4f}" if grown else "-",
-                f"{layer.step_size:.3g}" if grown else "-",
-            )
-        timing = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
-        return f"{_printed(table)}{self._outcome()}\nTime: {timing}."
+            table.add_row(*layer.cells())
+        return f"{_printed(table)}{self.outcome()}\n{self.timing()}"
 
-    def _outcome(self) -> str:
+    def _repr_html_(self) -> str:
+        return pages.fragment(self)
+
+    def save(
+        self, path: str | Path, history: Iterable = (), step: int | None = None, command: str | None = None
+    ) -> None:
+        """Write a page for people, one HTML file that opens offline; `save_report` writes one of several growths.
+
+        Args:
+            path, history, command: as for `save_report`.
+            step: the optimizer step of the growth, where the history does not know it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        pages.save_report([self], path, history, None if step is None else [step], command)
+
+    def plot(self):
+        """Draw what was measured as a `matplotlib.figure.Figure`: shown by a notebook, written by its `savefig`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return pictures.plotted(self)
+
+    def timing(self) -> str:
+        """How long each phase took, in a sentence."""
+        return f"Time: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.seconds.items())}."
+
+    def outcome(self) -> str:
+        """What came of it, in a sentence."""
         if self.applied:
             return (
                 f"Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the growth batches (first order promised "

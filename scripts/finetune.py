@@ -5,7 +5,7 @@
 
 `--model` is a path or Hub id, `--dataset` a text file, a folder of text files or a Hub id. Every option of Trainer
 works: optimizers, schedulers, precision, checkpoints and trackers. The trained model is saved, reloaded in a fresh
-process to compare logits, and left with `growth.png` and `figures.json`.
+process to compare logits, and left with `report.html`, `growth.png` and `figures.json`.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_growattn import GrowthCallback, GrowthConfig, patch_model
+from hf_growattn import GrowthCallback, GrowthConfig, patch_model, save_report
 from hf_growattn.trainer import GROWN_BASE
 
 
@@ -339,6 +339,8 @@ def run(model, tokenizer, blocks: torch.Tensor, dataset: str, growth: GrowthArgu
     figures = results.figures(source, trainer.state.log_history, None, before, after, seconds, difference)
     if first:
         results.write(figures, output)
+        if callback.reports:  # a resumed run may have grown before it stopped
+            save_report(callback.reports, output / "report.html", trainer.state.log_history)
     if twin is not None:
         plain_training = copy.copy(training)
         plain_training.output_dir = str(output / "without_growth")

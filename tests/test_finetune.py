@@ -71,6 +71,7 @@ def test_with_and_without_growth(compared):
     assert f"{growth['held_out'][0]:.4f}" in out and "16 16 -> 20 20" in out and "without growth" in out
     assert "Reloaded in a fresh process: largest difference of the logits 0.00e+00" in out
     assert (output / "growth.png").read_bytes().startswith(b"\x89PNG") and not (output / "sample.pt").exists()
+    assert "grew at step 12<" in (output / "report.html").read_text()
     assert (output / "tokenizer.json").exists() and (output / "checkpoint-24").exists()
 
 

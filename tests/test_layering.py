@@ -24,7 +24,9 @@ MAY_IMPORT = {
     "estimators": {"gradients", "blocks", "functional"},
     "trial": {"gradients", "probe", "attention", "widths", "functional", "ranks"},
     "plan": {"trial", "estimators", "gradients", "blocks", "probe", "functional"},
-    "report": set(),
+    "pictures": set(),
+    "pages": {"pictures"},
+    "report": {"pages", "pictures"},
     "sharding": set(),
     "growth": {
         *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
@@ -39,7 +41,7 @@ MAY_IMPORT = {
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
     "cards": {"report", "modeling", "configuration"},
     "__init__": {
-        *("architectures", "attention", "cards", "export", "growth", "patch", "plan", "report"),
+        *("architectures", "attention", "cards", "export", "growth", "pages", "patch", "plan", "report"),
         *("trainer", "trim", "views"),
     },
 }

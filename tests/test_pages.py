@@ -1,0 +1,206 @@
+"""The report as a page: whole, escaped, offline, and looked at by a real browser where there is one."""
+
+import html
+import re
+import sys
+from html.parser import HTMLParser
+
+import browser
+import pytest
+import torch
+from families import build, lm_batches
+
+from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, save_report
+from hf_growattn.functional import step_factors
+
+ODD = "python <script>alert(1)</script> --name \"a&b\" 'c' {{ 7 * 7 }} </code>"
+EMPTY = GrowthReport(1.0, 1.0, [], 0, {1.0: float("inf")}, {})
+VOID = {"meta", "link"}
+
+
+@pytest.fixture(scope="module")
+def grown():
+    return Grower(patch_model(build("llama-2")), GrowthConfig(budget=0.02)).grow(lm_batches(4))
+
+
+@pytest.fixture(scope="module")
+def rolled_back():
+    """A growth all of whose steps go uphill."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "hf_growattn.functional.step_factors",
+            lambda *args: [s * (-1) ** i for i, s in enumerate(step_factors(*args))],
+        )
+        return Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, layers=[1])).grow(lm_batches())
+
+
+@pytest.fixture(scope="module")
+def history(grown, rolled_back):
+    """As Trainer keeps it: a growth at step 4 and one at step 8, and a loss that was not finite."""
+    losses = [{"step": step, "loss": 4.0 - step / 8 if step != 6 else float("nan")} for step in range(1, 12)]
+    evaluated = [{"step": step, "eval_loss": 4.1 - step / 8} for step in (0, 6, 11)]
+    growths = [{**report.figures(), "step": step, "epoch": 1.0} for report, step in ((grown, 4), (rolled_back, 8))]
+    return sorted([*losses, *evaluated, *growths], key=lambda entry: entry["step"])
+
+
+class Page(HTMLParser):
+    """The tags, attributes and text of a page whose every tag is closed where it should be."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.attributes, self.words, self._open = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attributes):
+        self.handle_startendtag(tag, attributes)
+        self._open += [] if tag in VOID else [tag]
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def read(path) -> Page:
+    """A page that holds nothing that could run, or ask for something."""
+    page = Page(path.read_text(encoding="utf-8"))
+    assert not {"script", "img", "iframe", "object", "embed", "base", "image"} & set(page.tags)
+    for name, value in page.attributes:
+        assert not name.startswith("on")
+        assert name not in ("src", "href", "xlink:href") or value.startswith(("#", "data:"))
+        assert "url(" not in (value or "") or "url(#" in value
+    assert "@import" not in page.text
+    names = [value for name, value in page.attributes if name == "id"]
+    assert len(names) == len(set(names))
+    used = {value[1:] for name, value in page.attributes if name == "xlink:href"}
+    assert used <= set(names)
+    return page
+
+
+def test_a_growth_as_a_page(grown, tmp_path):
+    assert grown.applied
+    grown.save(tmp_path / "new" / "report.html", command=ODD)
+    page = read(tmp_path / "new" / "report.html")
+    assert ODD in page.text and "49" not in page.text.split("How this came about")[1].split(" hf_growattn")[0]
+    (top,) = [layer for layer in grown.layers if layer.predicted_gain == max(g.predicted_gain for g in grown.layers)]
+    assert f"Layer {top.layer}'s" in page.text and f"{top.starvation:.0%} of the gradient" in page.text
+    assert grown.outcome() in page.text and grown.timing() in page.text
+    for layer in grown.layers:
+        assert " ".join(layer.cells()) in page.text
+        assert f"Layer {layer.layer}, {layer.kind}: {sum(layer.taken)} of {len(layer.strength)}." in page.text
+        assert all(f"{gain:.3g}" in page.text for gain in (*layer.in_sample, *layer.validated))
+    assert f"torch {torch.__version__}" in page.text and "Line search" in page.text and "Loss by step" not in page.text
+    assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "report.html"]
+
+
+def test_all_growths_of_a_training_on_its_loss_curve(grown, rolled_back, history, tmp_path):
+    assert not rolled_back.applied
+    save_report([grown, rolled_back, EMPTY], tmp_path / "report.html", history)
+    page = read(tmp_path / "report.html")
+    assert "Growth 1, at step 4" in page.text and "Growth 2, at step 8" in page.text and "Growth 3 " in page.text
+    assert "no step lowers the loss" in page.text and "Loss by step" in page.text and "held out" in page.text
+    assert "pytest" in page.text.split("How this came about")[1]
+    save_report([rolled_back], tmp_path / "report.html", history)  # as a resumed training knows the last one only
+    assert "How the attention grew at step 8 " in read(tmp_path / "report.html").text
+
+
+def test_losses_of_a_loop_of_ones_own(grown, tmp_path):
+    grown.save(tmp_path / "a.html", [(1, 3.0), (2, 2.5)], step=1, command="")
+    page = read(tmp_path / "a.html")
+    assert "Loss by step" in page.text and "training" in page.text and "--name" not in page.text
+    with pytest.raises(ValueError, match="1 reports and 2 steps"):
+        save_report([grown], tmp_path / "a.html", steps=[1, 2])
+    with pytest.raises(ValueError, match="There is no growth to show"):
+        save_report([], tmp_path / "a.html")
+
+
+def test_the_command_line_without_secrets(grown, tmp_path, monkeypatch):
+    words = "python train.py --hub_token abc --tokenizer words --api-key=def x=hf_0123456789abcdef --max_steps 3"
+    monkeypatch.setattr(sys, "orig_argv", ["/home/me/bin/python", *words.split()[1:]])
+    grown.save(tmp_path / "a.html")
+    shown = "python train.py --hub_token '***' --tokenizer words '--api-key=***' 'x=***' --max_steps 3"
+    assert shown in read(tmp_path / "a.html").text
+
+
+@pytest.mark.parametrize("where", ["pathlib.Path.write_text", "os.replace"])
+def test_a_page_is_written_whole_or_not_at_all(where, grown, tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    path.write_text("the former one")
+
+    def full(target, *rest, **options):
+        with open(target, "w") as file:
+            file.write("half")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, full)
+        with pytest.raises(OSError, match="No space"):
+            grown.save(path)
+    assert path.read_text() == "the former one" and list(tmp_path.iterdir()) == [path]
+    grown.save(path)
+    assert path.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_without_matplotlib(grown, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for draw in (grown.plot, lambda: grown.save(tmp_path / "a.html")):
+        with pytest.raises(ImportError, match="pip install matplotlib"):
+            draw()
+    assert list(tmp_path.iterdir()) == []
+    assert html.escape(grown.outcome()) in grown._repr_html_()
+
+
+def test_in_a_notebook(grown, rolled_back):
+    for report in (grown, rolled_back):
+        fragment = Page(report._repr_html_())
+        assert "html" not in fragment.tags and "script" not in fragment.tags and "table" in fragment.tags
+        assert all(f"{layer.starvation:.2f}" in fragment.text for layer in report.layers)
+        figure = report.plot()
+        titles = [panel.get_title(loc="left") for panel in figure.axes]
+        assert titles[:3] == ["Starvation", "Validated gain", "Line search"]
+        assert set(titles[3:]) == {f"Layer {layer.layer}, {layer.kind}" for layer in report.layers}
+        assert figure._repr_png_().startswith(b"\x89PNG")
+    EMPTY.plot()
+    assert "Nothing was grown" in EMPTY._repr_html_()
+
+
+@pytest.mark.skipif(not browser.found(), reason=f"no browser here: one of {', '.join(browser.NAMES)}")
+def test_in_a_real_browser(grown, rolled_back, history, tmp_path):
+    """No console error, no request but for the page, no sideways scrolling, and colours that follow the reader's."""
+    grown.save(tmp_path / "one.html", command=ODD)
+    save_report([grown, rolled_back, EMPTY], tmp_path / "all.html", history)
+    (tmp_path / "bad.html").write_text("<img src='http://outside.invalid/a.png'><script>console.log(1); no()</script>")
+    colors = "['body', 'svg text', 'td'].map(name => getComputedStyle(document.querySelector(name)))"
+    with browser.Browser() as reader:
+        reader.open((tmp_path / "bad.html").as_uri())
+        assert len(reader.requests) == 2 and len(reader.errors) >= 2  # so it would notice
+        for name in ("one", "all"):
+            seen = {}
+            for scheme, width in (("light", 1000), ("light", 400), ("dark", 1000), ("dark", 400)):
+                address = (tmp_path / f"{name}.html").as_uri()
+                reader.open(address, width, scheme)
+                assert reader.errors == [] and reader.requests == [address]
+                assert reader.value("document.documentElement.scrollWidth") <= width
+                assert reader.value("document.querySelectorAll('svg').length") >= 3
+                paper, *inks = reader.value(
+                    f"{colors}.map((s, i) => i ? (i > 1 ? s.color : s.fill) : s.backgroundColor)"
+                )
+                assert all(abs(_light(ink) - _light(paper)) > 0.5 for ink in inks)
+                seen[scheme] = paper
+            assert _light(seen["light"]) > 0.8 and _light(seen["dark"]) < 0.2
+            assert len(reader.picture()) > 10_000
+
+
+def _light(color: str) -> float:
+    """How light a color is, 0 to 1."""
+    return sum(map(int, re.findall(r"\d+", color)[:3])) / 765
