@@ -73,7 +73,7 @@ def model_card(
     config = model.config
     if not config.model_type.startswith(PREFIX):
         raise ValueError(f"{type(model).__name__} is not growable: the card is for models that patch_model has seen.")
-    figures = figures or {"growths": [_growth(report) for report in reports]}
+    figures = figures or {"growths": [growth_figures(report) for report in reports]}
     base_model, base_name, licence = _origin(base_model or figures.get("base_model", config.name_or_path))
     auto_class, task = task_of(type(model).__name__)
     dataset = figures.get("dataset") or ""
@@ -189,7 +189,13 @@ def _card_on_hub(repo_id: str, token: bool | str | None) -> ModelCard | None:
         return None
 
 
-def _growth(report: GrowthReport) -> dict:
+def source_of(base_model: str, dataset: str) -> dict:
+    """What the training started from, for the model card: Hub ids, or whole paths that cannot be taken for one."""
+    names = {"base_model": base_model, "dataset": dataset}
+    return {key: str(Path(name).resolve()) if name and Path(name).exists() else name for key, name in names.items()}
+
+
+def growth_figures(report: GrowthReport) -> dict:
     """One growth as `figures.json` has it, of what a report alone knows."""
     return {
         "growth_batches": [report.loss_before, report.loss_after],

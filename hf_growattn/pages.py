@@ -78,8 +78,9 @@ def sentence(report) -> str:
     ]
     top = max(grown, key=lambda layer: layer.predicted_gain)
     what, taken = " and ".join(where), sum(sum(layer.taken) for layer in grown)
+    grew = "grew" if report.kept else "would grow"
     return (
-        f"{what[0].upper()}{what[1:]} grew: {taken} directions there lower the loss on batches that they were not "
+        f"{what[0].upper()}{what[1:]} {grew}: {taken} directions there lower the loss on batches that they were not "
         f"chosen from. Layer {top.layer}'s {_NAMES[top.kind]} ({top.width[0]} to {top.width[1]} wide) promised most; "
         f"{top.starvation:.0%} of the gradient was beyond their former width."
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import functional as F
+from .attention import GrowableAttention
 from .blocks import Block
 from .estimators import ESTIMATORS
 from .gradients import Gradient
@@ -138,7 +139,7 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
         stops = [n for n in range(1, change.dims + 1) if (width + n) % config.multiple_of == 0]
         spans = list(zip([0, *stops], stops))
         gains.append([price * values[start:stop].sum().item() for start, stop in spans])
-        costs.append([(stop - start) * parameters_of_a_dim(block) for start, stop in spans])
+        costs.append([(stop - start) * parameters_of_a_dim(block.attention, block.kind) for start, stop in spans])
         ends.append([0, *stops])
     taken = F.allocate(gains, costs, budget)
     dims = [stops[count] for stops, count in zip(ends, taken)]
@@ -161,10 +162,10 @@ def strength_of(gradient: Gradient) -> Tensor:
     return (_smooth(gradient) / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp(0, 1)
 
 
-def parameters_of_a_dim(block: Block) -> int:
-    """Weights that one more dim of every head adds to a block, its adapters among them."""
-    attention, count = block.attention, 0
-    for role in (block.kind.stacked, block.kind.shared):
+def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
+    """Weights that one more dim of every head adds, its adapters among them."""
+    count = 0
+    for role in (kind.stacked, kind.shared):
         for module, name, axis in attention.parameters_along(role):
             parameter = getattr(module, name)
             count += attention.heads_of(role) * (parameter.numel() // parameter.shape[axis])

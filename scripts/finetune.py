@@ -19,7 +19,6 @@ from typing import Literal
 
 import results
 import torch
-from datasets import load_dataset
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import (
@@ -36,6 +35,8 @@ from transformers import logging as transformers_logging
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model, save_report
+from hf_growattn.cards import source_of
+from hf_growattn.texts import blocks_of, load_texts
 from hf_growattn.trainer import GROWN_BASE
 
 
@@ -211,39 +212,6 @@ class Progress(ProgressCallback):
             tqdm.write(f"Step {state.global_step}: {', '.join(told)}")
 
 
-def blocks_of(texts: list[str], tokenizer, block_size: int) -> torch.Tensor:
-    """Tokenize, join with the end-of-text token and cut into blocks: (blocks, block_size)."""
-    separator = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    ids: list[int] = []
-    for text in tqdm(texts, desc="tokenizing", leave=False, disable=None):
-        ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + separator
-    count = len(ids) // block_size
-    if count < 20:
-        raise SystemExit(
-            f"The text has {len(ids)} tokens, too few for blocks of {block_size}; add text or shorten them."
-        )
-    return torch.tensor(ids[: count * block_size]).view(count, block_size)
-
-
-def load_texts(dataset: str) -> list[str]:
-    """Read a text file, a folder of text files, or the column "text" of a Hub dataset's training split."""
-    path = Path(dataset)
-    if path.is_dir():
-        files = sorted(str(file) for file in path.rglob("*.txt"))
-        if not files:
-            raise SystemExit(f"No .txt files in {path}.")
-        return load_dataset("text", data_files=files, split="train", sample_by="document")["text"]
-    if path.is_file():
-        kind = "json" if path.suffix in (".json", ".jsonl") else "text"
-        options = {} if kind == "json" else {"sample_by": "document"}
-        data = load_dataset(kind, data_files=str(path), split="train", **options)
-    else:
-        data = load_dataset(dataset, split="train")
-    if "text" not in data.column_names:
-        raise SystemExit(f'{dataset} has the columns {data.column_names}; one of them must be called "text".')
-    return data["text"]
-
-
 def split(blocks: torch.Tensor, seed: int) -> tuple[Blocks, Blocks]:
     """Shuffle the blocks and set a tenth of them aside: rows to train on, and held-out ones."""
     shuffled = blocks[torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))]
@@ -316,7 +284,7 @@ def reloaded_difference(model, sample: torch.Tensor, output: Path) -> float:
 
 def run(model, tokenizer, blocks: torch.Tensor, dataset: str, growth: GrowthArguments, training, lora_rank=0) -> None:
     """Train with growth and save, then train without it where asked; leave picture and figures beside the model."""
-    source = results.source_of(model.config.name_or_path, dataset)
+    source = source_of(model.config.name_or_path, dataset)
     data = split(blocks, training.seed)
     callback = growth.callback(training.seed, training.half_of(len(data[0])))
     twin = copy.deepcopy(model) if growth.compare else None
@@ -379,9 +347,12 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(chosen.model)
     model = AutoModelForCausalLM.from_pretrained(chosen.model)
-    with training.main_process_first():  # one reads, the others find it in the cache
-        texts = load_texts(text.dataset)
-    blocks = blocks_of(texts, tokenizer, text.block_size)
+    try:
+        with training.main_process_first():  # one reads, the others find it in the cache
+            texts = load_texts(text.dataset)
+        blocks = blocks_of(texts, tokenizer, text.block_size)
+    except (ValueError, ImportError) as error:
+        raise SystemExit(str(error)) from error
     run(model, tokenizer, blocks, text.dataset, growth, training, chosen.lora_rank)
 
 

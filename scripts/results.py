@@ -27,12 +27,6 @@ def size_of(model) -> dict:
     }
 
 
-def source_of(base_model: str, dataset: str) -> dict:
-    """What the training started from, for the model card: Hub ids, or whole paths that cannot be taken for one."""
-    names = {"base_model": base_model, "dataset": dataset}
-    return {key: str(Path(name).resolve()) if name and Path(name).exists() else name for key, name in names.items()}
-
-
 def figures(source: dict, grown: list[dict], plain: list[dict] | None, before: dict, after: dict, seconds, difference):
     """Gather all figures as one dict for JSON.
 

@@ -16,6 +16,7 @@ from hub_server import Hub, Repository, card_errors
 from huggingface_hub import HfApi, ModelCard
 
 from hf_growattn import Grower, GrowthConfig, model_card, patch_model
+from hf_growattn.cards import source_of
 from hf_growattn.modeling import attentions
 
 TOKEN = "hf_neverToBeSeenAnywhere"
@@ -48,7 +49,7 @@ def checkpoint(grown, tmp_path_factory):
         {"step": 8, "eval_loss": 2.0},
     ]
     before, after = results.size_of(patch_model(build("llama-2"))), results.size_of(model)
-    source = results.source_of("someone/base", "someone/words")
+    source = source_of("someone/base", "someone/words")
     figures = results.figures(source, history, None, before, after, 1.0, 0.0)
     (folder / "figures.json").write_text(json.dumps(figures))
     (folder / "growth.png").write_bytes(b"\x89PNG")

@@ -1,0 +1,129 @@
+"""Checkpoints as the command line handles them: load, write whole, and make ready for the Hub."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import transformers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from .cards import CARD, FIGURES, PICTURE, growth_figures, model_card, source_of, task_of
+from .configuration import PREFIX
+from .export import export_model
+from .modeling import take_place
+from .report import GrowthReport
+
+_CAUSAL = "AutoModelForCausalLM"
+
+
+def load_model(name: str, causal: bool = False) -> PreTrainedModel:
+    """Load a checkpoint, stock or grown, by the Auto class of its task, in evaluation mode.
+
+    Args:
+        name: a folder or a Hub id.
+        causal: whether it must be a language model that predicts the next token.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is damaged, or it has another task; the message names the fix.
+    """
+    config = _loaded(AutoConfig, name, "model")
+    auto_class, task = task_of((config.architectures or ["ForCausalLM"])[0])
+    if causal and auto_class not in (_CAUSAL, "AutoModel"):
+        raise ValueError(
+            f"{name} is a model for {task}. This command reads plain text, which needs a model that predicts the next "
+            "token; grow others in Python, with hf_growattn.Grower and your own batches."
+        )
+    return _loaded(getattr(transformers, _CAUSAL if causal else auto_class), name, "model").eval()
+
+
+def load_tokenizer(name: str):
+    """Load the tokenizer of a checkpoint.
+
+    Raises:
+        ValueError: it has none that can be loaded.
+    """
+    return _loaded(AutoTokenizer, name, "tokenizer")
+
+
+def _loaded(auto_class: type, name: str, what: str):
+    if Path(name).is_dir() and not (Path(name) / "config.json").exists():
+        raise ValueError(f"There is no checkpoint in {name}: name a folder that save_pretrained wrote (config.json).")
+    try:
+        return auto_class.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        if Path(name).exists():
+            raise ValueError(f"The {what} in {name} cannot be loaded: {error}") from error
+        raise ValueError(
+            f"{name} is no folder here, and its {what} cannot be loaded from the Hub. Check the name and the network; "
+            f"for a private model run `hf auth login`. ({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error
+
+
+def load_grown(checkpoint: Path):
+    """Load a grown model of any task from a folder, and its tokenizer, None if it has none.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it did not grow.
+    """
+    model = load_model(str(checkpoint))
+    if not model.config.model_type.startswith(PREFIX):
+        raise ValueError(
+            f"{checkpoint} holds a stock {model.config.model_type} model, which did not grow: it can be used and "
+            "pushed as it is, without this library."
+        )
+    has_tokenizer = (checkpoint / "tokenizer_config.json").exists()
+    return model, load_tokenizer(str(checkpoint)) if has_tokenizer else None
+
+
+@contextlib.contextmanager
+def written_whole(directory: Path) -> Iterator[Path]:
+    """Give a folder to write into, which takes the place of `directory` at the end, or is removed after an error."""
+    directory = directory.resolve()
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        take_place(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def figures_of(report: GrowthReport, base_model: str, dataset: str, parameters: int) -> dict:
+    """What a growth leaves in `figures.json`, for the card: its source, the parameters before it, and what it did."""
+    return {
+        **source_of(base_model, dataset),
+        "before": {"parameters": parameters},
+        "growths": [growth_figures(report)],
+    }
+
+
+def card_of(checkpoint: Path, model: PreTrainedModel, repo_id: str, form: str = "native", base: str | None = None):
+    """The model card of a grown checkpoint, with the figures and the picture that lie beside its weights.
+
+    Args:
+        base: Hub id of the model that grew; by default as the figures know it.
+    """
+    figures, picture = checkpoint / FIGURES, checkpoint / PICTURE
+    told = json.loads(figures.read_text()) if figures.exists() else None
+    return model_card(model, repo_id, form, figures=told, base_model=base, picture=picture.exists())
+
+
+def write_publication(checkpoint: Path, folder: Path, repo_id: str, form: str, base: str | None = None) -> None:
+    """Write all that is pushed into an empty folder: the model in one of its forms, tokenizer, card and picture.
+
+    Raises:
+        ValueError: there is no grown checkpoint, or no stock form of it.
+    """
+    model, tokenizer = load_grown(checkpoint)
+    if form == "stock":
+        export_model(model, folder, tokenizer=tokenizer)
+    else:
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    if (checkpoint / PICTURE).exists():
+        shutil.copy(checkpoint / PICTURE, folder / PICTURE)
+    card_of(checkpoint, model, repo_id, form, base).save(folder / CARD)
