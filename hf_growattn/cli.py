@@ -52,7 +52,7 @@ from .plan import KINDS, GrowthConfig, parameters_of_a_dim
 from .report import GrowthReport
 from .texts import load_texts, sampled_batches
 
-FAILED, USAGE, NOTHING, INTERRUPTED = 1, 2, 3, 130
+FAILED, NOTHING, INTERRUPTED = 1, 3, 130  # wrong usage is 2, by typer
 _REPORT = "report.html"
 _TOLD = (ValueError, OSError, ImportError)  # whose messages say what to do
 
@@ -67,13 +67,14 @@ growattn measure gpt2 my_text.txt  (does the width hold them back on this text?)
 
 growattn grow gpt2 my_text.txt -o grown  (a wider model, ready to be trained on)
 
-MODEL is a folder that save_pretrained wrote, or a Hub id; stock or grown. A text is a .txt file, a folder of them, a
-.jsonl file whose lines have a "text", or the Hub id of a dataset.
+MODEL is a folder that save_pretrained wrote, or a Hub id; stock or grown.
+
+DATA is a .txt file, a folder of them, a .jsonl file whose lines have a "text", or the Hub id of a dataset.
 """
-EXIT_CODES = """
-Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing was grown, or not starved; 130 interrupted,
-nothing was written.
-"""
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing was grown, or not starved; "
+    "130 interrupted, nothing was written."
+)
 
 
 class _Commands(TyperGroup):

@@ -48,7 +48,7 @@ def _entries(file: Path) -> list[str]:
     text = _read(file)
     try:
         listed = text.lstrip().startswith("[")
-        entries = json.loads(text) if listed else [json.loads(line) for line in text.splitlines() if line.strip()]
+        entries = json.loads(text) if listed else [json.loads(line) for line in text.split("\n") if line.strip()]
     except json.JSONDecodeError as error:
         raise ValueError(
             f'{file} is not JSON ({error}); write one entry in a line, as in {{"text": "..."}}, or name the file .txt.'
