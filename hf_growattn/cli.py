@@ -61,11 +61,9 @@ Find out whether a language model's attention is too narrow for your text, and w
 
 Three steps, none of which changes the model that you name:
 
-growattn inspect gpt2  (how wide are the heads, and how much of that do they use?)
-
-growattn measure gpt2 my_text.txt  (does the width hold them back on this text?)
-
-growattn grow gpt2 my_text.txt -o grown  (a wider model, ready to be trained on)
+- `growattn inspect gpt2`: how wide are the heads, and how much of that do they use?
+- `growattn measure gpt2 my_text.txt`: does the width hold them back on this text?
+- `growattn grow gpt2 my_text.txt -o grown`: a wider model, ready to be trained on
 
 MODEL is a folder that save_pretrained wrote, or a Hub id; stock or grown.
 
@@ -101,6 +99,7 @@ app = typer.Typer(
     help=HELP,
     epilog=EXIT_CODES,
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -262,7 +261,7 @@ def _ready(model: str, data: str, budget: int | float, batches: int, batch_size:
     if largest >= loaded.get_input_embeddings().num_embeddings:
         raise ValueError(f"The tokenizer in {model} has a token {largest}, which the model lacks: they do not belong.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _say(f"Measuring on {len(drawn)} batches of {batch_size} x {block_size} tokens, on {device}.")
+    _say(f"Measuring on {sum(map(len, drawn))} rows of {block_size} tokens, on {device}.")
     return loaded.to(device), tokenizer, [batch.to(device) for batch in drawn]
 
 

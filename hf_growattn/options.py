@@ -14,16 +14,14 @@ def budget_of(text: str) -> int | float:
         value = float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no number; write 1%, 0.01 or 20000.") from None
-    if text.endswith("%") or value < 1:
-        inside = 0 < value < 1
-    else:
-        inside, value = value == int(min(value, 1e18)), int(min(value, 1e18))
+    share = text.endswith("%") or value < 1
+    inside = 0 < value < 1 if share else value.is_integer()
     if not inside:
         raise typer.BadParameter(
             f"{text!r} is out of range; write a share of the model's weights between 0 and 1, such as 1% or 0.01, or a "
             "whole number of weights, such as 20000."
         )
-    return value
+    return value if share else int(value)
 
 
 def new_folder(folder: Path | None) -> Path | None:

@@ -107,12 +107,12 @@ def blocks_of(texts: Iterable[str], tokenizer, block_size: int, most: int | None
 def sampled_batches(
     texts: list[str], tokenizer, batches: int, batch_size: int, block_size: int, seed: int = 0
 ) -> list[torch.Tensor]:
-    """Draw batches to grow on from all over the texts; fewer, or smaller, if there is less text.
+    """Draw batches to grow on from all over the texts; fewer if there is less text.
 
     Only what is drawn is tokenized, so that a text may be long.
 
     Returns:
-        At least two batches of input_ids, (batch_size, block_size) each.
+        Tensors of input_ids, (batch_size, block_size) each; smaller where the text does not fill two of them.
 
     Raises:
         ValueError: the texts are too short.
@@ -122,4 +122,7 @@ def sampled_batches(
     rows = max(batches * batch_size, _FEWEST_BLOCKS)
     blocks = blocks_of(pieces, tokenizer, block_size, most=rows)[: batches * batch_size]
     blocks = blocks[torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))]
+    whole = len(blocks) // batch_size
+    if whole >= 2:  # a loss is the mean over batches: in a small one each row would count more
+        blocks = blocks[: whole * batch_size]
     return list(blocks.split(batch_size))
