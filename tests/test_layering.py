@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "gradients": {"blocks", "probe", "attention", "functional", "ranks"},
     "estimators": {"gradients", "blocks", "functional"},
     "trial": {"gradients", "probe", "attention", "widths", "functional", "ranks"},
-    "plan": {"trial", "estimators", "gradients", "blocks", "probe", "functional"},
+    "plan": {"attention", "trial", "estimators", "gradients", "blocks", "probe", "functional"},
     "pictures": set(),
     "pages": {"pictures"},
     "report": {"pages", "pictures"},
