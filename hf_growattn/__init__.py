@@ -1,5 +1,7 @@
 """Attention that grows: widen the heads of Hugging Face models where the loss asks for it."""
 
+import importlib
+
 from .architectures import Architecture
 from .attention import GrowableAttention
 from .cards import model_card
@@ -32,10 +34,15 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+# Found when they are asked for, since they import what few need: transformers' Trainer, and peft, which is optional.
+_ON_DEMAND = {
+    "GrowthCallback": "trainer",
+    "GrowAttnConfig": "peft_method",
+    "initialize_growattn_weights": "peft_method",
+}
+
 
 def __getattr__(name: str):
-    if name == "GrowthCallback":  # Trainer imports every integration that is installed: only for those who use it
-        from .trainer import GrowthCallback
-
-        return GrowthCallback
+    if name in _ON_DEMAND:
+        return getattr(importlib.import_module(f".{_ON_DEMAND[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -136,7 +136,8 @@ class GrowableAttention(Widths):
         row, roles, batch_shape = self.architecture, ("query", "key", "value"), hidden_states.shape[:-1]
         if row.fused:
             sizes = [heads * self.width_of(role) for heads, role in zip(self._heads_in_group, roles)]
-            projected = self.projection_of("query")(hidden_states).unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
+            projected = self.projection_of("query")(hidden_states).view(*batch_shape, -1, sum(sizes))
+            projected = projected.split_with_sizes(sizes, dim=-1)
         else:
             projected = [self.projection_of(role)(hidden_states) for role in roles]
         query, key, value = (x.view(*batch_shape, -1, self.width_of(role)) for x, role in zip(projected, roles))
@@ -158,8 +159,9 @@ class GrowableAttention(Widths):
         rotated = cos.shape[-1]
         if rotated == query.shape[-1]:
             return self.rotate(query, key, cos, sin)
-        query_old, query_new = query.split((rotated, query.shape[-1] - rotated), dim=-1)
-        key_old, key_new = key.split((rotated, key.shape[-1] - rotated), dim=-1)
+        # Plain `split` takes twice as long to say the same.
+        query_old, query_new = query.split_with_sizes((rotated, query.shape[-1] - rotated), dim=-1)
+        key_old, key_new = key.split_with_sizes((rotated, key.shape[-1] - rotated), dim=-1)
         query_old, key_old = self.rotate(query_old, key_old, cos, sin)
         return _side_by_side(query_old, query_new), _side_by_side(key_old, key_new)
 

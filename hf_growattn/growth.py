@@ -314,7 +314,7 @@ def growable_model(model: nn.Module) -> nn.Module:
     """The patched model inside DistributedDataParallel, DataParallel, torch.compile and peft's wrappers.
 
     Raises:
-        ValueError: there is none, or peft adds prompts.
+        ValueError: there is none, or peft adds prompts or new dims of its own.
     """
     while not isinstance(model, GrowableModelMixin):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
@@ -324,6 +324,11 @@ def growable_model(model: nn.Module) -> nn.Module:
         model = inner
     if not isinstance(model, GrowableModelMixin):
         raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
+    if any(attention.extension is not None for attention in attentions(model)):
+        raise ValueError(
+            "The model carries adapters of GrowAttnConfig, which growth would not see. Call merge_and_unload() first, "
+            "or start an adapter where growth would: initialize_growattn_weights(peft_model, batches)."
+        )
     return model
 
 

@@ -80,21 +80,27 @@ def _of_hub(dataset: str) -> list[str]:
     return data["text"]
 
 
-def blocks_of(texts: Iterable[str], tokenizer, block_size: int, most: int | None = None) -> torch.Tensor:
-    """Tokenize, join with the end-of-text token and cut into blocks: (blocks, block_size).
-
-    Args:
-        most: stop there; by default all is tokenized.
-
-    Raises:
-        ValueError: the texts are too short.
-    """
+def token_ids(texts: Iterable[str], tokenizer, most: int | None = None) -> list[int]:
+    """Tokenize and join with the end-of-text token; stop after the text that reaches `most` tokens."""
     separator = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     ids: list[int] = []
     for text in tqdm(texts, desc="tokenizing", leave=False, disable=None):
         ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + separator
-        if most is not None and len(ids) >= most * block_size:
+        if most is not None and len(ids) >= most:
             break
+    return ids
+
+
+def blocks_of(texts: Iterable[str], tokenizer, block_size: int, most: int | None = None) -> torch.Tensor:
+    """Tokenize, join with the end-of-text token and cut into blocks: (blocks, block_size).
+
+    Args:
+        most: so many blocks, and no more is tokenized; by default all.
+
+    Raises:
+        ValueError: the texts are too short.
+    """
+    ids = token_ids(texts, tokenizer, None if most is None else most * block_size)
     count = min(len(ids) // block_size, most or len(ids))
     if count < _FEWEST_BLOCKS:
         raise ValueError(

@@ -231,10 +231,11 @@ class StepSearch:
         """
         changes = self.trial.changes
         self.loss_before = self.loss_at([0.0] * len(changes))
-        if near is None or not (loss := self.loss_at(near)) < self.loss_before:
-            steps, loss = self._together()
-        else:
+        close = near is not None and (loss := self.loss_at(near)) < self.loss_before
+        if close:
             steps, loss = self._scaled(near, loss, [True] * len(changes), (2.0, 2.0**0.5))
+        else:
+            steps, loss = self._together()
         kinds = list(dict.fromkeys(change.gradient.block.kind for change in changes))
         groups = (
             [[change.gradient.block.kind is kind for change in changes] for kind in kinds] if len(kinds) > 1 else []
@@ -242,7 +243,7 @@ class StepSearch:
         if refine:
             groups += [[change is other for change in changes] for other in changes]
         for group in groups if any(steps) else []:
-            steps, loss = self._scaled(steps, loss, group, (4.0, 2.0) if near is None or refine else (2.0,))
+            steps, loss = self._scaled(steps, loss, group, (2.0,) if close and not refine else (4.0, 2.0))
         return steps, loss
 
     def _together(self) -> tuple[list[float], float]:

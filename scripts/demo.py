@@ -16,6 +16,11 @@ from transformers import logging as transformers_logging
 DATASET = "the English that every CPython carries, its own documentation (pydoc_data.topics)"
 
 
+def english() -> list[str]:
+    """The articles of the documentation that every CPython carries."""
+    return [topics.topics[name] for name in sorted(topics.topics)]
+
+
 def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of the given size."""
     bpe = ByteLevelBPETokenizer()
@@ -33,7 +38,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     transformers_logging.disable_progress_bar()
-    texts = [topics.topics[name] for name in sorted(topics.topics)]
+    texts = english()
     tokenizer = train_tokenizer(texts, 1024)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -36,7 +36,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model, save_report
 from hf_growattn.cards import source_of
-from hf_growattn.texts import blocks_of, load_texts
+from hf_growattn.texts import blocks_of, load_texts, token_ids  # noqa: F401
 from hf_growattn.trainer import GROWN_BASE
 
 

@@ -41,6 +41,9 @@ MAY_IMPORT = {
         *("modeling", "configuration", "attention", "widths", "ranks"),
     },
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
+    "peft_method": {
+        *("growth", "plan", "report", "probe", "patch", "modeling", "attention", "adapters"),
+    },
     "cards": {"report", "modeling", "configuration"},
     "checkpoints": {"cards", "export", "modeling", "configuration", "report"},
     "inspection": {"report", "views", "modeling", "configuration"},

@@ -4,7 +4,7 @@
 
 Frozen base: only what a row adds is trained, with growth the new dims alone. Full fine-tuning: all weights train, with
 and without growth. Every row has a learning rate of its own, swept on a seed that is not reported. `--pretrain` also
-trains a small GPT-2 on a text and takes the leading rows there. The tables are named after the files.
+trains a small GPT-2 on a text and takes the leading rows there, on the first text. Tables are named after the files.
 """
 
 import argparse
@@ -23,18 +23,16 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 QUICK = Setting(steps=4, batch_size=2, block_size=16, measured=2, held_out=4, dims=1, sweeps=False)
 TUNING_SEED = 100
-CLOSE = 0.02  # how far above the best loss of the sweep a row may lie and still see every text and seed
-FEW = 3  # seeds that the other rows see, on the first text
 
 
 NONE, GUIDED, PATTERNS, LORA, LORA_QK = "no training", "growth", "growth of patterns", "LoRA", "LoRA on q, k"
-RANDOM = "random growth"
+RANDOM, TOGETHER = "random growth", "half growth, half LoRA"
 FROZEN = {
     NONE: Row(),
     GUIDED: Row((0.0,)),
     "growth in two steps": Row((0.0, 0.3)),
     RANDOM: Row((0.0,), config={"estimator": "random"}),
-    "half growth, half LoRA": Row((0.0,), share=0.5, adapter="LoRA"),
+    TOGETHER: Row((0.0,), share=0.5, adapter="LoRA"),
     LORA: Row(adapter="LoRA"),
     "AdaLoRA": Row(adapter="AdaLoRA"),
     "EVA": Row(adapter="EVA"),
@@ -107,11 +105,9 @@ def pretrained(name: str, build: Callable[[], PreTrainedModel], text: str, folde
 
 def quick_sources() -> tuple[list[str], list[str]]:
     """Two tiny random models and one text that every CPython carries."""
-    from pydoc_data import topics
+    from demo import english, train_tokenizer
 
-    from demo import train_tokenizer
-
-    SOURCES["Python's help"] = [topics.topics[name] for name in sorted(topics.topics)[:20]]
+    SOURCES["Python's help"] = english()[:20]
     tokenizer = train_tokenizer(SOURCES["Python's help"], 300)
     sizes = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": None}
     llama = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -128,9 +124,11 @@ def main() -> None:
     parser.add_argument(
         "--text", nargs="+", help="texts: files, also of JSON lines, or Hub ids; rates are swept on the first"
     )
-    parser.add_argument("--pretrain", help="text on which a small GPT-2 is trained, which takes the leading rows too")
+    parser.add_argument(
+        "--pretrain", help="text to train a small GPT-2 on, which takes the leading rows on the first text"
+    )
     parser.add_argument("--gpt2", type=Path, default=Path("scripts/output/gpt2"), help="where that GPT-2 is kept")
-    parser.add_argument("--rows", nargs="+", choices=[*FROZEN, *FULL], help="some of the rows")
+    parser.add_argument("--rows", nargs="+", choices=[*FROZEN, *FULL], help="these rows, on every text")
     parser.add_argument("--steps", type=int, default=Setting.steps, help="batches that every row sees")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -154,6 +152,7 @@ def main() -> None:
     kept = arguments.output / "finetuning.jsonl"
     runs, sweeps, led = [], [], []
     for place, model in enumerate(models):
+        texts = texts if place == 0 else texts[:1]
         for text in texts:
             data(model, text, setting.block_size)  # here, so that the processes of the runs find it
         tables = TABLES if place == 0 else {FROZEN_TABLE: {row: FROZEN[row] for row in led}}
@@ -163,13 +162,13 @@ def main() -> None:
             sweeps.append({"table": table, "model": model, "losses": swept})
             rates = {row: min(losses, key=losses.get) for row, losses in swept.items()}
             lowest = {row: min(losses.values()) for row, losses in swept.items()}
-            led = led or leading(lowest)
+            led = led or (rows if arguments.rows else leading(lowest))
             jobs = [
                 job(table, model, text, row, rates[row], seed, setting)
                 for seed in seeds
                 for text in texts
                 for row in rows
-                if row in led or (text == texts[0] and (seed in seeds[:FEW] or table == FULL_TABLE))
+                if row in led or (text == texts[0] and (table == FULL_TABLE or row in (PATTERNS, LORA_QK)))
             ]
             runs += collect(measure, jobs, kept)
     names = {"growth": GUIDED, "peft": PEFT, "patterns": (PATTERNS, LORA_QK), "none": ["no growth"]}
@@ -178,10 +177,10 @@ def main() -> None:
 
 
 def leading(lowest: dict[str, float]) -> list[str]:
-    """The rows that see every text and seed: the plain ones, and others that grow once at most and come close."""
-    best = min(loss for row, loss in lowest.items() if row != NONE)
-    close = [row for row, loss in lowest.items() if loss < best + CLOSE and len(FROZEN[row].growths) < 2]
-    return [row for row in lowest if row in (NONE, GUIDED, RANDOM, LORA, *close)]
+    """The rows that see every text: the plain ones, both together, and the best of peft's in the sweep."""
+    peft = [row for row in lowest if row in PEFT]
+    best = min(peft, key=lowest.get) if peft else None
+    return [row for row in lowest if row in (NONE, GUIDED, RANDOM, TOGETHER, LORA, best)]
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ class Results:
         return statistics.median(run["loss"] for run in self.of(row, text).values())
 
     def best(self, group: str, text: str) -> str:
-        """The row of a group that ends lowest on a text."""
-        return min((row for row in self.groups[group] if row in self.rows), key=partial(self._key, text))
+        """The row of a group that ends lowest on a text, of those that ran on it."""
+        return min((row for row in self.groups[group] if self.of(row, text)), key=partial(self._key, text))
 
     def _key(self, text: str, row: str) -> float:
         return self.median(row, text)
@@ -74,10 +74,11 @@ class Results:
     def against(self, other_of: dict[str, str]) -> str:
         """Every row's paired differences to one row of each text."""
         head = ["row", *(f"{text}, above {other_of[text]}" for text in self.texts)]
-        lines = [
-            [row, *(_signed(*self.difference(row, other_of[text], text)) for text in self.texts)] for row in self.rows
-        ]
-        return table(head, lines)
+
+        def cell(row: str, text: str) -> str:
+            return _signed(*self.difference(row, other_of[text], text)) if self.of(row, text) else ""
+
+        return table(head, [[row, *(cell(row, text) for text in self.texts)] for row in self.rows])
 
     def perplexities(self) -> str:
         """Median perplexity at the end, and right after the first growth."""
@@ -86,6 +87,9 @@ class Results:
             cells = []
             for text in self.texts:
                 runs = list(self.of(row, text).values())
+                if not runs:
+                    cells.append("")
+                    continue
                 cell = f"{math.exp(self.median(row, text)):.2f}"
                 grown = [run["at_growth"] for run in runs if "at_growth" in run]
                 cells.append(f"{cell} ({math.exp(statistics.median(grown)):.2f} at growth)" if grown else cell)
@@ -159,7 +163,7 @@ def draw(results: Results, shown: list[str], plt):
     """Held-out loss over tokens for some rows, a panel for each text: the median over the seeds."""
     figure, panels = plt.subplots(1, len(results.texts), figsize=(4 * len(results.texts), 3.6), layout="constrained")
     for panel, text in zip([panels] if len(results.texts) == 1 else panels, results.texts):
-        for row in (row for row in shown if row in results.rows):
+        for row in (row for row in shown if results.of(row, text)):
             curves = [run["curve"] for run in results.of(row, text).values()]
             points = [(step[0][0], statistics.median(loss for _, loss in step)) for step in zip(*curves)]
             panel.plot(*zip(*points), marker="o", markersize=3, label=row)
@@ -191,7 +195,8 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
     ]
     patterns, lora_qk = names["patterns"]
     if {patterns, lora_qk} <= set(first.rows):
-        details = [f"{text} {_signed(*first.difference(patterns, lora_qk, text))}" for text in first.texts]
+        shared = [text for text in first.texts if first.of(patterns, text) and first.of(lora_qk, text)]
+        details = [f"{text} {_signed(*first.difference(patterns, lora_qk, text))}" for text in shared]
         claims.append(f"Where queries and keys alone may change, growth beside LoRA: {'; '.join(details)}.")
     claims += [
         f"{results.model}, full fine-tuning: {row} ends {_said(results.compared(row, 'none'), 'no growth')}."
@@ -208,7 +213,9 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
         "rank; AdaLoRA starts at one and a half times that rank. AdamW without weight decay, a twentieth of the steps "
         "warm-up, cosine, clipping at 1. Frozen base: after a growth the gradients of all old entries are masked, and "
         "at the end they are compared with the base, to the bit. Each row's learning rate is swept on the first text, "
-        "on a seed that is not reported. Loss: median (range) over the seeds. Differences: mean over the seeds, with "
+        "on a seed that is not reported; growth, random growth, LoRA, both together and the best of peft's rows in "
+        "that sweep then see all texts, patterns alone and full fine-tuning the first, and rows that stand in the "
+        "sweep's table alone nothing more. Loss: median (range) over the seeds. Differences: mean over the seeds, with "
         "its 95 % interval.",
         *(f"## {r.model}, {r.which}\n\n{r.summary()}\n\nPerplexity:\n\n{r.perplexities()}" for r in (*frozen, *full)),
         "## Differences, seed by seed",

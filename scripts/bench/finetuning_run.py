@@ -15,7 +15,7 @@ from peft import (
     initialize_lora_eva_weights,
     preprocess_loraga,
 )
-from tasks import blocks_of, held_out, load_texts
+from tasks import blocks_of, held_out, texts_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -61,7 +61,7 @@ class Setting:
     steps: int = 150
     batch_size: int = 8
     block_size: int = 64
-    measured: int = 12
+    measured: int = 6
     held_out: int = 128
     dims: int = 2
     sweeps: bool = True
@@ -71,22 +71,21 @@ SOURCES: dict[str, object] = {}  # what a name stands for: a model or its path, 
 CURVE = 4  # held-out passes over a training
 
 
-def texts_of(path: str) -> list[str]:
+def documents_of(path: str) -> list[str]:
     """The documents of a text file or Hub data set; from a file of JSON, all strings of a row one after the other."""
     if Path(path).suffix in (".json", ".jsonl"):
         from datasets import load_dataset
 
         rows = load_dataset("json", data_files=path, split="train")
         return ["\n".join(value for value in row.values() if value) for row in rows]
-    # The literal <unk> of WikiText would become a special token.
-    return [text.replace("<unk>", "unk")[:2_000_000] for text in load_texts(path)]
+    return texts_of(path)
 
 
 @lru_cache
 def data(model: str, text: str, block_size: int) -> torch.Tensor:
     """Blocks of a text, (blocks, tokens), in the tokens of a model."""
     tokenizer = SOURCES[f"{model}'s tokenizer"]
-    texts = SOURCES[text] if isinstance(SOURCES[text], list) else texts_of(SOURCES[text])
+    texts = SOURCES[text] if isinstance(SOURCES[text], list) else documents_of(SOURCES[text])
     return blocks_of(texts, tokenizer, block_size)
 
 

@@ -14,12 +14,11 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pydoc_data import topics
 
 import page
 import torch
-import torch._dynamo  # every first step of an optimizer would import it, seconds that are no training's
 from runs import collect, spread
+from tasks import texts_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,11 +26,13 @@ from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.modeling import attentions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from demo import train_tokenizer
-from finetune import blocks_of, load_texts
+from demo import english, train_tokenizer
+from finetune import blocks_of
 
 NARROW, GUIDED, RANDOM, FULL = "narrow throughout", "guided growth", "random growth", "full width from scratch"
-ESTIMATORS = {NARROW: None, GUIDED: "whitened", RANDOM: "random", FULL: None}
+UNROTATED = "full width from scratch, new dims unrotated"
+ESTIMATORS = {NARROW: None, GUIDED: "whitened", RANDOM: "random", FULL: None, UNROTATED: None}
+RATES = {row: (1e-3, 2e-3, 4e-3) if row in (FULL, UNROTATED) else (2e-3, 4e-3, 1e-2) for row in ESTIMATORS}
 TUNING_SEED = 100
 TOKENS = 128  # of a block
 BLOCKS: dict[str, torch.Tensor] = {}  # texts by name, for the processes that this one forks
@@ -56,7 +57,7 @@ class Setting:
     heads: int = 4
     widths: tuple[int, ...] = (4, 8, 16)
     grown_at: tuple[float, ...] = (0.3, 0.6)
-    full_steps: int = 600
+    full_steps: int = 300
     batch_size: int = 8
     growth_batches: int = 8
     growth_rows: int = 2
@@ -94,6 +95,15 @@ def build(setting: Setting, width: int, seed: int) -> nn.Module:
     return patch_model(LlamaForCausalLM(config))
 
 
+def widen(model: nn.Module, dims: int) -> None:
+    """Widen all heads before training, as random as the rest."""
+    for attention in attentions(model):
+        attention.widen(qk_dims=dims, v_dims=dims)
+        for role in ("query", "key", "value", "output"):
+            attention.weight_of(role)[:, -dims:].normal_(std=model.config.initializer_range)
+    model.sync_config()
+
+
 def flops_of_a_pass(model: nn.Module) -> int:
     """FLOPs of one token's forward pass; the backward pass costs twice as many.
 
@@ -110,6 +120,8 @@ class Pretraining:
     def __init__(self, setting: Setting, text: str, row: str, seed: int, rate: float):
         self.setting, self.seed, self.rate, self.estimator = setting, seed, rate, ESTIMATORS[row]
         self.model = build(setting, setting.widths[-1 if row == FULL else 0], seed)
+        if row == UNROTATED:
+            widen(self.model, setting.widths[-1] - setting.widths[0])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=0.1, betas=(0.9, 0.95))
         self.generator = torch.Generator().manual_seed(1000 + seed)
         self.fresh, self.blocks = BLOCKS[text][: setting.held_out], BLOCKS[text][setting.held_out :]
@@ -117,7 +129,8 @@ class Pretraining:
         self.budget = 3 * self.full_pass * setting.batch_size * TOKENS * setting.full_steps
         self.spent = self.growing = self.steps = 0
         self.tokens = 0
-        self.curve = [(0.0, self.held_out())]
+        self.curve = []
+        self.note()
 
     def batch(self, rows: int) -> dict[str, torch.Tensor]:
         """Random blocks."""
@@ -126,9 +139,14 @@ class Pretraining:
         return {"input_ids": ids, "labels": ids}
 
     @torch.no_grad()
-    def held_out(self) -> float:
-        """Loss of the blocks that no row trains on."""
-        return statistics.fmean(self.model(input_ids=part, labels=part).loss.item() for part in self.fresh.split(32))
+    def held_out(self, blocks: int) -> float:
+        """Loss of some of the blocks that no row trains on."""
+        parts = self.fresh[:blocks].split(32)
+        return statistics.fmean(self.model(input_ids=part, labels=part).loss.item() for part in parts)
+
+    def note(self) -> None:
+        """Add the loss of a quarter of the held-out blocks to the curve."""
+        self.curve.append((self.spent / self.budget, self.held_out(self.setting.held_out // 4)))
 
     def train(self, share: float) -> None:
         """Train until a share of the FLOPs is spent, by a warm-up and a cosine over all of them."""
@@ -145,7 +163,7 @@ class Pretraining:
             self.spent += step_cost
             self.steps += 1
             if self.spent / self.budget >= self.curve[-1][0] + 0.08:
-                self.curve.append((self.spent / self.budget, self.held_out()))
+                self.note()
 
     def grow(self, dims: int) -> dict:
         """Widen every head's queries, keys and values by the real Grower; its passes cost what full width costs."""
@@ -162,7 +180,7 @@ class Pretraining:
         watch.remove()
         self.spent += cost
         self.growing += cost
-        self.curve.append((self.spent / self.budget, self.held_out()))
+        self.note()
         return dataclasses.asdict(report)
 
 
@@ -175,10 +193,10 @@ def measure(setting: dict, text: str, row: str, seed: int, rate: float) -> dict:
             pretraining.train(share)
             reports.append(pretraining.grow(new - old))
     pretraining.train(1.0)
-    loss = pretraining.held_out()
+    pretraining.note()
     return {
-        "loss": loss,
-        "curve": [*pretraining.curve, (pretraining.spent / pretraining.budget, loss)],
+        "loss": pretraining.held_out(pretraining.setting.held_out),
+        "curve": pretraining.curve,
         "budget": pretraining.budget,
         "flops": pretraining.spent,
         "growth_flops": pretraining.growing,
@@ -196,18 +214,16 @@ def of_row(runs: list[dict], row: str, key: str) -> list:
 
 
 def claim(runs: list[dict]) -> str:
-    """Who wins at equal FLOPs, and whether it is beyond the seeds' spread."""
+    """Who wins at equal FLOPs, with the rows that beat guided growth first."""
     losses = {row: of_row(runs, row, "loss") for row in ESTIMATORS}
     medians = {row: statistics.median(values) for row, values in losses.items()}
-    lead = medians[FULL] - medians[GUIDED]
     noise = max(max(values) - min(values) for values in losses.values())
-    outcome = "beats" if lead > 0 else "loses to"
-    if len(losses[FULL]) < 3 or abs(lead) <= noise:
-        outcome = "cannot be told from"
     listed = ", ".join(f"{row} {medians[row]:.3f}" for row in sorted(medians, key=medians.get))
+    better = [row for row in sorted(medians, key=medians.get) if medians[row] < medians[GUIDED]]
+    lost = f"Better than guided growth: {', '.join(better)}" if better else "No row is better than guided growth"
     return (
-        f"At equal FLOPs, a model that is grown up by the gradient {outcome} one of full width from scratch: held-out "
-        f"loss, best first: {listed}; the widest range over the seeds is {noise:.3f}."
+        f"{lost}. Held-out loss at equal FLOPs, best first: {listed}; the widest range over the seeds is {noise:.3f}. "
+        f"Full width sees {min(of_row(runs, FULL, 'tokens')):,} tokens: this is the start of a training."
     )
 
 
@@ -235,15 +251,14 @@ def summary(runs: list[dict]) -> str:
     return page.table([*head, "peak MB", "learning rate"], lines)
 
 
-def text(setting: Setting, name: str, swept: list[dict], runs: list[dict], rates: list[float]) -> str:
+def text(setting: Setting, name: str, swept: list[dict], runs: list[dict]) -> str:
     """How it was done, and the sweep."""
     widths = " to ".join(map(str, setting.widths))
     shares = " and ".join(f"{share:.0%}" for share in setting.grown_at)
     gains = [spread(list(of_one), 4) for of_one in zip(*of_row(runs, GUIDED, "gains"))]
-    sweep = page.table(
-        ["row", *(f"{rate:g}" for rate in rates)],
-        [[row, *(f"{run['loss']:.3f}" for run in swept if run["row"] == row)] for row in ESTIMATORS],
-    )
+    rates = sorted({run["rate"] for run in swept})
+    found = {(run["row"], run["rate"]): f"{run['loss']:.3f}" for run in swept}
+    sweep = page.table(["row", *rates], [[row, *(found.get((row, rate), "") for rate in rates)] for row in ESTIMATORS])
     return f"""
 ## How
 
@@ -251,7 +266,8 @@ Llama, d = {setting.d}, {setting.layers} layers, {setting.heads} heads, MLP {set
 byte-level BPE of {VOCABULARY} tokens trained on the text ({name}, {BLOCKS[name].numel():,} tokens), sequences of
 {TOKENS} tokens, {setting.batch_size} a step. Queries, keys and values of all heads and layers are grown from {widths}
 after {shares} of the FLOPs, by `Grower` with the optimizer that training goes on with; full width from scratch is a
-stock Llama of the last width, which rotates all of it. A growth measures {setting.growth_batches} batches of
+stock Llama of the last width, which rotates all of it; grown models rotate the dims that they began with, as does the
+last row. A growth measures {setting.growth_batches} batches of
 {setting.growth_rows} sequences and lowers their loss by {" and by ".join(gains)}.
 
 FLOPs of training a token: 6 for each weight (the tied embedding once, as the head) and 6 for each entry of queries,
@@ -288,26 +304,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", help="text file or Hub id; without it the English that CPython carries")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 6e-3, 1.2e-2], help="learning rates to sweep")
     parser.add_argument("--processes", type=int, default=1, help="runs at once")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tiny model, one seed, one rate: shows that it runs")
     arguments = parser.parse_args()
-    setting, seeds, rates = Setting(), arguments.seeds, arguments.rates
+    setting, seeds, rates = Setting(), arguments.seeds, RATES
     if arguments.quick:
-        setting, seeds, rates = QUICK, seeds[:1], rates[:1]
+        setting, seeds, rates = QUICK, seeds[:1], {row: several[:1] for row, several in RATES.items()}
     if arguments.text:
         name = "-".join(Path(arguments.text).parts[-2:])
-        texts = [part.replace("<unk>", "unk")[:4_000_000] for part in load_texts(arguments.text)]
+        texts = texts_of(arguments.text, longest=4_000_000)
     else:
-        name, texts = "pydoc_data.topics", [topics.topics[topic] for topic in sorted(topics.topics)]
+        name, texts = "pydoc_data.topics", english()
     blocks = blocks_of(texts, train_tokenizer(texts, VOCABULARY), TOKENS)
     BLOCKS[name] = blocks[torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))]
 
     arguments.output.mkdir(parents=True, exist_ok=True)
     kept = arguments.output / "growing_up.jsonl"
     shared = {"setting": json_of(setting), "text": name}
-    jobs = [{**shared, "row": row, "seed": TUNING_SEED, "rate": rate} for row in ESTIMATORS for rate in rates]
+    jobs = [{**shared, "row": row, "seed": TUNING_SEED, "rate": rate} for row in ESTIMATORS for rate in rates[row]]
     swept = collect(measure, jobs, kept, arguments.processes)
     best = {
         row: min((run for run in swept if run["row"] == row), key=lambda run: run["loss"])["rate"] for row in ESTIMATORS
@@ -319,7 +334,7 @@ def main() -> None:
         title="Growing a model up",
         claim=claim(runs),
         summary=summary(runs),
-        text=text(setting, name, swept, runs, rates),
+        text=text(setting, name, swept, runs),
         figures={"sweep": swept, "runs": runs},
         seeds=seeds,
         seconds=sum(run["seconds"] for run in swept + runs),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch._dynamo  # every first step of an optimizer would import it, seconds that are no training's
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -22,10 +21,14 @@ STAY, GUIDED, RANDOM, SCRATCH = "stay narrow", "guided growth", "random growth",
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of the task, the model and the training; both phases are equally long."""
+    """Sizes of the task, the model and the training; both phases have `steps`.
+
+    Attributes:
+        curriculum: share of phase one in which the inputs go from a quarter of their dims to all.
+    """
 
     dims: int = 20
-    points: int = 24
+    points: int = 28
     d: int = 48
     layers: int = 2
     narrow: int = 2
@@ -34,6 +37,7 @@ class Setting:
     batch_size: int = 24
     growth_batches: int = 32
     held_out: int = 1024
+    curriculum: float = 0.5
 
 
 def squared_error(logits: Tensor, labels: Tensor, **_) -> Tensor:
@@ -75,13 +79,18 @@ def build(setting: Setting, wide: bool, seed: int) -> nn.Module:
     return model
 
 
-def draw(setting: Setting, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw(setting: Setting, rows: int, generator: torch.Generator, dims: int | None = None) -> tuple[Tensor, Tensor]:
     """Tokens (x, 0, 1) and (x, y, 0) of each point in turn, (rows, 2 N, dims + 2), and each one's y, (rows, 2 N).
 
     Values have unit variance, so a squared error is one over the number of dims in the units of Garg et al.
+
+    Args:
+        dims: only so many dims of x are not zero; None for all.
     """
+    dims = dims or setting.dims
     x = torch.randn(rows, setting.points, setting.dims, generator=generator)
-    weight = torch.randn(rows, setting.dims, 1, generator=generator) / setting.dims**0.5
+    x[..., dims:] = 0.0
+    weight = torch.randn(rows, setting.dims, 1, generator=generator) / dims**0.5
     y = x @ weight
     query = torch.cat((x, torch.zeros_like(y), torch.ones_like(y)), -1)
     example = torch.cat((x, y, torch.zeros_like(y)), -1)
@@ -112,8 +121,11 @@ class Training:
         return other
 
     def batch(self) -> dict[str, Tensor]:
-        """Fresh functions and points, read in."""
-        tokens, labels = draw(self.setting, self.setting.batch_size, self.generator)
+        """Fresh functions and points, read in; as in Garg et al. a curriculum leads from a few dims to all."""
+        setting = self.setting
+        learned = min(self.step / (setting.curriculum * setting.steps), 1.0)
+        dims = setting.dims // 4 + int(learned * (setting.dims - setting.dims // 4))
+        tokens, labels = draw(setting, setting.batch_size, self.generator, dims)
         return {"inputs_embeds": self.read_in(tokens), "labels": labels}
 
     def growth_batches(self) -> list[dict[str, Tensor]]:

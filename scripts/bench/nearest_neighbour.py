@@ -20,14 +20,16 @@ from nearest import LORA, SCHEDULES, Row, Setting, measure
 
 TUNING_SEED = 9
 SCRATCH, RANDOM = "full rank from scratch", "random growth"
-GUIDED = ("guided growth", "guided growth after a quarter")
-COLUMNS = ["row", "heads", "width of q and k", "parameters", "learning rate, schedule", "before the change", "after it"]
-COLUMNS += ["at the end", "time, s", "peak, MB"]
+# Each guided row, and the random one that grows at the same time.
+GUIDED = {"guided growth": RANDOM, "guided growth after a quarter": f"{RANDOM} after a quarter"}
+COLUMNS = ["row", "heads", "width of q and k", "parameters (added)", "batches", "learning rate, schedule"]
+COLUMNS += ["before the change", "after it", "at the end", "time, s", "peak, MB"]
 
 
 def main_rows(setting: Setting, batches: int = 256) -> dict[str, Row]:
     """All rows by name; a growth measures so many batches."""
     d, r, few = setting.d, setting.r, setting.d // setting.r
+    half, quarter = GUIDED
     return {
         "stay at r": Row(few, r),
         "more heads, same parameters": Row(few * 2 * d // (d + r), r),
@@ -36,9 +38,9 @@ def main_rows(setting: Setting, batches: int = 256) -> dict[str, Row]:
         "LoRA on q,k,v,o, base trained": Row(few, r, "q,k,v,o"),
         RANDOM: Row(few, r, "random"),
         "gradient growth, not whitened": Row(few, r, "gradient", batches=batches),
-        GUIDED[0]: Row(few, r, "whitened", batches=batches),
-        GUIDED[1]: Row(few, r, "whitened", first=0.25, batches=batches),
-        f"{RANDOM} after a quarter": Row(few, r, "random", first=0.25),
+        half: Row(few, r, "whitened", batches=batches),
+        quarter: Row(few, r, "whitened", first=0.25, batches=batches),
+        GUIDED[quarter]: Row(few, r, "random", first=0.25),
     }
 
 
@@ -46,7 +48,7 @@ def heads_rows(setting: Setting, batches: int = 128) -> dict[str, Row]:
     """Narrow heads in the numbers of the theory."""
     d, r = setting.d, setting.r
     heads = {"H = d / r": d // r, "H = d^1.5 / r": round(d**1.5) // r, "H = d^2 / r": d * d // r}
-    some = (SCRATCH, RANDOM, GUIDED[0])
+    some = (SCRATCH, RANDOM, next(iter(GUIDED)))
     every = main_rows(setting, batches)
     return {name: Row(number, r) for name, number in heads.items()} | {name: every[name] for name in some}
 
@@ -55,6 +57,11 @@ MAIN, SMALL = Setting(), Setting(d=16, points=8, r=2, steps=1200)
 TABLES = ((MAIN, main_rows(MAIN)), (SMALL, heads_rows(SMALL)))
 TINY = Setting(d=8, points=4, queries=4, r=2, steps=8, held_out=2)
 QUICK = ((TINY, main_rows(TINY, 2)), (TINY, heads_rows(TINY, 2)))
+
+
+def best_of(done: list[dict]) -> float:
+    """The learning rate of the best run."""
+    return min(done, key=lambda run: run["error"])["learning_rate"]
 
 
 class Table:
@@ -93,14 +100,15 @@ class Table:
         (first, *others), rates = SCHEDULES, self.rates
         while True:
             done = self.collected(name, TUNING_SEED, [{"learning_rate": r, "schedule": first} for r in rates])
-            best = min(done, key=lambda run: run["error"])["learning_rate"]
+            best = best_of(done)
             if len(rates) == 1:
                 return done
             if rates[0] < best < rates[-1]:
-                return done + self.collected(
-                    name, TUNING_SEED, [{"learning_rate": best, "schedule": s} for s in others]
-                )
+                break
             rates = [round(best / 2, 6), *rates] if best == rates[0] else [*rates, best * 2]
+        return done + self.collected(
+            name, TUNING_SEED, [{"learning_rate": best_of(done), "schedule": s} for s in others]
+        )
 
     def errors(self, name: str) -> list[float]:
         """At the end, one for each seed."""
@@ -114,15 +122,18 @@ class Table:
         """A line for each row."""
         lines = []
         for name, row in self.rows.items():
-            of_row, choice = self.runs[name], self.chosen[name]
+            of_row, choice, d = self.runs[name], self.chosen[name], self.setting.d
+            parameters = of_row[0]["parameters"]
+            added = parameters - 2 * row.heads * (row.width + d) * d
+            measured = 1 if row.change == "random" else row.batches
             seconds = [run["first_seconds"] + run["seconds"] for run in of_row]
-            widths = dict.fromkeys((row.width, of_row[0]["width"]))
             lines.append(
                 [
                     name,
                     row.heads,
-                    " to ".join(map(str, widths)),
-                    f"{of_row[0]['parameters']:,}",
+                    " to ".join(map(str, dict.fromkeys((row.width, of_row[0]["width"])))),
+                    f"{parameters:,}" + (f" ({added:,})" if added else ""),
+                    f"{self.setting.steps - measured:,}" + (f" + {measured}" if measured else ""),
                     f"{choice['learning_rate']:g}, {choice['schedule']}",
                     runs.spread([run["before"] for run in of_row if "before" in run]),
                     runs.spread([run["at_change"] for run in of_row if "at_change" in run]),
@@ -162,27 +173,35 @@ def lora_reach(table: Table, name: str) -> page.Reach:
     return page.Reach(words, measured, verdict)
 
 
-def claim(table: Table) -> str:
+def medians(table: Table) -> dict[str, float]:
+    """Each row's error at the end."""
+    return {name: statistics.median(table.errors(name)) for name in table.rows}
+
+
+def claim(table: Table, small: Table) -> str:
     """Who wins and who loses, from the figures."""
-    median = {name: statistics.median(table.errors(name)) for name in table.rows}
+    median = medians(table)
     best = min(median, key=median.get)
     parts = [f"The lowest error is that of {best} ({median[best]:.3f})."]
-    for name in GUIDED:
+    for name, chance in GUIDED.items():
         better = [f"{other} ({e:.3f})" for other, e in median.items() if e < median[name] and other not in GUIDED]
         whole = f"{name[0].upper()}{name[1:]} ends at {median[name]:.3f}"
-        ratio = {other: statistics.median(table.ratios(name, other)) for other in (SCRATCH, RANDOM)}
+        ratio = {other: statistics.median(table.ratios(name, other)) for other in (SCRATCH, chance)}
         lora = min(e for other, e in median.items() if table.rows[other].change in LORA)
         parts.append(
             f"{whole}: {ratio[SCRATCH]:.2f} times the error of {SCRATCH}, "
-            f"{ratio[RANDOM]:.2f} times that of {RANDOM}, {median[name] / lora:.2f} times that of the best LoRA; "
+            f"{ratio[chance]:.2f} times that of {chance}, {median[name] / lora:.2f} times that of the best LoRA; "
             f"{'better: ' + ', '.join(better) if better else 'no row without guided growth is better'}."
         )
-    return " ".join(parts)
+    ends = ", ".join(f"{name} {error:.3f}" for name, error in medians(small).items())
+    ratio = statistics.median(small.ratios(next(iter(GUIDED)), SCRATCH))
+    parts.append(f"In a smaller setting (d = {small.setting.d}, r = {small.setting.r}): {ends};")
+    return " ".join([*parts, f"guided growth there has {ratio:.2f} times the error of {SCRATCH}."])
 
 
 def draw_curves(tables: list[Table], plt):
     """Held-out error over steps: the median of the seeds and their range."""
-    figure, panels = plt.subplots(1, len(tables), figsize=(7.5 * len(tables), 5), layout="constrained", squeeze=False)
+    figure, panels = plt.subplots(1, len(tables), figsize=(7.5 * len(tables), 6), layout="constrained", squeeze=False)
     for table, panel in zip(tables, panels[0]):
         for name, of_row in table.runs.items():
             steps = [point[0] for point in of_row[0]["curve"]]
@@ -193,7 +212,7 @@ def draw_curves(tables: list[Table], plt):
             )
         title = f"d = {table.setting.d}, N = {table.setting.points}, r = {table.setting.r}"
         panel.set(xlabel="steps", ylabel="held-out mean square error", ylim=(0, None), title=title)
-        panel.legend(fontsize="small")
+        panel.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     return figure
 
 
@@ -206,18 +225,19 @@ def text(main: Table, small: Table) -> str:
 one stock SmolLM3 layer without rotation, its MLP zeroed and no final norm; queries and keys start r = {setting.r} wide,
 values are d wide. A sequence has {setting.queries} queries, which see the points and not one another. Mean square error
 of a coordinate on {held_out:,} held-out queries, median (range) over the seeds; time with other work on the machine.
+The picture has two batches of them for most of its points, all of them at the change and at the end.
 
 AdamW without weight decay; a batch has {setting.sequences} sequences, all fresh. With the batches that a growth
-measures ({main.rows[GUIDED[0]].batches}, a random one 1), every row sees {setting.steps:,} batches. Growth widens
-queries and keys to d. LoRA gets as many parameters as that adds (rank of {lora}). What changes the model comes after
-half of the steps unless the row says otherwise. Every row has a learning rate and schedule of its own, the best of
-those below on seed {TUNING_SEED}: first learning rates with one cosine over all steps, further ones for as long as the
-best is the largest or the smallest, then that one with a cosine for each phase.
+measures ("+" in the table), every row sees {setting.steps:,} of them. Growth widens queries and keys to d. LoRA gets as
+many parameters as that adds (rank of {lora}). What changes the model comes after half of the steps unless the row says
+otherwise. Every row has a learning rate and schedule of its own, the best of those below on seed {TUNING_SEED}: first
+learning rates with one cosine over all steps, further ones for as long as the best is the largest or the smallest, then
+the best with a cosine for each phase. They lie a factor of 2 apart: between them a row may be somewhat better.
 
 ## Narrow heads in the numbers of the theory
 
-The same, smaller: d = {other.d}, N = {other.points}, r = {other.r}, {other.steps:,} batches, of which a growth
-measures {small.rows[GUIDED[0]].batches}. Above, d^1.5 / r and d^2 / r would be 64 and 512 heads, too slow here.
+The same, smaller: d = {other.d}, N = {other.points}, r = {other.r}, {other.steps:,} batches. Above, d^1.5 / r and
+d^2 / r would be 64 and 512 heads, too slow here.
 
 {small.summary()}
 
@@ -247,17 +267,17 @@ def main() -> None:
         table, small = tables = [Table(*of, rates, seeds, kept, Path(folder)) for of in tables]
     figures = {f"d{t.setting.d}": {"setting": asdict(t.setting), "tuning": t.tuning, "runs": t.runs} for t in tables}
     done = [run for t in tables for runs_of in (t.tuning, t.runs) for of_row in runs_of.values() for run in of_row]
-    reaches = [reach(table, name, other, aim) for name in GUIDED for other, aim in ((SCRATCH, 0.75), (RANDOM, 0.5))]
+    aims = [(name, other, aim) for name in GUIDED for other, aim in ((SCRATCH, 0.75), (GUIDED[name], 0.5))]
     page.Page(
         name="nearest_neighbour",
         title="Nearest neighbour",
-        claim=claim(table),
+        claim=claim(table, small),
         summary=table.summary(),
         text=text(table, small),
         figures=figures,
         seeds=[TUNING_SEED, *seeds],
         seconds=sum(run["seconds"] for run in done),
-        reaches=[*reaches, *(lora_reach(table, name) for name in GUIDED)],
+        reaches=[*(reach(table, *aim) for aim in aims), *(lora_reach(table, name) for name in GUIDED)],
     ).write(arguments.output, partial(draw_curves, tables))
 
 

@@ -208,14 +208,16 @@ def training(model: nn.Module, batches: list[dict]) -> None:
 
 
 OURS, GROMO = "probe (ours)", "gromo's S and M of a Linear"
+LETTER, POOLED = "T x T (drafts, to the letter)", "pooled-truncated (drafts)"
+COMPARED = (GROMO, POOLED, LETTER)  # in the claim
 WAYS: dict[str, Callable] = {
     "training passes": training,
     GROMO: gromo,
     OURS: probe,
     "whole gradient (ours, exact)": partial(whole, "whitened"),
-    "pooled-truncated (drafts)": partial(whole, "pooled-truncated"),
+    POOLED: partial(whole, "pooled-truncated"),
     "per-sequence (drafts)": partial(whole, "per-sequence"),
-    "T x T (drafts, to the letter)": drafted,
+    LETTER: drafted,
 }
 
 
@@ -261,15 +263,19 @@ def summary(runs: list[dict], names: list[str], base: dict[str, int]) -> str:
 
 
 def claim(grown: list[dict], runs: list[dict], names: list[str], base: dict[str, int]) -> str:
-    """Ours against training passes, gromo and the drafts, where d and where T is largest."""
+    """Ours against training passes, gromo and two of the drafts, where d and where T is largest."""
     ratios = [a / b for g in grown for a, b in zip(g["times"]["probed"], g["times"]["training"])]
     text = f"The probe's passes take {spread(ratios, 2)} times the CPU time of as many training passes. "
     for axis, letter in AXES.items():
         fixed = base["tokens" if axis == "width" else "width"]
         ends = {way: [curve(runs, way, axis, quantity, fixed)[-1] for quantity in QUANTITIES] for way in names}
         (top, seconds), (_, held) = ends.pop(OURS)
-        parts = [f"{way} {cpu / seconds:.2f} and {peak / held:.2f}" for way, ((_, cpu), (_, peak)) in ends.items()]
-        text += f"At {letter} = {top}, times our probe's seconds and bytes: {', '.join(parts)}. "
+        parts = [
+            f"{way} {cpu / seconds:.2f} times the time and {peak / held:.2f} times the memory"
+            for way, ((_, cpu), (_, peak)) in ends.items()
+            if way in COMPARED
+        ]
+        text += f"At {letter} = {top}, of what it takes: {', '.join(parts)}. "
     return text.strip()
 
 
@@ -294,6 +300,9 @@ def draw(runs: list[dict], names: list[str], base: dict[str, int], plt):
             for way in names:
                 style = "--" if way in ("training passes", GROMO) else "-"
                 panels[row, column].loglog(*zip(*curve(runs, way, axis, quantity, fixed)), f"o{style}", label=way)
+            sizes = [size for size, _ in curve(runs, OURS, axis, quantity, fixed)]
+            panels[row, column].set_xticks(sizes, sizes)
+            panels[row, column].minorticks_off()
             panels[row, column].set(xlabel=letter, ylabel=label if column == 0 else "")
         panels[0, column].set_title(f"{'T' if axis == 'width' else 'd'} = {fixed}")
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
@@ -337,10 +346,11 @@ def main() -> None:
             "projection, it sums what its own growth of neurons starts from, S = X^T X and M = X^T dY, and chooses no "
             "directions; the others do, for all heads, and say what they are worth on other batches, but for the one "
             "to the letter, which says nothing of that.\n\n"
-            f"A growth of both kinds by {DIMS} dims beside training, {LAYERS} layers, batches of {BATCH} x {grown_at[1]} "
-            "tokens, AdamW: CPU time of the passes that measure against the same passes without probes and against as "
-            "many with gradients of all weights; how much of a growth is linear algebra; and the most bytes of tensors "
-            f"in a growth over those in a training step. Median (range) of {repeats}:\n\n{growth_table(grown)}"
+            f"A growth of both kinds by {DIMS} dims beside training, {LAYERS} layers, batches of {BATCH} x "
+            f"{grown_at[1]} tokens, AdamW: CPU time of the passes that measure against the same passes "
+            "without probes and against as many with gradients of all weights; how much of a growth is linear algebra; "
+            f"and the most bytes of tensors in a growth over those in a training step. Median (range) of "
+            f"{repeats}:\n\n{growth_table(grown)}"
         ),
         figures={"ways": runs, "growths": grown},
         seeds=[0],

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # here once: the first step of an optimizer imports it, in each of the processes
 import transformers
 from memory import forget_peak, peak
 from tqdm.auto import tqdm

@@ -7,7 +7,6 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data import topics
 
 import page
 import torch
@@ -18,7 +17,7 @@ from hf_growattn import patch_model
 from hf_growattn.probe import mean_loss, undisturbed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from demo import train_tokenizer
+from demo import english, train_tokenizer
 from finetune import blocks_of, load_texts
 
 Batches = list[dict[str, torch.Tensor]]
@@ -55,6 +54,12 @@ def chosen(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, "TextTa
     return arguments, TextTask(arguments.model, arguments.text, batches=arguments.batches)
 
 
+def texts_of(path: str, longest: int = 2_000_000) -> list[str]:
+    """The documents of a text file, folder or Hub data set, each cut to a length."""
+    # The literal <unk> of WikiText would become a special token.
+    return [text.replace("<unk>", "unk")[:longest] for text in load_texts(path)]
+
+
 def held_out(model: nn.Module, batches: Batches) -> float:
     """Mean loss of batches, dropout off."""
     with undisturbed(model):
@@ -79,8 +84,7 @@ class TextTask:
 
     def __post_init__(self):
         tokenizer = AutoTokenizer.from_pretrained(self.model)
-        # The literal <unk> of WikiText would become a special token.
-        texts = [text.replace("<unk>", "unk")[:2_000_000] for text in load_texts(self.text)]
+        texts = texts_of(self.text)
         self.blocks = blocks_of(texts, tokenizer, self.block_size)
         self.name = f"{Path(self.model).name} on {Path(self.text).name}"
 
@@ -110,13 +114,20 @@ class TinyTask(TextTask):
 
     def __init__(self):
         self.batches, self.batch_size = 2, 2
-        texts = list(topics.topics.values())
+        texts = english()
         tokenizer = train_tokenizer(texts, 300)
         self.blocks = blocks_of(texts, tokenizer, block_size=16)
         self.name = "a tiny Llama on Python's documentation"
-        sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=4)
+        sizes = dict(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            head_dim=4,
+        )
         # Weights so large that attention attends to something.
-        self.config = LlamaConfig(len(tokenizer), max_position_embeddings=16, initializer_range=0.3, **sizes)
+        self.config = LlamaConfig(max_position_embeddings=16, initializer_range=0.3, **sizes)
 
     def load(self, seed: int) -> nn.Module:
         """A fresh patched model of the seed."""

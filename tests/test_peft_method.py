@@ -1,0 +1,340 @@
+"""Growth as a method of peft: new dims beside a frozen base, saved alone, switched, merged, and well started.
+
+Logits are compared to a share of 1e-5 of the largest one where fp32 sums run in another order, and exactly elsewhere.
+"""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from families import HEADS, build, lm_batches
+from packaging.version import Version
+from safetensors.torch import load_file
+from test_growth import fingerprint, same
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.modeling import attentions
+from hf_growattn.probe import mean_loss, undisturbed
+
+peft = pytest.importorskip("peft")
+from hf_growattn import GrowAttnConfig, initialize_growattn_weights  # noqa: E402  they import peft
+
+# What peft asks of transformers is not ours to mend.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+# Grouped queries and rotation, with biases; one fused projection with biases; norms on queries and keys.
+VARIANTS = ["llama-5-bias", "gpt2-2", "qwen3"]
+LLAMA = "llama-2"
+DIMS = dict(qk_dims=3, v_dims=2)
+BATCHES = lm_batches(4)
+FILE = "adapter_model.safetensors"
+
+
+def adapted(variant, stirred=True, **kwargs):
+    """A model under an adapter; stirred, one that has an effect."""
+    model = peft.get_peft_model(build(variant), GrowAttnConfig(**(kwargs or DIMS))).eval()
+    return stir(model) if stirred else model
+
+
+def stir(model, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "growattn_" in name:
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(**BATCHES[0]).logits
+
+
+def near(one, other):
+    assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def differ(one, other):
+    assert (one - other).abs().max() > 0.01 * other.abs().max()
+
+
+def trainable(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def train(model, steps=4):
+    optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        loss = model(**BATCHES[step % 2]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def is_base(model, variant):
+    """Whether the base inside, by its own names, holds what the stock model holds, bit for bit."""
+    state = model.get_base_model().state_dict()
+    return same({k: v for k, v in state.items() if "growattn_" not in k}, build(variant).state_dict())
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_changes_at_the_start_and_only_new_dims_train(variant, patched):
+    model = patch_model(build(variant)) if patched else build(variant)
+    expected = logits(model)
+    model = peft.get_peft_model(model, GrowAttnConfig(**DIMS)).eval()
+    near(logits(model), expected)
+    assert trainable(model) and all("growattn_" in name for name in trainable(model))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = train(model, steps=8)
+    assert losses[-2] < losses[0]
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    # What a bias of the keys adds to a row of logits is the same for all of them: in exact sums it never moves.
+    assert {n for n in trainable(model) if "growattn_key_bias" not in n} <= moved <= set(trainable(model))
+    assert is_base(model, variant)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), expected)
+    differ(logits(model), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_merging_gives_a_grown_model_that_saves_and_reloads(variant, tmp_path):
+    model = adapted(variant)
+    base = patch_model(build(variant))
+    differ(logits(model), logits(base))
+    expected = logits(model)
+    merged = model.merge_and_unload(safe_merge=True)
+    near(logits(merged), expected)
+    assert type(merged) is type(base) and all(attention.extension is None for attention in attentions(merged))
+    for old, new in zip(attentions(base), attentions(merged)):
+        assert (new.qk_head_dim, new.v_head_dim) == (old.qk_head_dim + 3, old.v_head_dim + 2)
+        for role in ("query", "key", "value", "output"):
+            assert torch.equal(new.weight_of(role)[:, : old.width_of(role)], old.weight_of(role))
+    merged.save_pretrained(tmp_path)
+    assert not any("growattn_" in name for name in load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
+
+
+def test_a_saved_adapter_is_the_new_dims_alone_and_loads_in_a_fresh_process(tmp_path):
+    jobs = {}
+    for variant in VARIANTS:
+        model, folder = adapted(variant), tmp_path / variant
+        model.save_pretrained(folder / "adapter")
+        model.get_base_model().save_pretrained(folder / "base")  # with the adapter on it
+        jobs[variant] = logits(model)
+
+        assert set(load_file(folder / "base" / "model.safetensors")) <= set(build(variant).state_dict())
+        tensors = load_file(folder / "adapter" / FILE)
+        assert all(".extension.growattn_" in name for name in tensors)
+        merged = copy.deepcopy(model).merge_and_unload()
+        count = sum(tensor.numel() for tensor in tensors.values())
+        assert count == merged.num_parameters() - build(variant).num_parameters()
+        assert (folder / "adapter" / FILE).stat().st_size < 4 * count + 200 * len(tensors)  # and their names
+    script = """
+import sys, torch, transformers, peft
+from hf_growattn import GrowAttnConfig
+torch.set_num_threads(1)
+transformers.logging.disable_progress_bar()
+batch, found = torch.load(sys.argv[1] + "/batch.pt"), {}
+for variant in sys.argv[2:]:
+    folder = f"{sys.argv[1]}/{variant}"
+    base = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+    assert not any("growattn_" in name for name in base.state_dict())
+    with torch.no_grad():
+        bare = base.eval()(**batch).logits
+        model = peft.PeftModel.from_pretrained(base, f"{folder}/adapter").eval()
+        found[variant] = bare, model(**batch).logits
+    assert isinstance(model.peft_config["default"], GrowAttnConfig)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+torch.save(found, sys.argv[1] + "/found.pt")
+"""
+    torch.save(BATCHES[0], tmp_path / "batch.pt")
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), *VARIANTS], check=True, capture_output=True)
+    for variant, (bare, loaded) in torch.load(tmp_path / "found.pt").items():
+        assert torch.equal(loaded, jobs[variant])
+        assert torch.equal(bare, logits(build(variant)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_adapters(variant, tmp_path):
+    base = logits(build(variant))
+    model = adapted(variant)
+    model.add_adapter("other", GrowAttnConfig(qk_dims=1, layers=[1]))
+    assert not any(".other" in name for name in trainable(model))
+    stir(model, seed=6)
+    found = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        found[name] = logits(model)
+        assert trainable(model) and all(parameter.endswith(f".{name}") for parameter in trainable(model))
+    for one, other in (("default", "other"), ("default", None), ("other", None)):
+        differ(found[one], base if other is None else found[other])
+    model.base_model.set_adapter(["default", "other"])
+    both = logits(model)
+    near(logits(copy.deepcopy(model).merge_and_unload()), both)
+    near(logits(copy.deepcopy(model).merge_and_unload(adapter_names=["other"])), found["other"])
+
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(build(variant), tmp_path).eval()
+    again.load_adapter(tmp_path / "other", adapter_name="second", is_trainable=True)
+    assert torch.equal(logits(again), found["default"])
+    again.set_adapter("second")
+    assert torch.equal(logits(again), found["other"])
+
+    model.set_adapter("default")
+    model.delete_adapter("other")
+    assert torch.equal(logits(model), found["default"])
+    assert not any(name.endswith(".other") for name, _ in model.named_parameters())
+
+
+@pytest.mark.skipif(Version(peft.__version__) < Version("0.21"), reason="older ones save all adapters in each file")
+def test_each_adapter_has_a_file_of_its_own(tmp_path):
+    model = adapted(LLAMA)
+    model.add_adapter("other", GrowAttnConfig(qk_dims=1, layers=[1]))
+    model.save_pretrained(tmp_path)
+    prefix = "base_model.model.model.layers.1.self_attn.extension.growattn_"
+    assert set(load_file(tmp_path / "other" / FILE)) == {f"{prefix}query", f"{prefix}key"}
+    assert len(load_file(tmp_path / FILE)) == 2 * 4
+    config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["qk_dims"], config["layers"]) == ("GROWATTN", 1, [1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_merging_for_a_while(variant):
+    base = logits(build(variant))
+    model = adapted(variant)
+    expected = logits(model)
+    model.merge_adapter()
+    assert attentions(model)[0].qk_head_dim == 19
+    assert model.get_base_model().config.per_layer_config[0].qk_head_dim == 19
+    near(logits(model), expected)
+    model.unmerge_adapter()
+    assert torch.equal(logits(model), expected) and is_base(model, variant)
+    model.merge_adapter()
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base)
+    assert torch.equal(logits(model), expected)  # unmerged, as under peft's own methods
+
+
+def test_unloading_gives_back_what_there_was():
+    for base in (build(LLAMA), patch_model(build(LLAMA))):
+        kind, before, expected = type(base), dict(base.named_parameters()), logits(base)
+        model = stir(peft.get_peft_model(base, GrowAttnConfig(**DIMS)))
+        model.merge_adapter()
+        model.unload()
+        assert type(base) is kind and base.state_dict().keys() == before.keys()
+        assert torch.equal(logits(base), expected)
+        near(logits(peft.get_peft_model(base, GrowAttnConfig(v_dims=1))), expected)
+
+
+@pytest.mark.parametrize("dims", [dict(qk_dims=2), dict(v_dims=2)], ids=["patterns", "messages"])
+def test_one_kind_alone(dims):
+    model = adapted(LLAMA, **dims)
+    roles = {name.split("growattn_")[1].split(".")[0] for name in trainable(model)}
+    assert roles == ({"query", "key"} if "qk_dims" in dims else {"value", "output"})
+    expected = logits(model)
+    differ(expected, logits(build(LLAMA)))
+    near(logits(model.merge_and_unload()), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_guided_start_is_what_growth_finds(variant):
+    grown = patch_model(build(variant))
+    growth = Grower(grown, GrowthConfig(**DIMS)).grow(BATCHES)
+    model = adapted(variant, stirred=False)
+    model.add_adapter("other", GrowAttnConfig(**DIMS))  # has no part in it
+    stir(model, seed=8)
+    model.set_adapter("default")
+    model.add_adapter("fresh", GrowAttnConfig(**DIMS))
+    base = model.get_base_model()
+    before = fingerprint(base)
+    report = initialize_growattn_weights(model, BATCHES, adapter_name="fresh")
+    after = fingerprint(base)
+    for parameters in (before[0], after[0]):
+        for name in [name for name in parameters if name.endswith(".fresh")]:
+            del parameters[name]
+    assert same(before, after) and is_base(model, variant)
+
+    assert report.applied and report.loss_after < report.loss_before - 0.1
+    assert (report.loss_before, report.loss_after) == (growth.loss_before, growth.loss_after)
+    model.set_adapter("fresh")
+    with undisturbed(base):
+        assert mean_loss(base, BATCHES) == pytest.approx(report.loss_after, rel=1e-5)  # another order of sums
+    assert same(dict(model.merge_and_unload().state_dict()), dict(grown.state_dict()))
+
+
+def test_a_guided_start_that_finds_nothing_leaves_the_adapter(monkeypatch):
+    model = adapted(LLAMA)
+    before = fingerprint(model.get_base_model())
+    monkeypatch.setattr("hf_growattn.growth.StepSearch.run", lambda *args: ([0.0], 0.0))
+    assert not initialize_growattn_weights(model, BATCHES).applied
+    assert same(fingerprint(model.get_base_model()), before)
+    with pytest.raises(ValueError, match="There are no batches"):
+        initialize_growattn_weights(model, [])
+    assert same(fingerprint(model.get_base_model()), before)
+
+
+def test_trainer_trains_saves_and_resumes(tmp_path):
+    def trainer(model, steps):
+        rows = [{key: value[0] for key, value in batch.items()} for batch in BATCHES]
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=steps, save_steps=2, learning_rate=1e-2, use_cpu=True, report_to="none"
+        )
+        return Trainer(model, arguments, train_dataset=rows)
+
+    model = adapted(LLAMA, stirred=False)
+    trainer(model, 4).train()
+    assert is_base(model, LLAMA)
+    assert all("growattn_" in name for name in load_file(tmp_path / "checkpoint-4" / FILE))
+    loaded = peft.PeftModel.from_pretrained(build(LLAMA), tmp_path / "checkpoint-4")
+    assert torch.equal(logits(loaded.eval()), logits(model.eval()))
+    resumed = adapted(LLAMA, stirred=False)
+    trainer(resumed, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(logits(resumed.eval()), logits(model))
+
+
+def test_generation_uses_the_new_dims():
+    model = adapted(LLAMA)
+    prompt = BATCHES[0]["input_ids"][:1]
+    tokens = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False)
+    uncached = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, use_cache=False)
+    merged = model.merge_and_unload().generate(input_ids=prompt, max_new_tokens=6, do_sample=False)
+    assert torch.equal(tokens, uncached) and torch.equal(tokens, merged)
+
+
+def test_a_classifier_trains_its_head_along(tmp_path):
+    base = build(LLAMA, HEADS["sequence-classification"])
+    model = stir(peft.get_peft_model(base, GrowAttnConfig(**DIMS, task_type="SEQ_CLS"))).eval()
+    assert any("score.modules_to_save" in name for name in trainable(model))
+    model.base_model.model.score.modules_to_save["default"].weight.data.normal_()
+    ids = {"input_ids": BATCHES[0]["input_ids"], "return_dict": True}  # older peft asks a deprecated name otherwise
+    with torch.no_grad():
+        expected = model(**ids).logits
+        model.save_pretrained(tmp_path)
+        loaded = peft.PeftModel.from_pretrained(build(LLAMA, HEADS["sequence-classification"]), tmp_path).eval()
+        assert torch.equal(loaded(**ids).logits, expected)
+        near(loaded.merge_and_unload()(**ids).logits, expected)
+
+
+def test_a_base_in_half_precision_and_one_that_grew_before():
+    base = build(LLAMA, dtype=torch.bfloat16)
+    expected = logits(base)
+    model = peft.get_peft_model(base, GrowAttnConfig(**DIMS))
+    assert torch.equal(logits(model), expected)
+    assert {parameter.dtype for parameter in trainable(model).values()} == {torch.float32}  # as peft does with LoRA
+    assert initialize_growattn_weights(model, BATCHES).applied
+    train(model, steps=1)
+
+    grown = patch_model(build(LLAMA))
+    assert Grower(grown, GrowthConfig(qk_dims=4, v_dims=5)).grow(BATCHES).applied
+    model = stir(peft.get_peft_model(grown, GrowAttnConfig(**DIMS))).eval()
+    expected = logits(model)
+    merged = model.merge_and_unload()
+    assert attentions(merged)[0].qk_head_dim == 16 + 4 + 3
+    near(logits(merged), expected)
