@@ -1,37 +1,24 @@
-"""The command line `growattn`: look at a model, measure it on a text, grow it, write it for others."""
+"""The command line `growattn`: look at a model, measure it on a text, grow it, train it, write it for others.
 
+Commands import what they need themselves, so that help and completion are there without torch.
+"""
+
+import contextlib
 import json
-import math
+import os
 import sys
-import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from huggingface_hub import HfApi, get_token
-from rich.console import Console
-from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import logging as transformers_logging
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from .cards import FIGURES, push_folder
-from .checkpoints import (
-    card_of,
-    figures_of,
-    load_grown,
-    load_model,
-    load_tokenizer,
-    write_publication,
-    written_whole,
-)
-from .export import export_model
-from .growth import Grower
-from .inspection import FULL, inspected, starved_gain, verdict, worth_growing
-from .modeling import attentions
 from .options import (
+    EVALUATE_HELP,
+    EXIT_CODES,
+    FINETUNE_HELP,
+    HELP,
     Base,
     Batches,
     BatchSize,
@@ -45,34 +32,12 @@ from .options import (
     Output,
     Repo,
     Seed,
+    TrainedOutput,
     new_folder,
 )
-from .patch import patch_model
-from .plan import KINDS, GrowthConfig, parameters_of_a_dim
-from .report import GrowthReport
-from .texts import load_texts, sampled_batches
 
 FAILED, NOTHING, INTERRUPTED = 1, 3, 130  # wrong usage is 2, by typer
-_REPORT = "report.html"
 _TOLD = (ValueError, OSError, ImportError)  # whose messages say what to do
-
-HELP = """
-Find out whether a language model's attention is too narrow for your text, and widen it there.
-
-Three steps, none of which changes the model that you name:
-
-- `growattn inspect gpt2`: how wide are the heads, and how much of that do they use?
-- `growattn measure gpt2 my_text.txt`: does the width hold them back on this text?
-- `growattn grow gpt2 my_text.txt -o grown`: a wider model, ready to be trained on
-
-MODEL is a folder that save_pretrained wrote, or a Hub id; stock or grown.
-
-DATA is a .txt file, a folder of them, a .jsonl file whose lines have a "text", or the Hub id of a dataset.
-"""
-EXIT_CODES = (
-    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing was grown, or not starved; "
-    "130 interrupted, nothing was written."
-)
 
 
 class _Commands(TyperGroup):
@@ -81,8 +46,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            _say("Interrupted: nothing was written.")
+        except KeyboardInterrupt as interrupt:
+            _say(f"Interrupted: {interrupt or 'nothing was written.'}")
             raise typer.Exit(INTERRUPTED) from None
         except Exception as error:
             if ctx.params.get("debug") or type(error).__module__.startswith(("typer", "click")):
@@ -124,11 +89,18 @@ def _every_command(
     ] = False,
 ) -> None:
     if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers goes by it too
 
 
 def _print_json(figures: dict) -> None:
     typer.echo(json.dumps(figures, indent=1, allow_nan=False))
+
+
+def _print_table(table) -> None:
+    """Print a table on standard output, as wide as the terminal; whole where there is none."""
+    from rich.console import Console
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -138,40 +110,23 @@ def inspect(model: Model, as_json: Json = False) -> None:
     The effective rank counts the directions that a head really uses; it is at most the width. A head that uses nearly
     all of it is called full.
     """
+    from .checkpoints import load_model
+    from .inspection import FULL, inspected, table_of
+
     loaded = load_model(model)
-    layers = loaded.config.num_hidden_layers
-    with tqdm(total=layers, desc="inspecting", unit="layer", leave=False, disable=None) as bar:
+    with tqdm(total=loaded.config.num_hidden_layers, desc="inspecting", unit="layer", leave=False, disable=None) as bar:
         figures = inspected(loaded, bar.update)
     if as_json:
         return _print_json(figures)
-    table = Table("layer", "kind", "width", "effective rank: mean (range)", "full heads")
-    for layer in figures["layers"]:
-        for kind in ("patterns", "messages"):
-            table.add_row(str(layer["layer"]), kind, *_cells(layer[kind], layer["heads"], figures["stock_width"]))
-    _print_table(table)
+    _print_table(table_of(figures))
     state = "grown" if figures["grown"] else "stock widths"
     typer.echo(
-        f"{figures['class']} ({state}): {figures['parameters']:,} parameters, {layers} layers, hidden size "
-        f"{figures['hidden_size']}.\n"
+        f"{figures['class']} ({state}): {figures['parameters']:,} parameters, {len(figures['layers'])} layers, hidden "
+        f"size {figures['hidden_size']}.\n"
         "Patterns are queries and keys, which tokens attend to which; messages are values, what they pass on. Full: "
         f"{FULL:.0%} of the width is in use.\n"
         f"Whether that holds the model back on a text: growattn measure {model} DATA"
     )
-
-
-def _cells(used: dict, heads: int, stock: int) -> list[str]:
-    """Width, ranks and full heads of one kind of a layer, for the table."""
-    width = f"{stock} -> {used['width']}" if used["width"] > stock else str(stock)
-    ranks, full = used["effective_rank"], used["full_heads"]
-    if ranks is None:
-        return [width, "none: they are normalised", "-"]
-    named = "all" if len(full) == heads > 1 else ", ".join(map(str, full)) or "none"
-    return [width, f"{sum(ranks) / heads:.1f} ({min(ranks):.1f} to {max(ranks):.1f})", named]
-
-
-def _print_table(table: Table) -> None:
-    """Print a table on standard output, as wide as the terminal."""
-    Console(highlight=False).print(table)
 
 
 @app.command(epilog=EXIT_CODES)
@@ -191,10 +146,12 @@ def measure(
     would buy, with the validated gain, the fall of the loss that unseen text should show. The verdict is in words and
     in the exit code: 0 starved, 3 not starved.
     """
-    loaded, _, drawn = _ready(model, data, budget, batches, batch_size, block_size, seed)
-    report = Grower(loaded, GrowthConfig(budget=budget, seed=seed)).measure(drawn)
+    from .inspection import measured, verdict, worth_growing
+
+    grower, drawn, _ = _ready(model, data, budget, batches, batch_size, block_size, seed)
+    report = grower.measure(drawn)
     if as_json:
-        _print_json(_told(report))
+        _print_json(measured(report))
     else:
         typer.echo(f"{report}\n{verdict(report)}")
         if worth_growing(report):
@@ -220,35 +177,45 @@ def grow(
     Growth is a start: train the wider model on, as you would any other. Where nothing holds on unseen text nothing is
     written, and the exit code is 3.
     """
-    loaded, tokenizer, drawn = _ready(model, data, budget, batches, batch_size, block_size, seed)
-    before, drawable = loaded.num_parameters(), find_spec("matplotlib") is not None
-    report = Grower(loaded, GrowthConfig(budget=budget, seed=seed)).grow(drawn)
+    from .cards import FIGURES
+    from .checkpoints import figures_of, written_whole
+    from .inspection import measured, verdict
+    from .outcome import REPORT, drawable
+
+    grower, drawn, tokenizer = _ready(model, data, budget, batches, batch_size, block_size, seed)
+    before = grower.model.num_parameters()
+    report = grower.grow(drawn)
     if report.applied:
         with written_whole(output) as folder:
-            loaded.save_pretrained(folder)
+            grower.model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             (folder / FIGURES).write_text(json.dumps(figures_of(report, model, data, before), indent=1))
-            if drawable:
-                report.save(folder / _REPORT)
+            if drawable():
+                report.save(folder / REPORT)
     if as_json:
-        _print_json(_told(report) | {"output": str(output) if report.applied else None})
+        _print_json(measured(report) | {"output": str(output) if report.applied else None})
     else:
         typer.echo(f"{report}\n{verdict(report)}")
     if not report.applied:
         raise typer.Exit(NOTHING)
-    if not drawable:
-        _say(f"There is no {_REPORT}, since its pictures need matplotlib: pip install matplotlib.")
+    if not drawable():
+        _say(f"There is no {REPORT}, since its pictures need matplotlib: pip install matplotlib.")
     _say(f"Saved in {output}. Load it: import hf_growattn, then AutoModelForCausalLM.from_pretrained({str(output)!r}).")
 
 
 def _ready(model: str, data: str, budget: int | float, batches: int, batch_size: int, block_size: int, seed: int):
-    """Load what is measured: the patched model, its tokenizer, and batches of the text on the model's device."""
-    texts = load_texts(data)
-    tokenizer = load_tokenizer(model)
+    """Load what is measured: a Grower of the model, batches of the text on the model's device, and its tokenizer."""
+    import torch
+
+    from .checkpoints import load_model, load_tokenizer
+    from .growth import Grower
+    from .modeling import attentions
+    from .patch import patch_model
+    from .plan import KINDS, GrowthConfig, parameters_of_a_dim
+    from .texts import check_rows, load_texts, sampled_batches
+
+    texts, tokenizer = load_texts(data), load_tokenizer(model)
     loaded = patch_model(load_model(model, causal=True))
-    longest = getattr(loaded.config, "max_position_embeddings", None) or math.inf
-    if block_size > longest:
-        raise typer.BadParameter(f"this model takes {longest} tokens at most", param_hint="--block-size")
     cheapest = min(parameters_of_a_dim(layer, kind) for layer in attentions(loaded) for kind in KINDS.values())
     if (bought := budget if budget >= 1 else int(budget * loaded.num_parameters())) < cheapest:
         raise typer.BadParameter(
@@ -257,38 +224,86 @@ def _ready(model: str, data: str, budget: int | float, batches: int, batch_size:
             param_hint="--budget",
         )
     drawn = sampled_batches(texts, tokenizer, batches, batch_size, block_size, seed)
-    largest = max(int(batch.max()) for batch in drawn)
-    if largest >= loaded.get_input_embeddings().num_embeddings:
-        raise ValueError(f"The tokenizer in {model} has a token {largest}, which the model lacks: they do not belong.")
+    check_rows(torch.cat(drawn), loaded)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _say(f"Measuring on {sum(map(len, drawn))} rows of {block_size} tokens, on {device}.")
-    return loaded.to(device), tokenizer, [batch.to(device) for batch in drawn]
+    grower = Grower(loaded.to(device), GrowthConfig(budget=budget, seed=seed))
+    return grower, [batch.to(device) for batch in drawn], tokenizer
 
 
-def _told(report: GrowthReport) -> dict:
-    """A report and its verdict for JSON."""
-    return {
-        "applied": report.applied,
-        "starved": worth_growing(report),
-        "verdict": verdict(report),
-        "starved_gain": starved_gain(report),
-        "validated_gain": report.predicted_gain,
-        "loss_before": report.loss_before,
-        "loss_after": report.loss_after,
-        "added_parameters": report.added_parameters,
-        "layers": [
-            {
-                "layer": layer.layer,
-                "kind": layer.kind,
-                "width": list(layer.width),
-                "starvation": layer.starvation,
-                "validated_gain": layer.predicted_gain,
-                "step_size": layer.step_size,
-            }
-            for layer in report.layers
-        ],
-        "seconds": report.seconds,
-    }
+class _MostlyHandedOn(TyperCommand):
+    """Takes what it does not know as options for the Trainer, so arguments come first."""
+
+    def collect_usage_pieces(self, ctx):
+        return ["MODEL DATA -o DIR [OPTIONS]"]
+
+
+@app.command(
+    cls=_MostlyHandedOn,
+    help=FINETUNE_HELP,
+    short_help="Train a model on your text, and grow its attention on the way.",
+    epilog=EXIT_CODES,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def finetune(ctx: typer.Context, model: Model, data: Data, output: TrainedOutput, as_json: Json = False) -> None:
+    """Hand all options on: they are read as `scripts/finetune.py` reads them."""
+    if any(word.startswith("-") for word in (model, data)):
+        raise typer.BadParameter("name MODEL and DATA first, and all options after them")
+    resumed = any(word.startswith("--resume") for word in ctx.args)
+    if not resumed:
+        new_folder(output)
+    from .finetuning import last_checkpoint, main
+
+    words = ["--model", model, "--dataset", data, "--output_dir", str(output), *ctx.args]
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            figures = main(words, "growattn finetune MODEL DATA -o DIR [options]; growattn finetune --help lists them")
+    except KeyboardInterrupt:
+        if last := last_checkpoint(output):
+            raise KeyboardInterrupt(f"{last} is whole; go on with --resume_from_checkpoint True.") from None
+        raise KeyboardInterrupt("no checkpoint was saved yet.") from None
+    if as_json and os.environ.get("RANK", "0") == "0":
+        _print_json(figures)
+
+
+@app.command(
+    help=EVALUATE_HELP, short_help="Show perplexity and harness tasks of models side by side.", epilog=EXIT_CODES
+)
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL", help="Folders or Hub ids: stock, grown or exported.", show_default=False),
+    ],
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="The model to compare with.")] = None,
+    text: Annotated[
+        list[str],
+        typer.Option(metavar="DATA", help="A text to measure the perplexity of; may be given more than once."),
+    ] = [],  # noqa: B006  typer copies it
+    task: Annotated[
+        list[str], typer.Option(metavar="NAME", help="A task, or a file of one; may be given more than once.")
+    ] = [],  # noqa: B006
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many examples of each task.")] = None,
+    batch_size: BatchSize = 8,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1 and so on; by default the accelerator, if there is one.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that a model or a metric brings.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure all of them, and show one table."""
+    if not (text or task):
+        raise typer.BadParameter("there is nothing to measure: name a --text or a --task")
+    from transformers import logging as transformers_logging
+
+    from .evaluation import evaluated, for_json, table_of
+
+    transformers_logging.set_verbosity_error()
+    measured = evaluated(models, base, text, task, limit, batch_size, device, trust_remote_code)
+    if as_json:
+        return _print_json(for_json(measured, base))
+    _print_table(table_of(measured, base))
 
 
 @app.command(epilog=EXIT_CODES)
@@ -301,6 +316,9 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a grown model as an ordinary one, with the same outputs, which needs no hf_growattn."""
+    from .checkpoints import load_grown
+    from .export import export_model
+
     model, tokenizer = load_grown(checkpoint)
     report = export_model(model, output, target, tokenizer)
     if as_json:
@@ -316,6 +334,8 @@ def export(
 @app.command(epilog=EXIT_CODES)
 def card(checkpoint: Checkpoint, repo: Repo, form: Form = "native", base: Base = None) -> None:
     """Print the model card of a grown model: where it comes from, what grew and why, how to load it."""
+    from .checkpoints import card_of, load_grown
+
     model, _ = load_grown(checkpoint)
     typer.echo(str(card_of(checkpoint, model, repo, form, base)))
 
@@ -334,30 +354,18 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Push a grown model to the Hub with its card, all in one commit or not at all."""
-    if dry_run is not None:
-        with written_whole(dry_run) as folder:
-            write_publication(checkpoint, folder, repo, form, base)
-        files = {str(p.relative_to(dry_run)): p.stat().st_size for p in sorted(dry_run.rglob("*")) if p.is_file()}
-        if as_json:
-            return _print_json({"repo": repo, "files": files})
-        typer.echo(f"{dry_run} is what would be pushed to {repo}:")
-        return typer.echo("\n".join(f"{size:>12,}  {name}" for name, size in files.items()))
-    if get_token() is None:
-        raise ValueError("There is no token to push with: run `hf auth login`, or set HF_TOKEN to one that may write.")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "model")
+    from .checkpoints import publish, write_publication, written_whole
+
+    if dry_run is None:
+        url = publish(checkpoint, repo, form, base, private)
+        return _print_json({"repo": repo, "commit": url}) if as_json else typer.echo(f"Pushed: {url}")
+    with written_whole(dry_run) as folder:
         write_publication(checkpoint, folder, repo, form, base)
-        try:
-            HfApi().create_repo(repo, private=private or None, exist_ok=True)
-            url = push_folder(folder, repo).commit_url
-        except Exception as error:  # of the client, of its HTTP library, or of the Hub: the next step is the same
-            raise OSError(
-                f"The push to {repo} failed. It is one commit: the repository has all of it or nothing. Push again. "
-                f"({type(error).__name__}: {error})"
-            ) from error
+    files = {str(p.relative_to(dry_run)): p.stat().st_size for p in sorted(dry_run.rglob("*")) if p.is_file()}
     if as_json:
-        return _print_json({"repo": repo, "commit": url})
-    typer.echo(f"Pushed: {url}")
+        return _print_json({"repo": repo, "files": files})
+    typer.echo(f"{dry_run} is what would be pushed to {repo}:")
+    typer.echo("\n".join(f"{size:>12,}  {name}" for name, size in files.items()))
 
 
 if __name__ == "__main__":

@@ -3,18 +3,18 @@
 from collections.abc import Callable
 
 import torch
+from rich.table import Table
 from transformers import PreTrainedModel
 
 from .configuration import PREFIX, layer_widths, stock_head_dim
 from .modeling import is_grown
+from .plan import KINDS
 from .report import GrowthReport
 from .views import FactoredMatrix, attention_views
 
 FULL = 0.9  # of its width: a head whose effective rank is beyond has hardly a direction to spare
 
-# Nats a token of starvation-weighted validated gain from which growth is worth more than LoRA. A first guess: where it
-# lies is for scripts/bench/instrument.py to measure.
-STARVED = 0.05
+STARVED = 0.05  # nats a token of `starved_gain` from which growth ends lower than LoRA; a first guess, to be measured
 
 
 @torch.no_grad()
@@ -71,6 +71,24 @@ def _used(matrix: Callable[[int], FactoredMatrix], heads: int, width: int) -> di
     }
 
 
+def table_of(figures: dict) -> Table:
+    """What `inspected` gathered, for people."""
+    table = Table("layer", "kind", "width", "effective rank: mean (range)", "full heads")
+    for layer in figures["layers"]:
+        for kind in KINDS:
+            table.add_row(str(layer["layer"]), kind, *_cells(layer[kind], layer["heads"], figures["stock_width"]))
+    return table
+
+
+def _cells(used: dict, heads: int, stock: int) -> list[str]:
+    width = f"{stock} -> {used['width']}" if used["width"] > stock else str(stock)
+    ranks, full = used["effective_rank"], used["full_heads"]
+    if ranks is None:
+        return [width, "none: they are normalised", "-"]
+    named = "all" if len(full) == heads > 1 else ", ".join(map(str, full)) or "none"
+    return [width, f"{sum(ranks) / heads:.1f} ({min(ranks):.1f} to {max(ranks):.1f})", named]
+
+
 def starved_gain(report: GrowthReport) -> float:
     """The validated gain of all layers, each weighted by its starvation: what only wider heads can give."""
     return sum(layer.starvation * layer.predicted_gain for layer in report.layers)
@@ -90,3 +108,29 @@ def verdict(report: GrowthReport) -> str:
     if not worth_growing(report):
         return f"Not starved: {told} beyond the present width, less than {STARVED}. LoRA will serve you as well."
     return f"Starved: {told} beyond the present width, {STARVED} or more. Growth is worth its weights here."
+
+
+def measured(report: GrowthReport) -> dict:
+    """A report and its verdict as what `json.dumps` takes."""
+    return {
+        "applied": report.applied,
+        "starved": worth_growing(report),
+        "verdict": verdict(report),
+        "starved_gain": starved_gain(report),
+        "validated_gain": report.predicted_gain,
+        "loss_before": report.loss_before,
+        "loss_after": report.loss_after,
+        "added_parameters": report.added_parameters,
+        "layers": [
+            {
+                "layer": layer.layer,
+                "kind": layer.kind,
+                "width": list(layer.width),
+                "starvation": layer.starvation,
+                "validated_gain": layer.predicted_gain,
+                "step_size": layer.step_size,
+            }
+            for layer in report.layers
+        ],
+        "seconds": report.seconds,
+    }

@@ -122,7 +122,8 @@ def _step_in(history: list, report) -> int | None:
 def _command_line() -> str:
     """The command line of this process, with what looks like a secret masked."""
     words, former = [], ""
-    for word in sys.orig_argv:
+    by_name = Path(sys.argv[0]).name == "growattn"  # people do not say which Python runs it
+    for word in ["growattn", *sys.argv[1:]] if by_name else sys.orig_argv:
         name, equals, _ = word.partition("=")
         secret = re.compile(r"-.*(token|key|secret|password)", re.IGNORECASE)
         if secret.fullmatch(former):

@@ -110,6 +110,24 @@ def blocks_of(texts: Iterable[str], tokenizer, block_size: int, most: int | None
     return torch.tensor(ids[: count * block_size]).view(count, block_size)
 
 
+def check_rows(rows: torch.Tensor, model) -> None:
+    """Check that a model can read rows of tokens, (rows, tokens).
+
+    Raises:
+        ValueError: they are too long for it, or of a tokenizer with more tokens.
+    """
+    longest, known = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings().num_embeddings
+    if longest and rows.shape[1] > longest:
+        raise ValueError(
+            f"This model reads {longest} tokens at most, not {rows.shape[1]}: choose a smaller block size."
+        )
+    if (largest := int(rows.max())) >= known:
+        raise ValueError(
+            f"The tokenizer has a token {largest}, and the model only {known} tokens: they do not belong together. "
+            "Save the model's own tokenizer beside it."
+        )
+
+
 def sampled_batches(
     texts: list[str], tokenizer, batches: int, batch_size: int, block_size: int, seed: int = 0
 ) -> list[torch.Tensor]:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_growattn import checkpoints, inspection
+from hf_growattn.arguments import budget_of
 from hf_growattn.cli import app
-from hf_growattn.options import budget_of
 from hf_growattn.texts import load_texts, sampled_batches
 
 SMALL = "--batches 4 --batch-size 5 --block-size 16".split()
@@ -124,7 +124,7 @@ def test_grow_leaves_a_model_that_loads(given, grown):
 def test_grow_leaves_a_page_where_matplotlib_is(grown, monkeypatch, given, tmp_path):
     pytest.importorskip("matplotlib")
     assert "</html>" in (grown[0] / "report.html").read_text()
-    monkeypatch.setattr("hf_growattn.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_growattn.outcome.drawable", lambda: False)
     done = call("grow", given / "model", given / "text.txt", "-o", tmp_path / "out", "--budget", "5%", *SMALL)
     assert done.exit_code == 0 and "pip install matplotlib" in done.stderr, done.output
     assert not (tmp_path / "out" / "report.html").exists() and (tmp_path / "out" / "model.safetensors").exists()
@@ -163,7 +163,7 @@ def test_push_writes_a_folder_to_look_at(grown, tmp_path):
 
 
 def test_push_without_a_token_names_the_fix(grown, monkeypatch):
-    monkeypatch.setattr("hf_growattn.cli.get_token", lambda: None)
+    monkeypatch.setattr("hf_growattn.checkpoints.get_token", lambda: None)
     assert "hf auth login" in only_line(call("push", grown[0], "me/grown"))
 
 
@@ -257,7 +257,7 @@ def test_an_interrupted_save_leaves_nothing(given, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_growattn.cli.figures_of", interrupted)  # the weights are written by then
+    monkeypatch.setattr("hf_growattn.checkpoints.figures_of", interrupted)  # the weights are written by then
     done = call("grow", given / "model", given / "text.txt", "-o", tmp_path / "out", "--budget", "5%", *SMALL)
     assert done.exit_code == 130 and "nothing was written" in done.stderr, done.output
     assert not list(tmp_path.iterdir())
@@ -271,7 +271,7 @@ def test_a_fault_of_ours_shows_where_when_asked(monkeypatch):
     def broken(*_):
         raise RuntimeError("on\npurpose")
 
-    monkeypatch.setattr("hf_growattn.cli.load_model", broken)
+    monkeypatch.setattr("hf_growattn.checkpoints.load_model", broken)
     assert only_line(call("inspect", "m")) == "Error: RuntimeError: on purpose (growattn --debug shows where)"
     done = call("--debug", "inspect", "m")
     assert isinstance(done.exception, RuntimeError)

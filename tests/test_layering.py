@@ -1,6 +1,7 @@
 """Imports inside the package point one way, and the files that travel with a checkpoint stay self-contained."""
 
 import ast
+import sys
 
 import pytest
 from conftest import ROOT
@@ -46,12 +47,19 @@ MAY_IMPORT = {
     },
     "cards": {"report", "modeling", "configuration"},
     "checkpoints": {"cards", "export", "modeling", "configuration", "report"},
-    "inspection": {"report", "views", "modeling", "configuration"},
-    "cli": {
-        *("cards", "checkpoints", "export", "growth", "inspection", "modeling", "patch", "plan", "report", "texts"),
-        "options",
+    "inspection": {"report", "plan", "views", "modeling", "configuration"},
+    "outcome": {"cards", "pictures", "report", "modeling"},
+    "arguments": set(),
+    "finetuning": {
+        *("outcome", "checkpoints", "cards", "pages", "trainer", "patch", "plan", "texts", "arguments"),
     },
-    "options": set(),
+    "harness": {"checkpoints"},
+    "evaluation": {"harness", "checkpoints", "texts"},
+    "options": {"arguments"},
+    "cli": {
+        *("inspection", "finetuning", "evaluation", "outcome", "checkpoints", "cards", "export", "growth", "plan"),
+        *("patch", "modeling", "texts", "options"),
+    },
     "__init__": {
         *("architectures", "attention", "cards", "export", "growth", "pages", "patch", "plan", "report"),
         *("trainer", "trim", "views"),
@@ -85,8 +93,6 @@ def test_imports_point_one_way(name):
 
 @pytest.mark.parametrize("name", TRAVELLING)
 def test_travelling_files_need_torch_and_transformers_only(name):
-    import sys
-
     inside, outside = _imports(ROOT / "hf_growattn" / f"{name}.py")
     assert inside <= set(TRAVELLING)
     assert outside - set(sys.stdlib_module_names) <= {"torch", "transformers"}
