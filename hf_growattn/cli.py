@@ -47,7 +47,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            _say(f"Interrupted: {interrupt or 'nothing was written.'}")
+            _say(f"Interrupted: {str(interrupt) or 'nothing was written.'}")
             raise typer.Exit(INTERRUPTED) from None
         except Exception as error:
             if ctx.params.get("debug") or type(error).__module__.startswith(("typer", "click")):
@@ -212,7 +212,7 @@ def _ready(model: str, data: str, budget: int | float, batches: int, batch_size:
     from .modeling import attentions
     from .patch import patch_model
     from .plan import KINDS, GrowthConfig, parameters_of_a_dim
-    from .texts import check_rows, load_texts, sampled_batches
+    from .texts import check_length, check_tokens, load_texts, sampled_batches
 
     texts, tokenizer = load_texts(data), load_tokenizer(model)
     loaded = patch_model(load_model(model, causal=True))
@@ -223,8 +223,9 @@ def _ready(model: str, data: str, budget: int | float, batches: int, batch_size:
             f"{cheapest / loaded.num_parameters():.2%} of this model",
             param_hint="--budget",
         )
+    check_length(block_size, loaded)
     drawn = sampled_batches(texts, tokenizer, batches, batch_size, block_size, seed)
-    check_rows(torch.cat(drawn), loaded)
+    check_tokens(torch.cat(drawn), loaded)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     _say(f"Measuring on {sum(map(len, drawn))} rows of {block_size} tokens, on {device}.")
     grower = Grower(loaded.to(device), GrowthConfig(budget=budget, seed=seed))

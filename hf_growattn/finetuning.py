@@ -33,7 +33,7 @@ from .checkpoints import load_model, load_tokenizer
 from .pages import save_report
 from .patch import patch_model
 from .plan import GrowthConfig
-from .texts import blocks_of, check_rows, load_texts
+from .texts import blocks_of, check_length, check_tokens, load_texts
 from .trainer import GROWN_BASE, GrowthCallback
 
 
@@ -332,6 +332,7 @@ def main(words: list[str], usage: str, description: str | None = None) -> dict:
     with training.main_process_first():  # one reads, the others find it in the cache
         texts = load_texts(text.dataset)
     tokenizer, model = load_tokenizer(chosen.model), load_model(chosen.model, causal=True)
+    check_length(text.block_size, model)
     blocks = blocks_of(texts, tokenizer, text.block_size)
-    check_rows(blocks, model)
+    check_tokens(blocks, model)
     return run(model, tokenizer, blocks, text.dataset, growth, training, chosen.lora_rank)

@@ -110,21 +110,28 @@ def blocks_of(texts: Iterable[str], tokenizer, block_size: int, most: int | None
     return torch.tensor(ids[: count * block_size]).view(count, block_size)
 
 
-def check_rows(rows: torch.Tensor, model) -> None:
-    """Check that a model can read rows of tokens, (rows, tokens).
+def check_length(block_size: int, model) -> None:
+    """Check that a model reads so many tokens at once.
 
     Raises:
-        ValueError: they are too long for it, or of a tokenizer with more tokens.
+        ValueError: it does not.
     """
-    longest, known = getattr(model.config, "max_position_embeddings", None), model.get_input_embeddings().num_embeddings
-    if longest and rows.shape[1] > longest:
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest and block_size > longest:
+        raise ValueError(f"This model reads {longest:,} tokens at most: choose blocks shorter than {block_size:,}.")
+
+
+def check_tokens(ids: torch.Tensor, model) -> None:
+    """Check that a model knows all tokens.
+
+    Raises:
+        ValueError: they are of another model's tokenizer.
+    """
+    known = model.get_input_embeddings().num_embeddings
+    if (largest := int(ids.max())) >= known:
         raise ValueError(
-            f"This model reads {longest} tokens at most, not {rows.shape[1]}: choose a smaller block size."
-        )
-    if (largest := int(rows.max())) >= known:
-        raise ValueError(
-            f"The tokenizer has a token {largest}, and the model only {known} tokens: they do not belong together. "
-            "Save the model's own tokenizer beside it."
+            f"The tokenizer has a token {largest:,}, and the model {known:,} tokens: they do not belong together. Save "
+            "the model's own tokenizer beside it."
         )
 
 
