@@ -59,7 +59,7 @@ def model_card(
         repo_id: where it will be on the Hub.
         form: "native" or "stock", as it is pushed.
         reports: of its growths, as `Grower.grow` returned them.
-        figures: instead, what `scripts/finetune.py` left in `figures.json`, evaluations included.
+        figures: instead, what a fine-tuning left in `figures.json`, evaluations included.
         base_model: Hub id or folder of the model that grew; by default as the figures or the model itself know it. Its
             licence is carried over; where the Hub cannot be asked, the card says that the licence is not known.
         picture: whether `growth.png` will lie beside the card.
@@ -243,7 +243,7 @@ def _origin(base: str) -> tuple[str | None, str, dict]:
     if not base:
         return None, "none, trained from random weights", {}
     folder = Path(base)
-    if (folder / FIGURES).exists():  # a checkpoint of scripts/finetune.py, which grew from another model in its turn
+    if (folder / FIGURES).exists():  # of a fine-tuning, whose model grew from another model in its turn
         return _origin(json.loads((folder / FIGURES).read_text()).get("base_model", ""))
     hub_id, card = base if _is_hub_id(base) else None, {}
     try:

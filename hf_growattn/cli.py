@@ -201,6 +201,7 @@ def grow(
     if not drawable():
         _say(f"There is no {REPORT}, since its pictures need matplotlib: pip install matplotlib.")
     _say(f"Saved in {output}. Load it: import hf_growattn, then AutoModelForCausalLM.from_pretrained({str(output)!r}).")
+    _say(f"Train it on: growattn finetune {output} {data} -o DIR")
 
 
 def _ready(model: str, data: str, budget: int | float, batches: int, batch_size: int, block_size: int, seed: int):

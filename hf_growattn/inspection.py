@@ -101,13 +101,12 @@ def worth_growing(report: GrowthReport) -> bool:
 
 def verdict(report: GrowthReport) -> str:
     """What a measurement says, in words."""
-    gain = starved_gain(report)
     if not report.found:
         return "Not starved: nothing that wider heads could learn here holds on unseen batches. LoRA will serve you."
-    told = f"wider heads promise {report.predicted_gain:.4f} nats a token on unseen batches, of which {gain:.4f} are"
+    promise = f"wider heads promise {starved_gain(report):.4f} nats a token that the present width cannot reach"
     if not worth_growing(report):
-        return f"Not starved: {told} beyond the present width, less than {STARVED}. LoRA will serve you as well."
-    return f"Starved: {told} beyond the present width, {STARVED} or more. Growth is worth its weights here."
+        return f"Not starved: {promise}, less than {STARVED}. LoRA will serve you as well."
+    return f"Starved: {promise}, to first order and on unseen batches. From {STARVED} on, growth is worth its weights."
 
 
 def measured(report: GrowthReport) -> dict:

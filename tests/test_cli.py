@@ -154,6 +154,51 @@ def test_export_and_card(given, grown, tmp_path):
     assert str(given) not in done.stdout
 
 
+def test_finetune_prints_what_it_leaves(given, tmp_path):
+    """Options of growth and of Trainer, in both spellings; on standard output the figures alone."""
+    options = "--v-dims 4 --growth_batches 4 --grow_steps 2 --max_steps 4 --block-size 16 --use_cpu".split()
+    words = ["finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options]
+    done = call(*words, "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told == json.loads((tmp_path / "out" / "figures.json").read_text())
+    assert told["after"]["v_head_dim"] == [20, 20] and "Reloaded in a fresh process" in done.stderr
+    assert call("inspect", tmp_path / "out", "--json").exit_code == 0
+    assert call(*words).exit_code == 2  # the folder is full
+
+
+def test_an_interrupted_training_says_how_to_go_on(given, tmp_path, monkeypatch):
+    from hf_growattn.finetuning import MeasuredGrowth, last_checkpoint
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    options = "--grow_steps 3 --max_steps 4 --save_steps 2 --eval_strategy no --block_size 16 --use_cpu".split()
+    words = ["finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options]
+    with monkeypatch.context() as patch:
+        patch.setattr(MeasuredGrowth, "_held_out", interrupt)  # at the growth, after step 3
+        done = call(*words)
+    last = tmp_path / "out" / "checkpoint-2"
+    assert done.exit_code == 130, done.output
+    assert done.stderr.endswith(f"Interrupted: {last} is whole; go on with --resume_from_checkpoint True.\n")
+    half = tmp_path / "out" / "checkpoint-3"
+    half.mkdir()  # as a process leaves it that is killed while it saves
+    (half / "model.safetensors").write_bytes(b"half")
+    assert last_checkpoint(tmp_path / "out") == str(last)
+    assert call(*words, "--growth_batches", "4", "--resume_from_checkpoint", "True").exit_code == 0
+
+
+def test_evaluate_shows_models_side_by_side(given, grown):
+    options = ["evaluate", grown[0], "--base", given / "model", "--text", given / "text.txt"]
+    done = call(*options, "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    figures = told["models"][str(grown[0])]
+    assert told["base"] == str(given / "model") and figures["text.txt"]["perplexity"]["difference"] < 0
+    assert figures["model"]["parameters"]["difference"] == grown[1]["added_parameters"]
+    assert "out - base" in call(*options).stdout
+
+
 def test_push_writes_a_folder_to_look_at(grown, tmp_path):
     done = call("push", grown[0], "me/grown", "--dry-run", tmp_path / "look", "--json")
     assert done.exit_code == 0, done.output
@@ -186,6 +231,11 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
         ("measure", model, tmp_path / "latin.txt"): "not text in UTF-8",
         ("measure", model, tmp_path / "empty"): "no .txt files",
         ("export", model, "-o", tmp_path / "out"): "which did not grow",
+        ("finetune", model, tmp_path / "nowhere.txt", "-o", tmp_path / "out"): "check the path of the text",
+        ("finetune", model, text, "-o", tmp_path / "out", "--block_size", 4096): "reads 128 tokens at most",
+        ("evaluate", model, "--text", text, "--device", "none"): "The device none cannot be used",
+        ("evaluate", model, tmp_path / "empty", "--text", text): "There is no checkpoint in",
+        ("evaluate", model, "--task", tmp_path / "nowhere.jsonl"): "There is no file",
         ("card", tmp_path / "nowhere", "me/grown"): "Check the name",
     }.items():
         assert fix in only_line(call(*options)), options
@@ -206,6 +256,12 @@ def test_wrong_usage_is_told_before_anything_is_loaded(tmp_path):
         "push m grown": "you/grown",
         "push m a/b/c": "Repo id",
         f"push m me/m --dry-run {tmp_path}": "not empty",
+        "finetune m d": "--output",
+        "finetune --budget 2% m d -o out": "name MODEL and DATA first",
+        f"finetune m d -o {tmp_path}": "not empty",
+        "finetune m d -o out --buget 2%": "unknown: --buget 2%",
+        "finetune m d -o out --grow_every 0": "every must be",
+        "evaluate m": "name a --text or a --task",
         "dance": "No such command",
     }.items():
         done = call(*options.split())
@@ -307,6 +363,20 @@ def test_ctrl_c_on_a_real_process(given, tmp_path):
 
 def test_help_explains_every_command():
     top = call("--help").stdout
-    for command in ("inspect", "measure", "grow", "export", "card", "push"):
+    for command in ("inspect", "measure", "grow", "finetune", "evaluate", "export", "card", "push"):
         assert command in top and "Exit codes" in call(command, "--help").stdout
     assert "--install-completion" in top and call("--version").stdout.startswith("growattn 0.")
+
+
+def test_help_and_completion_need_no_torch(tmp_path):
+    """A process of the name under which pip installs the command."""
+    (tmp_path / "growattn").write_text(
+        "import sys\nfrom hf_growattn.cli import app\ntry:\n    app()\n"
+        "finally:\n    print({'torch', 'transformers'} & {*sys.modules}, file=sys.stderr)\n"
+    )
+    completing = {"_GROWATTN_COMPLETE": "complete_bash", "COMP_WORDS": "growattn ev", "COMP_CWORD": "1"}
+    for words, more, told in (("finetune", "--help"), {}, "--grow_steps"), ((), completing, "evaluate"):
+        command = [sys.executable, tmp_path / "growattn", *words]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | more
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0 and told in done.stdout and done.stderr == "set()\n", done

@@ -1,4 +1,4 @@
-"""`scripts/finetune.py` as a user runs it: real processes on a tiny model and a tiny text."""
+"""Fine-tuning as a user runs it: real processes on a tiny model and a tiny text, by the script and by `growattn`."""
 
 import json
 import os
@@ -33,10 +33,11 @@ def given(tmp_path_factory) -> list:
 
 
 def start(given: list, output: Path, *options, processes: int = 1) -> subprocess.Popen:
-    launcher = [sys.executable]
+    command = [sys.executable, ROOT / "scripts" / "finetune.py", *given, "--output_dir", output, *options]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*launcher, ROOT / "scripts" / "finetune.py", *given, "--output_dir", output, *options]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        _, model, _, text, *rest = given
+        command = [*launcher, "-m", "hf_growattn.cli", "finetune", model, text, "-o", output, *rest, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen([str(word) for word in command], env=environment, cwd=ROOT, **pipes)
