@@ -114,7 +114,13 @@ def inspect(model: Model, as_json: Json = False) -> None:
     from .inspection import FULL, inspected, table_of
 
     loaded = load_model(model)
-    with tqdm(total=loaded.config.num_hidden_layers, desc="inspecting", unit="layer", leave=False, disable=None) as bar:
+    with tqdm(
+        total=getattr(loaded.config, "num_hidden_layers", None),
+        desc="inspecting",
+        unit="layer",
+        leave=False,
+        disable=None,
+    ) as bar:
         figures = inspected(loaded, bar.update)
     if as_json:
         return _print_json(figures)
