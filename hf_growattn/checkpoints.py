@@ -11,6 +11,7 @@ import transformers
 from huggingface_hub import HfApi, get_token
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from .architectures import architecture_of
 from .cards import CARD, FIGURES, PICTURE, growth_figures, model_card, push_folder, source_of, task_of
 from .configuration import PREFIX
 from .export import export_model
@@ -55,6 +56,16 @@ def load_model(name: str, causal: bool = False, trust_remote_code: bool = False)
     return _loaded(chosen, name, "model", trust_remote_code).eval()
 
 
+def load_growable(name: str, causal: bool = False) -> PreTrainedModel:
+    """Load a checkpoint of a family that can grow; of others nothing but the config is read.
+
+    Raises:
+        ValueError: as for `load_model`, or the family is unknown.
+    """
+    architecture_of(load_config(name).model_type.removeprefix(PREFIX))
+    return load_model(name, causal)
+
+
 def load_tokenizer(name: str, trust_remote_code: bool = False):
     """Load the tokenizer of a checkpoint.
 
@@ -80,14 +91,14 @@ def first_line(error: Exception) -> str:
 def _loaded(auto_class: type, name: str, what: str, trust_remote_code: bool):
     try:
         return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of transformers, safetensors, or the Hub's client: damage has many names
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{name} comes with code of its own, which `growattn evaluate --trust-remote-code` alone would run; "
                 "read it first."
             ) from error
         if Path(name).exists():
-            raise ValueError(f"The {what} in {name} cannot be loaded. {first_line(error)}") from error
+            raise ValueError(f"The {what} in {name} cannot be loaded. {type(error).__name__}: {error}") from error
         raise ValueError(
             f"{name} is no folder here, and its {what} cannot be loaded from the Hub. Check the name and the network; "
             f"for a private model run `hf auth login`. ({first_line(error)})"

@@ -110,10 +110,10 @@ def inspect(model: Model, as_json: Json = False) -> None:
     The effective rank counts the directions that a head really uses; it is at most the width. A head that uses nearly
     all of it is called full.
     """
-    from .checkpoints import load_model
+    from .checkpoints import load_growable
     from .inspection import FULL, inspected, table_of
 
-    loaded = load_model(model)
+    loaded = load_growable(model)
     with tqdm(
         total=getattr(loaded.config, "num_hidden_layers", None),
         desc="inspecting",
@@ -214,15 +214,16 @@ def _ready(model: str, data: str, budget: int | float, batches: int, batch_size:
     """Load what is measured: a Grower of the model, batches of the text on the model's device, and its tokenizer."""
     import torch
 
-    from .checkpoints import load_model, load_tokenizer
+    from .checkpoints import load_growable, load_tokenizer
     from .growth import Grower
     from .modeling import attentions
     from .patch import patch_model
     from .plan import KINDS, GrowthConfig, parameters_of_a_dim
     from .texts import check_length, check_tokens, load_texts, sampled_batches
 
-    texts, tokenizer = load_texts(data), load_tokenizer(model)
-    loaded = patch_model(load_model(model, causal=True))
+    texts = load_texts(data)
+    loaded = patch_model(load_growable(model, causal=True))
+    tokenizer = load_tokenizer(model)
     cheapest = min(parameters_of_a_dim(layer, kind) for layer in attentions(loaded) for kind in KINDS.values())
     if (bought := budget if budget >= 1 else int(budget * loaded.num_parameters())) < cheapest:
         raise typer.BadParameter(

@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from transformers import logging as transformers_logging
 from . import outcome
 from .arguments import TRAINER_DOCS, GrowthArguments, ModelArguments, TextArguments, budget_of
 from .cards import source_of
-from .checkpoints import load_model, load_tokenizer
+from .checkpoints import load_growable, load_tokenizer
 from .pages import save_report
 from .patch import patch_model
 from .plan import GrowthConfig
@@ -328,10 +329,12 @@ def main(words: list[str], usage: str, description: str | None = None) -> dict:
         parser.error(str(error))
     if unknown:
         parser.error(f"unknown: {' '.join(unknown)}. --help lists the options; those of Trainer are at {TRAINER_DOCS}")
+    if chosen.lora_rank and find_spec("peft") is None:
+        parser.error("--lora_rank trains adapters of peft: pip install peft.")
     transformers_logging.disable_progress_bar()
     with training.main_process_first():  # one reads, the others find it in the cache
         texts = load_texts(text.dataset)
-    tokenizer, model = load_tokenizer(chosen.model), load_model(chosen.model, causal=True)
+    model, tokenizer = load_growable(chosen.model, causal=True), load_tokenizer(chosen.model)
     check_length(text.block_size, model)
     blocks = blocks_of(texts, tokenizer, text.block_size)
     check_tokens(blocks, model)

@@ -1,5 +1,6 @@
 """Words of help, and the arguments and options that commands share, each with its check; without torch, as `cli`."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -67,6 +68,9 @@ def new_folder(folder: Path | None) -> Path | None:
         return None
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise typer.BadParameter(f"{folder} is there already, and not empty; name a new folder.")
+    above = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise typer.BadParameter(f"nothing can be written in {above}; name another folder.")
     return folder
 
 

@@ -219,9 +219,15 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
     (tmp_path / "broken.jsonl").write_text("w2\n")
     (tmp_path / "latin.txt").write_bytes("\xe9t\xe9".encode("latin-1"))
     (tmp_path / "empty").mkdir()
+    build("llama-2").save_pretrained(tmp_path / "damaged")
+    os.truncate(tmp_path / "damaged" / "model.safetensors", 2000)
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
     model, text = given / "model", given / "text.txt"
     for options, fix in {
         ("inspect", tmp_path / "empty"): "There is no checkpoint in",
+        ("inspect", tmp_path / "damaged"): "cannot be loaded. SafetensorError",
+        ("inspect", tmp_path / "bert"): "does not know the model type 'bert'",
         ("inspect", "no/such-model"): "Check the name and the network",
         ("measure", "no/such-model", text): "Check the name and the network",
         ("measure", model, tmp_path / "nowhere.txt"): "check the path of the text",
@@ -252,6 +258,7 @@ def test_wrong_usage_is_told_before_anything_is_loaded(tmp_path):
         "measure m d --batches 1": "--batches",
         f"grow m d -o {tmp_path}": "not empty",
         f"grow m d -o {tmp_path}/there": "not empty",
+        f"grow m d -o {tmp_path}/there/inside": "nothing can be written in",
         "grow m d": "--output",
         "push m grown": "you/grown",
         "push m a/b/c": "Repo id",
@@ -334,7 +341,7 @@ def test_a_fault_of_ours_shows_where_when_asked(monkeypatch):
     def broken(*_):
         raise RuntimeError("on\npurpose")
 
-    monkeypatch.setattr("hf_growattn.checkpoints.load_model", broken)
+    monkeypatch.setattr("hf_growattn.checkpoints.load_growable", broken)
     assert only_line(call("inspect", "m")) == "Error: RuntimeError: on purpose (growattn --debug shows where)"
     done = call("--debug", "inspect", "m")
     assert isinstance(done.exception, RuntimeError)

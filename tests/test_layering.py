@@ -46,7 +46,7 @@ MAY_IMPORT = {
         *("growth", "plan", "report", "probe", "patch", "modeling", "attention", "adapters"),
     },
     "cards": {"report", "modeling", "configuration"},
-    "checkpoints": {"cards", "export", "modeling", "configuration", "report"},
+    "checkpoints": {"architectures", "cards", "export", "modeling", "configuration", "report"},
     "inspection": {"report", "plan", "views", "modeling", "configuration"},
     "outcome": {"cards", "pictures", "report", "modeling"},
     "arguments": set(),
