@@ -93,7 +93,7 @@ def _every_command(
 
 
 def _print_json(figures: dict) -> None:
-    typer.echo(json.dumps(figures, indent=1, allow_nan=False))
+    typer.echo(json.dumps(figures, indent=1))
 
 
 def _print_table(table) -> None:
