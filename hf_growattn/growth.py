@@ -35,6 +35,7 @@ from .trial import STEEPNESS_BATCHES, Change, StepSearch, Trial, measure_steepne
 from .widths import Resize
 
 _SEARCH_BATCHES = 8  # enough to find a step on; what it gains is then measured on all batches
+_SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on all batches
 
 
 class Grower:
@@ -167,7 +168,7 @@ class Grower:
     def _steps(
         self, search: StepSearch, near: dict[Kind, float], batches: list[dict], loss_before: float, bar: tqdm
     ) -> tuple[list[float], float]:
-        """Find the steps on a few batches and write them; zeros if the loss of all batches does not fall."""
+        """Find steps on a few batches and write the part of them that lowers the loss of all batches; zeros if none does."""
         nothing = [0.0] * len(search.trial.changes), loss_before
         if self.config.estimator == "random":  # no direction to search along: the dims wait for training
             steps = [1.0] * len(search.trial.changes)
@@ -177,10 +178,13 @@ class Grower:
         steps, _ = search.run(self.config.refine, found if any(found) else None)
         if not any(steps):
             return nothing
-        search.trial.take(steps)
-        bar.total += len(batches)
-        loss_after = mean_loss(self.model, batches, bar.update)
-        return (steps, loss_after) if loss_after < loss_before else nothing
+        for part in _SMALLER:
+            smaller = [step * part for step in steps]
+            search.trial.take(smaller)
+            bar.total += len(batches)
+            if (loss_after := mean_loss(self.model, batches, bar.update)) < loss_before:
+                return smaller, loss_after
+        return nothing
 
     def _measure_steepness(self, resizes: list[Resize], batches: list[dict], bar: tqdm) -> None:
         """Let optimizers that divide by the size of past gradients know that of new entries."""

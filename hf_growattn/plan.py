@@ -25,8 +25,8 @@ class GrowthConfig:
     Attributes:
         qk_dims: dims to add to the queries and keys of each head (patterns).
         v_dims: dims to add to the values of each head (messages).
-        budget: weights to add at most: a whole number, or a share of the model's parameters such as 0.01. It is spent
-            where the validated gain for a parameter is highest, and stays unspent where no gain holds.
+        budget: weights to add at most: a whole number, or a share of the model's parameters such as 0.01. Layers and
+            kinds get the more of it the more gain they promise on unseen batches, and none where no gain holds.
         kinds: what a budget may buy, "patterns", "messages" or both.
         layers: indices of the layers to grow; None grows every layer.
         max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means `hidden_size`.
@@ -125,7 +125,10 @@ def candidates(config: GrowthConfig, gradients: list[Gradient]) -> list[Change]:
 
 
 def spend(config: GrowthConfig, changes: list[Change], prices: list[float], parameters: int) -> list[Change]:
-    """Choose among the candidates what the budget buys, by validated gain for each added weight.
+    """Choose among the candidates what the budget buys.
+
+    The n-th new dim of a layer and kind counts as the fourth root of all that growth promises there, over n. The gain
+    itself overstates how much more one layer needs than another: its leading directions are learned within a few steps.
 
     Args:
         prices: for each change what a unit of `worth_of` is worth in its kind, which makes the kinds comparable.
@@ -138,7 +141,9 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
         width = block.attention.width_of(block.kind.shared)
         stops = [n for n in range(1, change.dims + 1) if (width + n) % config.multiple_of == 0]
         spans = list(zip([0, *stops], stops))
-        gains.append([price * values[start:stop].sum().item() for start, stop in spans])
+        promised = max(price * values.sum().item(), 0.0) ** 0.25
+        shares = (values > 0) / torch.arange(1, len(values) + 1)
+        gains.append([promised * shares[start:stop].sum().item() for start, stop in spans])
         costs.append([(stop - start) * parameters_of_a_dim(block.attention, block.kind) for start, stop in spans])
         ends.append([0, *stops])
     taken = F.allocate(gains, costs, budget)

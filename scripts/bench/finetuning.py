@@ -3,8 +3,9 @@
     python scripts/bench/finetuning.py --model a/llama --text Shakespeare.txt WikiText-2.txt --pretrain stories.jsonl
 
 Frozen base: only what a row adds is trained, with growth the new dims alone. Full fine-tuning: all weights train, with
-and without growth. Every row has a learning rate of its own, swept on a seed that is not reported. `--pretrain` also
-trains a small GPT-2 on a text and takes the leading rows there, on the first text. Tables are named after the files.
+and without growth. Every row has a learning rate of its own for each text, swept on a seed that is not reported.
+`--pretrain` also trains a small GPT-2 on a text and takes the leading rows there, on the first text. Tables are named
+after the files.
 """
 
 import argparse
@@ -122,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or Hub id of a causal LM")
     parser.add_argument(
-        "--text", nargs="+", help="texts: files, also of JSON lines, or Hub ids; rates are swept on the first"
+        "--text", nargs="+", help="texts: files, also of JSON lines, or Hub ids; all rows see the first"
     )
     parser.add_argument(
         "--pretrain", help="text to train a small GPT-2 on, which takes the leading rows on the first text"
@@ -150,7 +151,7 @@ def main() -> None:
             models.append("GPT-2")
     arguments.output.mkdir(parents=True, exist_ok=True)
     kept = arguments.output / "finetuning.jsonl"
-    runs, sweeps, led = [], [], []
+    runs, sweeps, led = [], [], list(arguments.rows or [])
     for place, model in enumerate(models):
         texts = texts if place == 0 else texts[:1]
         for text in texts:
@@ -158,17 +159,20 @@ def main() -> None:
         tables = TABLES if place == 0 else {FROZEN_TABLE: {row: FROZEN[row] for row in led}}
         for table, rows in tables.items():
             rows = [row for row in rows if arguments.rows is None or row in arguments.rows]
-            swept = tuned(table, model, rows, texts[0], setting, kept)
-            sweeps.append({"table": table, "model": model, "losses": swept})
-            rates = {row: min(losses, key=losses.get) for row, losses in swept.items()}
-            lowest = {row: min(losses.values()) for row, losses in swept.items()}
-            led = led or (rows if arguments.rows else leading(lowest))
+            rates = {}
+            for text in texts:
+                if text != texts[0]:
+                    rows = [row for row in rows if row in led]
+                swept = tuned(table, model, rows, text, setting, kept)
+                sweeps.append({"table": table, "model": model, "text": text, "losses": swept})
+                rates[text] = {row: min(losses, key=losses.get) for row, losses in swept.items()}
+                led = led or leading({row: min(losses.values()) for row, losses in swept.items()})
             jobs = [
-                job(table, model, text, row, rates[row], seed, setting)
+                job(table, model, text, row, rates[text][row], seed, setting)
                 for seed in seeds
                 for text in texts
-                for row in rows
-                if row in led or (text == texts[0] and (table == FULL_TABLE or row in (PATTERNS, LORA_QK)))
+                for row in rates[text]
+                if row in led or table == FULL_TABLE or row in (PATTERNS, LORA_QK)
             ]
             runs += collect(measure, jobs, kept)
     names = {"growth": GUIDED, "peft": PEFT, "patterns": (PATTERNS, LORA_QK), "none": ["no growth"]}

@@ -156,7 +156,7 @@ def sweep_table(sweep: dict) -> str:
                 ),
             ]
         )
-    return f"{sweep['model']}, {sweep['table']}:\n\n{table(['row', *rates], lines)}"
+    return f"{sweep['model']}, {sweep['table']}, {sweep['text']}:\n\n{table(['row', *rates], lines)}"
 
 
 def draw(results: Results, shown: list[str], plt):
@@ -212,11 +212,11 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
         f"{setting['dims']} message dims a head adds; random growth adds just that, and peft's rows take the nearest "
         "rank; AdaLoRA starts at one and a half times that rank. AdamW without weight decay, a twentieth of the steps "
         "warm-up, cosine, clipping at 1. Frozen base: after a growth the gradients of all old entries are masked, and "
-        "at the end they are compared with the base, to the bit. Each row's learning rate is swept on the first text, "
-        "on a seed that is not reported; growth, random growth, LoRA, both together and the best of peft's rows in "
-        "that sweep then see all texts, patterns alone and full fine-tuning the first, and rows that stand in the "
-        "sweep's table alone nothing more. Loss: median (range) over the seeds. Differences: mean over the seeds, with "
-        "its 95 % interval.",
+        "at the end they are compared with the base, to the bit. Each row's learning rate is swept on each text, on a "
+        "seed that is not reported. Growth, random growth, LoRA, both together and the best of peft's rows in the "
+        "sweep on the first text see all texts, patterns alone and full fine-tuning the first, and rows that stand in "
+        "a sweep's table alone nothing more. Loss: median (range) over the seeds. Differences: mean over the seeds, "
+        "with its 95 % interval.",
         *(f"## {r.model}, {r.which}\n\n{r.summary()}\n\nPerplexity:\n\n{r.perplexities()}" for r in (*frozen, *full)),
         "## Differences, seed by seed",
         f"{first.model}, frozen base, against the best of peft's rows:\n\n{first.against(against)}",
@@ -229,7 +229,7 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
             for r in full
         ),
         "## Learning rates",
-        *map(sweep_table, sweeps),
+        *(sweep_table(sweep) for sweep in sweeps if sweep["losses"]),
     ]
     kept = [{key: value for key, value in run.items() if key not in ("setting",)} for run in runs]
     Page(

@@ -21,23 +21,18 @@ STAY, GUIDED, RANDOM, SCRATCH = "stay narrow", "guided growth", "random growth",
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of the task, the model and the training; both phases have `steps`.
-
-    Attributes:
-        curriculum: share of phase one in which the inputs go from a quarter of their dims to all.
-    """
+    """Sizes of the task, the model and the training; both phases have `steps`."""
 
     dims: int = 20
-    points: int = 28
+    points: int = 30
     d: int = 48
     layers: int = 2
     narrow: int = 2
     wide: int = 12
-    steps: int = 400
-    batch_size: int = 24
+    steps: int = 500
+    batch_size: int = 32
     growth_batches: int = 32
     held_out: int = 1024
-    curriculum: float = 0.5
 
 
 def squared_error(logits: Tensor, labels: Tensor, **_) -> Tensor:
@@ -79,18 +74,13 @@ def build(setting: Setting, wide: bool, seed: int) -> nn.Module:
     return model
 
 
-def draw(setting: Setting, rows: int, generator: torch.Generator, dims: int | None = None) -> tuple[Tensor, Tensor]:
+def draw(setting: Setting, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Tokens (x, 0, 1) and (x, y, 0) of each point in turn, (rows, 2 N, dims + 2), and each one's y, (rows, 2 N).
 
     Values have unit variance, so a squared error is one over the number of dims in the units of Garg et al.
-
-    Args:
-        dims: only so many dims of x are not zero; None for all.
     """
-    dims = dims or setting.dims
     x = torch.randn(rows, setting.points, setting.dims, generator=generator)
-    x[..., dims:] = 0.0
-    weight = torch.randn(rows, setting.dims, 1, generator=generator) / dims**0.5
+    weight = torch.randn(rows, setting.dims, 1, generator=generator) / setting.dims**0.5
     y = x @ weight
     query = torch.cat((x, torch.zeros_like(y), torch.ones_like(y)), -1)
     example = torch.cat((x, y, torch.zeros_like(y)), -1)
@@ -121,11 +111,8 @@ class Training:
         return other
 
     def batch(self) -> dict[str, Tensor]:
-        """Fresh functions and points, read in; as in Garg et al. a curriculum leads from a few dims to all."""
-        setting = self.setting
-        learned = min(self.step / (setting.curriculum * setting.steps), 1.0)
-        dims = setting.dims // 4 + int(learned * (setting.dims - setting.dims // 4))
-        tokens, labels = draw(setting, setting.batch_size, self.generator, dims)
+        """Fresh functions and points, read in."""
+        tokens, labels = draw(self.setting, self.setting.batch_size, self.generator)
         return {"inputs_embeds": self.read_in(tokens), "labels": labels}
 
     def growth_batches(self) -> list[dict[str, Tensor]]:

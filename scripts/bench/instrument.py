@@ -218,7 +218,7 @@ def main() -> None:
     """Train the models, fine-tune every pair both ways, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="path or Hub id of a causal LM")
-    parser.add_argument("--text", nargs="+", help="texts, as for finetuning.py; rates are swept on the first")
+    parser.add_argument("--text", nargs="+", help="texts, as for finetuning.py")
     parser.add_argument("--pretrain", help="text on which the small models are trained")
     parser.add_argument("--models", type=Path, default=Path("scripts/output"), help="where those are kept")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -234,15 +234,10 @@ def main() -> None:
     for model in models:
         for text in texts:
             data(model, text, setting.block_size)  # here, so that the processes of the runs find it
-        swept = tuned(FROZEN_TABLE, model, [GUIDED, LORA], texts[0], setting, kept)
-        rates = {row: min(losses, key=losses.get) for row, losses in swept.items()}
-        jobs = [
-            job(FROZEN_TABLE, model, text, row, rates[row], seed, setting)
-            for text in texts
-            for seed in seeds
-            for row in (GUIDED, LORA)
-        ]
-        runs += collect(measure, jobs, kept)
+            swept = tuned(FROZEN_TABLE, model, [GUIDED, LORA], text, setting, kept)
+            rates = {row: min(losses, key=losses.get) for row, losses in swept.items()}
+            jobs = [job(FROZEN_TABLE, model, text, row, rates[row], seed, setting) for seed in seeds for row in rates]
+            runs += collect(measure, jobs, kept)
     pairs = [pair(runs, model, text) for model in models for text in texts]
     write(pairs, seeds, setting, sum(run["seconds"] for run in runs), arguments.output)
 
