@@ -168,7 +168,7 @@ class Grower:
     def _steps(
         self, search: StepSearch, near: dict[Kind, float], batches: list[dict], loss_before: float, bar: tqdm
     ) -> tuple[list[float], float]:
-        """Find steps on a few batches and write the part of them that lowers the loss of all batches; zeros if none does."""
+        """Find steps on a few batches and write the part that lowers the loss of all batches; zeros if none does."""
         nothing = [0.0] * len(search.trial.changes), loss_before
         if self.config.estimator == "random":  # no direction to search along: the dims wait for training
             steps = [1.0] * len(search.trial.changes)
