@@ -57,11 +57,9 @@ class GrowthArguments:
 
     _argument_group_name = "growth"
 
-    budget: str | None = field(
+    budget: str | None = field(  # no percent signs: argparse would fill them in
         default=None,
-        metadata={
-            "help": "weights to add at most: a share of the model's (2%, 0.02) or a number; 2% if nothing is said"
-        },
+        metadata={"help": "weights to add at most: a share of the model's or a number; 0.02 if nothing is said"},
     )
     qk_dims: int = field(default=0, metadata={"help": "instead: dims to add to each head's queries and keys"})
     v_dims: int = field(default=0, metadata={"help": "instead: dims to add to each head's values"})

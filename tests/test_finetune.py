@@ -161,6 +161,12 @@ def test_bad_combinations_are_told_before_anything_is_loaded(main, capsys, optio
     assert message in capsys.readouterr().err
 
 
+def test_help_lists_the_options(main, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main("--help")
+    assert "--grow_steps" in (told := capsys.readouterr().out) and "--learning_rate" in told
+
+
 def test_epochs_on_the_command_line_are_not_outvoted_by_the_default_steps(tmp_path):
     common = dict(output_dir=str(tmp_path), use_cpu=True)
     assert finetuning.FinetuneArguments(**common).half_of(80) == 200
