@@ -33,8 +33,8 @@ LINE_FORMATS = {
 }
 
 
-class _Refused(ValueError):
-    """Code from the Hub, of a metric that a task wants."""
+class _Refused(BaseException):
+    """Code from the Hub, of a metric that a task wants; the harness goes on after any Exception."""
 
 
 def line_task(path: Path) -> dict:
@@ -96,8 +96,8 @@ def load_tasks(names: list[str], trust: bool) -> dict:
         spec = line_task(Path(name)) if Path(name).suffix == ".jsonl" else name
         try:
             parts = manager.load([spec])
-        except _Refused:
-            raise
+        except _Refused as refused:
+            raise ValueError(str(refused)) from None
         except Exception as error:  # of the harness, datasets, the Hub or its HTTP library
             raise ValueError(
                 f"The task {name} cannot be loaded. Harness tasks take their data from the Hub; without a network, use "
