@@ -1,18 +1,22 @@
 """Attention that grows: widen the heads of Hugging Face models where the loss asks for it."""
 
 import importlib
+import sys
+from pathlib import Path
 
-from .architectures import Architecture
-from .attention import GrowableAttention
-from .cards import model_card
-from .export import ExportReport, export_model
-from .growth import Grower
-from .pages import save_report
-from .patch import patch_model, register_architecture, unpatch_model
-from .plan import GrowthConfig
-from .report import GrowthReport, TrimReport
-from .trim import trim_model
-from .views import attention_views
+# The command `growattn` imports what it needs itself, so that its help and its completion are there without torch.
+if Path([*sys.argv, ""][0]).name not in ("growattn", "growattn.exe"):
+    from .architectures import Architecture
+    from .attention import GrowableAttention
+    from .cards import model_card
+    from .export import ExportReport, export_model
+    from .growth import Grower
+    from .pages import save_report
+    from .patch import patch_model, register_architecture, unpatch_model
+    from .plan import GrowthConfig
+    from .report import GrowthReport, TrimReport
+    from .trim import trim_model
+    from .views import attention_views
 
 __all__ = [
     "Architecture",

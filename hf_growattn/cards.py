@@ -59,7 +59,7 @@ def model_card(
         repo_id: where it will be on the Hub.
         form: "native" or "stock", as it is pushed.
         reports: of its growths, as `Grower.grow` returned them.
-        figures: instead, what `scripts/finetune.py` left in `figures.json`, evaluations included.
+        figures: instead, what a fine-tuning left in `figures.json`, evaluations included.
         base_model: Hub id or folder of the model that grew; by default as the figures or the model itself know it. Its
             licence is carried over; where the Hub cannot be asked, the card says that the licence is not known.
         picture: whether `growth.png` will lie beside the card.
@@ -73,7 +73,7 @@ def model_card(
     config = model.config
     if not config.model_type.startswith(PREFIX):
         raise ValueError(f"{type(model).__name__} is not growable: the card is for models that patch_model has seen.")
-    figures = figures or {"growths": [_growth(report) for report in reports]}
+    figures = figures or {"growths": [growth_figures(report) for report in reports]}
     base_model, base_name, licence = _origin(base_model or figures.get("base_model", config.name_or_path))
     auto_class, task = task_of(type(model).__name__)
     dataset = figures.get("dataset") or ""
@@ -206,7 +206,13 @@ def _card_on_hub(repo_id: str, token: bool | str | None) -> ModelCard | None:
         return None
 
 
-def _growth(report: GrowthReport) -> dict:
+def source_of(base_model: str, dataset: str) -> dict:
+    """What the training started from, for the model card: Hub ids, or whole paths that cannot be taken for one."""
+    names = {"base_model": base_model, "dataset": dataset}
+    return {key: str(Path(name).resolve()) if name and Path(name).exists() else name for key, name in names.items()}
+
+
+def growth_figures(report: GrowthReport) -> dict:
     """One growth as `figures.json` has it, of what a report alone knows."""
     return {
         "growth_batches": [report.loss_before, report.loss_after],
@@ -254,7 +260,7 @@ def _origin(base: str) -> tuple[str | None, str, dict]:
     if not base:
         return None, "none, trained from random weights", {}
     folder = Path(base)
-    if (folder / FIGURES).exists():  # a checkpoint of scripts/finetune.py, which grew from another model in its turn
+    if (folder / FIGURES).exists():  # of a fine-tuning, whose model grew from another model in its turn
         return _origin(json.loads((folder / FIGURES).read_text()).get("base_model", ""))
     hub_id, card = base if _is_hub_id(base) else None, {}
     try:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from . import ranks
 from .attention import GrowableAttention
+from .batches import as_dicts, halves_of
 from .blocks import measure_moments
 from .estimators import compared_gradients
 from .gradients import (
@@ -75,7 +76,7 @@ class Grower:
         if follow_resized(self.optimizers):
             ranks.rebuild_ddp(self.model)
 
-    def grow(self, batches: Iterable) -> "GrowthReport":
+    def grow(self, batches: Iterable) -> GrowthReport:
         """Widen along the best directions that hold on unseen batches, by the steps that lower the loss most.
 
         If nothing holds or no step lowers the loss, and also after an exception, model and optimizer are as they were,
@@ -96,10 +97,20 @@ class Grower:
                 an optimizer without the model's parameters or with a state that cannot be widened, or a layer that does
                 not exist or is as wide as it can be. The message names the fix.
         """
+        return self._tried(batches, keep=True)
+
+    def measure(self, batches: Iterable) -> GrowthReport:
+        """Try what `grow` would do, and take it back: model and optimizer stay as they are, to the bit.
+
+        The report is the one that `grow` would return, with `kept=False`. Arguments and errors are those of `grow`.
+        """
+        return self._tried(batches, keep=False)
+
+    def _tried(self, batches: Iterable, keep: bool) -> GrowthReport:
         with ranks.together():
             chosen = self._chosen_layers()
             check_optimizers(self.optimizers, self._parameters(chosen))
-            halves = _halves(as_dicts(batches))
+            halves = halves_of(as_dicts(batches))
         batches = halves[0] + halves[1]
         if not all(ranks.total(*map(len, halves))):
             raise ValueError(
@@ -121,28 +132,32 @@ class Grower:
             try:
                 with _timed(seconds, "line search"), undisturbed(self.model):
                     steps, loss_after = self._steps(search, near, batches, loss_before, bar)
-                    resizes = trial.resizes() if any(steps) else []
+                    resizes = trial.resizes() if keep and any(steps) else []
                     self._measure_steepness(resizes, batches, bar)
                 if not any(steps):
                     trial.undo()
-                else:
+                taken = dict(zip(map(id, kept), steps))
+                report = GrowthReport(
+                    loss_before=loss_before,
+                    loss_after=loss_after,
+                    layers=[_layer_growth(change, taken.get(id(change), 0.0)) for change in changes],
+                    added_parameters=trial.added_parameters(),
+                    line_search=search.tried,
+                    seconds=seconds,
+                    kept=keep,
+                )
+                if not keep:
+                    trial.undo()
+                elif any(steps):
                     self.model.sync_config()
                     swap_parameters(self.optimizers, resizes)
             except BaseException:
                 trial.undo()
                 self.model.sync_config()
                 raise
-        if any(steps):
+        if report.applied:
             settle(self.model, chosen)
-        taken = dict(zip(map(id, kept), steps))
-        return GrowthReport(
-            loss_before=loss_before,
-            loss_after=loss_after,
-            layers=[_layer_growth(change, taken.get(id(change), 0.0)) for change in changes],
-            added_parameters=trial.added_parameters(),
-            line_search=search.tried,
-            seconds=seconds,
-        )
+        return report
 
     def _few(self, halves: tuple[list[dict], ...], bar: tqdm) -> Callable[[int], float]:
         """Return what measures the mean loss of a few of the batches of one half, from all over them."""
@@ -157,7 +172,7 @@ class Grower:
     def _steps(
         self, search: StepSearch, near: dict[Kind, float], batches: list[dict], loss_before: float, bar: tqdm
     ) -> tuple[list[float], float]:
-        """Find steps on a few batches and write them, or parts of them until the loss of all batches falls; or zeros."""
+        """Find steps on a few batches and write the part that lowers the loss of all batches; zeros if none does."""
         nothing = [0.0] * len(search.trial.changes), loss_before
         if self.config.estimator == "random":  # no direction to search along: the dims wait for training
             steps = [1.0] * len(search.trial.changes)
@@ -367,38 +382,3 @@ def _timed(seconds: dict[str, float], phase: str):
     start = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - start
-
-
-def as_dicts(batches: Iterable) -> list[dict]:
-    """Read the batches once: tensors of input_ids become causal LM batches."""
-    listed = []
-    for index, batch in enumerate(batches):
-        if torch.is_tensor(batch):
-            batch = {"input_ids": batch, "labels": batch}
-        if not hasattr(batch, "keys"):
-            raise ValueError(
-                f"Batch {index} is a {type(batch).__name__}; growth takes dicts for model(**batch), or tensors of "
-                "input_ids."
-            )
-        listed.append(dict(batch))
-    if not listed and not ranks.several():
-        raise ValueError("There are no batches; pass a few dozen of your training batches.")
-    return listed
-
-
-def _halves(batches: list[dict]) -> tuple[list[dict], list[dict]]:
-    """Split the batches in two, every other one; a single batch is split by its rows, if it has several."""
-    if len(batches) != 1:
-        return batches[0::2], batches[1::2]
-    batch = batches[0]
-    rows = max((len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()), default=0)
-    if rows < 2:
-        return (batches, []) if ranks.rank() % 2 == 0 else ([], batches)
-
-    def part(start: int, stop: int) -> dict:
-        return {
-            key: value[start:stop] if torch.is_tensor(value) and value.dim() and len(value) == rows else value
-            for key, value in batch.items()
-        }
-
-    return [part(0, rows // 2)], [part(rows // 2, rows)]

@@ -78,8 +78,9 @@ def sentence(report) -> str:
     ]
     top = max(grown, key=lambda layer: layer.predicted_gain)
     what, taken = " and ".join(where), sum(sum(layer.taken) for layer in grown)
+    grew = "grew" if report.kept else "would grow"
     return (
-        f"{what[0].upper()}{what[1:]} grew: {taken} directions there lower the loss on batches that they were not "
+        f"{what[0].upper()}{what[1:]} {grew}: {taken} directions there lower the loss on batches that they were not "
         f"chosen from. Layer {top.layer}'s {_NAMES[top.kind]} ({top.width[0]} to {top.width[1]} wide) promised most; "
         f"{top.starvation:.0%} of the gradient was beyond their former width."
     )
@@ -121,7 +122,8 @@ def _step_in(history: list, report) -> int | None:
 def _command_line() -> str:
     """The command line of this process, with what looks like a secret masked."""
     words, former = [], ""
-    for word in sys.orig_argv:
+    by_name = Path(sys.argv[0]).name == "growattn"  # people do not say which Python runs it
+    for word in ["growattn", *sys.argv[1:]] if by_name else sys.orig_argv:
         name, equals, _ = word.partition("=")
         secret = re.compile(r"-.*(token|key|secret|password)", re.IGNORECASE)
         if secret.fullmatch(former):

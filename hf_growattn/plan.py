@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from . import functional as F
+from .attention import GrowableAttention
 from .blocks import Block
 from .estimators import ESTIMATORS
 from .gradients import Gradient
@@ -148,7 +149,7 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
         promised = max(price * values.sum().item(), 0.0) ** 0.25
         shares = (values > 0) / torch.arange(1, len(values) + 1)
         gains.append([promised * shares[start:stop].sum().item() for start, stop in spans])
-        costs.append([(stop - start) * parameters_of_a_dim(block) for start, stop in spans])
+        costs.append([(stop - start) * parameters_of_a_dim(block.attention, block.kind) for start, stop in spans])
         ends.append([0, *stops])
     taken = F.allocate(gains, costs, budget)
     dims = [stops[count] for stops, count in zip(ends, taken)]
@@ -171,10 +172,10 @@ def strength_of(gradient: Gradient) -> Tensor:
     return (_smooth(gradient) / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp(0, 1)
 
 
-def parameters_of_a_dim(block: Block) -> int:
-    """Weights that one more dim of every head adds to a block, its adapters among them."""
-    attention, count = block.attention, 0
-    for role in (block.kind.stacked, block.kind.shared):
+def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
+    """Weights that one more dim of every head adds, its adapters among them."""
+    count = 0
+    for role in (kind.stacked, kind.shared):
         for module, name, axis in attention.parameters_along(role):
             parameter = getattr(module, name)
             count += attention.heads_of(role) * (parameter.numel() // parameter.shape[axis])

@@ -87,6 +87,7 @@ class GrowthReport:
         line_search: mean loss, of some of the growth batches, at every common step that was tried; by the step of the
             first layer and kind, where kinds differ.
         seconds: wall time of each phase.
+        kept: False for what `Grower.measure` tried and took back.
         columns: of the table.
     """
 
@@ -98,10 +99,16 @@ class GrowthReport:
     added_parameters: int
     line_search: dict[float, float]
     seconds: dict[str, float]
+    kept: bool = True
 
     @property
     def applied(self) -> bool:
-        """Whether the growth was kept."""
+        """Whether the model has grown."""
+        return self.kept and self.found
+
+    @property
+    def found(self) -> bool:
+        """Whether there was something worth growing."""
         return any(layer.step_size > 0 for layer in self.layers)
 
     @property
@@ -167,11 +174,12 @@ class GrowthReport:
 
     def outcome(self) -> str:
         """What came of it, in a sentence."""
-        if self.applied:
+        if self.found:
+            done = "added" if self.kept else "would be added. Nothing was changed"
             return (
                 f"Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the growth batches (first order promised "
                 f"{self.in_sample_gain:.4f} there, {self.predicted_gain:.4f} on new ones), "
-                f"{self.added_parameters:,} parameters added."
+                f"{self.added_parameters:,} parameters {done}."
             )
         if not any(any(layer.strength) for layer in self.layers):
             reason = "no direction's gain holds on batches that it was not chosen from"

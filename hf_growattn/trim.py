@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from . import functional as F
 from . import ranks
 from .attention import GrowableAttention
+from .batches import as_dicts
 from .blocks import Block, measure_moments
 from .configuration import stock_head_dim
-from .growth import as_dicts, growable_model, settle
+from .growth import growable_model, settle
 from .modeling import attentions
 from .optimizer import bare_optimizers, check_optimizers, swap_parameters
 from .plan import parameters_of_a_dim
@@ -257,7 +258,7 @@ def _layer_trim(new: NewDims, kept: int) -> LayerTrim:
         width=(new.stock + new.count, new.stock + kept),
         worth=new.worth,
         error=new.error(kept),
-        removed_parameters=cut * parameters_of_a_dim(new),
+        removed_parameters=cut * parameters_of_a_dim(new.attention, new.kind),
     )
 
 
@@ -319,7 +320,9 @@ def _ranking(live: list[NewDims], device: torch.device) -> list[int]:
     offers = []
     for index, new in enumerate(live):
         total = new.errors.sum().clamp_min(torch.finfo(new.errors.dtype).tiny)
-        for n, share in enumerate((new.errors[: new.live] / total / parameters_of_a_dim(new)).tolist()):
+        for n, share in enumerate(
+            (new.errors[: new.live] / total / parameters_of_a_dim(new.attention, new.kind)).tolist()
+        ):
             offers.append((max(new.worth, 0.0) * share, share, -n, index))
     ranking = torch.tensor([offer[-1] for offer in sorted(offers)], device=device)
     ranks.follow_first_rank(ranking)  # comparisons of rounded numbers may differ between machines

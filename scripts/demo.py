@@ -8,10 +8,13 @@ import argparse
 from pydoc_data import topics
 
 import torch
-from finetune import FinetuneArguments, GrowthArguments, blocks_of, run
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers import logging as transformers_logging
+
+from hf_growattn.arguments import GrowthArguments
+from hf_growattn.finetuning import FinetuneArguments, run
+from hf_growattn.texts import blocks_of
 
 DATASET = "the English that every CPython carries, its own documentation (pydoc_data.topics)"
 
@@ -66,7 +69,7 @@ def main() -> None:
         save_strategy="no",
         seed=arguments.seed,
     )
-    growth = GrowthArguments(budget=0.08, growth_batches=min(32, arguments.steps), compare=True)
+    growth = GrowthArguments(budget="8%", growth_batches=min(32, arguments.steps), compare=True)
     run(model, tokenizer, blocks, DATASET, growth, training)
 
 

@@ -3,250 +3,22 @@
     python scripts/evaluate.py grown exported --base gpt2 --text held_out.txt
     python scripts/evaluate.py grown --base gpt2 --tasks arc_easy my_task.jsonl --limit 200 --json figures.json
 
-A model is a path or Hub id: stock, grown as `save_pretrained` wrote it, or exported. A text is what
-`scripts/finetune.py` takes: a text file, a folder of text files or a Hub id. A task is a name that the harness knows
-(`lm-eval ls tasks`; its data come from the Hub), a .yaml file of the harness's own format, or a .jsonl file, where
-every line is one of
-
-    {"context": "The sky is", "continuation": "blue"}
-    {"query": "Question: What is blue?\\nAnswer:", "choices": ["the sky", "grass"], "gold": 0}
-
-A space is put between the two parts. The first asks whether the continuation is the likeliest text (acc) and how
-likely it is (perplexity), the second whether the right choice is the likeliest one (acc), also by length (acc_norm).
-Files need no network. A .yaml file may name Python functions that run here: use those that you trust.
-
-Every figure has its standard error, and its difference from the base one of its own: the jackknife's over examples or
-blocks of text, where both models saw the same ones. Tokens of different tokenizers do not compare; then nats a word and
-a byte are shown as well.
+A model is a path or Hub id: stock, grown as `save_pretrained` wrote it, or exported. A text is a text file, a folder of
+text files or a Hub id. `growattn evaluate` does the same where the library is installed; its --help shows what a file
+of a task looks like.
 """
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
-import harness
-import torch
-import torch.nn.functional as F
-from finetune import load_texts, token_ids
+sys.path.pop(0)  # this folder, in which `evaluate` is not the library that the harness imports
+
 from rich.console import Console
-from rich.table import Table
-from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import logging as transformers_logging
 
-import hf_growattn  # noqa: F401  teaches the Auto classes about grown models
-
-LONGEST_BLOCK = 1024  # tokens; where all models read more, the logits would fill the memory
-JACKKNIFE_GROUPS = 200
-PARAMETERS, PERPLEXITY, TOKEN, WORD, BYTE = "parameters", "perplexity", "nats a token", "nats a word", "nats a byte"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A value, and what it would be without each group of examples in turn; figures of equal `examples` are paired."""
-
-    value: float
-    without: torch.Tensor | None = None
-    examples: Hashable = None
-
-    @classmethod
-    def of(cls, value: float, statistic: Callable | None, items: list | None, examples: Hashable) -> "Figure":
-        """What the statistic gave for a list of items, and gives for all but each group of them."""
-        if items is None:
-            return cls(value)
-        groups = min(len(items), JACKKNIFE_GROUPS)
-        rests = [[item for index, item in enumerate(items) if index % groups != group] for group in range(groups)]
-        without = torch.tensor([statistic(rest) for rest in rests], dtype=torch.float64) if groups > 1 else None
-        return cls(value, without, examples)
-
-    def map(self, function: Callable) -> "Figure":
-        """The figure of a function of the value."""
-        without = None
-        if self.without is not None:
-            without = torch.tensor([function(value) for value in self.without.tolist()], dtype=torch.float64)
-        return Figure(function(self.value), without, self.examples)
-
-    @property
-    def error(self) -> float | None:
-        """The standard error."""
-        if self.without is None:
-            return None
-        return math.sqrt((len(self.without) - 1) * self.without.var(correction=0).item())
-
-    def minus(self, other: "Figure") -> tuple[float, float | None]:
-        """The difference and its standard error: from pairs, or where there are none as of two samples, too large."""
-        if self.without is None or other.without is None:
-            error = None
-        elif self.examples == other.examples:
-            error = Figure(0.0, self.without - other.without).error
-        else:
-            error = math.hypot(self.error, other.error)
-        return self.value - other.value, error
-
-
-def read_config(name: str, trust: bool):
-    """The config of a checkpoint, or an error that says what is missing."""
-    if Path(name).is_dir() and not Path(name, "config.json").exists():
-        if Path(name, "adapter_config.json").exists():
-            raise SystemExit(f"{name} holds adapters: merge_and_unload() them into their model first.")
-        raise SystemExit(f"There is no config.json in {name}: name a folder that save_pretrained wrote.")
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust)
-    except OSError as error:
-        raise SystemExit(
-            f"There is no model {name}: name a folder that save_pretrained wrote, or a Hub id that can be reached or "
-            f"was downloaded before.\n{harness.first_line(error)}"
-        ) from error
-    except ValueError as error:
-        if "trust_remote_code" in str(error):
-            raise SystemExit(
-                f"{name} comes with code of its own. Read it, then say --trust_remote_code to run it."
-            ) from error
-        raise SystemExit(f"{name} is not a model that transformers can load: {harness.first_line(error)}") from error
-
-
-def read_tokenizer(name: str, trust: bool):
-    """The tokenizer of a checkpoint."""
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
-    except (OSError, ValueError) as error:
-        raise SystemExit(
-            f"{name} has no tokenizer: save the one of its base model there, tokenizer.save_pretrained({name!r}).\n"
-            f"{harness.first_line(error)}"
-        ) from error
-
-
-@torch.no_grad()
-def block_nats(model, ids: list[int], prefix: list[int], block: int, batch_size: int) -> list[tuple[float, int]]:
-    """Score a text in overlapping blocks, of which each predicts the tokens that the one before did not hold.
-
-    Args:
-        model: a causal LM in evaluation mode.
-        ids: the text's tokens.
-        prefix: what the tokenizer puts before every text; without one, the first token is not predicted.
-        block: tokens in a block, prefix included. It moves by half of it.
-        batch_size: blocks in a batch.
-
-    Returns:
-        For each block the nats of its new tokens, summed, and their number.
-    """
-    body = min(block - len(prefix), len(ids))
-    last = len(ids) - body
-    starts = [*range(0, last, max(body // 2, 1)), last]
-    firsts = [0 if prefix else 1, *(former + body - start for former, start in pairwise(starts))]
-    scored = []
-    with tqdm(total=len(starts), desc="blocks of text", leave=False, disable=None) as bar:
-        for index in range(0, len(starts), batch_size):
-            chosen = slice(index, index + batch_size)
-            rows = torch.tensor([prefix + ids[start : start + body] for start in starts[chosen]], device=model.device)
-            logits = model(input_ids=rows, use_cache=False).logits
-            for row, row_logits, first in zip(rows, logits, firsts[chosen]):
-                targets = row[len(prefix) + first :]
-                predictions = row_logits[len(prefix) + first - 1 : -1].float()
-                scored.append((F.cross_entropy(predictions, targets, reduction="sum").item(), len(targets)))
-            bar.update(len(rows))
-    return scored
-
-
-def text_figures(model, tokenizer, texts: list[str], block: int, batch_size: int) -> dict[str, Figure]:
-    """Perplexity of a text, and its nats a token, a word and a byte."""
-    ids = token_ids(texts, tokenizer)
-    if len(ids) < 2:
-        raise SystemExit("The text has less than two tokens; there is nothing to predict.")
-    own = tokenizer("")["input_ids"][:1]
-    prefix = own if own == [tokenizer.bos_token_id] else []
-    scored = block_nats(model, ids, prefix, block, batch_size)
-
-    def mean(items: list) -> float:
-        return sum(nats for nats, _ in items) / sum(count for _, count in items)
-
-    token = Figure.of(mean(scored), mean, scored, ("text", tuple(prefix), tuple(ids)))
-    tokens = sum(count for _, count in scored)
-    sizes = {WORD: sum(len(text.split()) for text in texts), BYTE: sum(len(text.encode()) for text in texts)}
-    figures = {PERPLEXITY: token.map(math.exp), TOKEN: token}
-    for name, size in sizes.items():
-        figures[name] = token.map(lambda value, size=size: value * tokens / size)
-    return figures
-
-
-def measure(name: str, texts: dict[str, list[str]], loaded: dict | None, block: int, options) -> dict:
-    """All figures of one model, by what was measured and the measure's name."""
-    tokenizer = read_tokenizer(name, options.trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=options.trust_remote_code)
-    model = model.to(options.device).eval()
-    figures = {("model", PARAMETERS): Figure(model.num_parameters())}
-    for text, documents in texts.items():
-        measured = text_figures(model, tokenizer, documents, block, options.batch_size)
-        figures |= {(text, measure): figure for measure, figure in measured.items()}
-    if loaded is not None:
-        scored = harness.run(model, tokenizer, loaded, options.batch_size, options.limit)
-        figures |= {key: Figure.of(*figure) for key, figure in scored.items()}
-    return figures
-
-
-def difference(figure: Figure, base: Figure, name: str) -> tuple[float, float | None] | None:
-    """What a figure has more than the base's, and the standard error; None for tokens of different tokenizers."""
-    return None if name in (PERPLEXITY, TOKEN) and figure.examples != base.examples else figure.minus(base)
-
-
-def table_of(measured: dict[str, dict], base: str | None) -> Table:
-    """A row for each figure, a column for each model, and one for its difference from the base."""
-    table = Table("", "")
-    for name in short_names([*measured]).values():
-        table.add_column(name, justify="right")
-    for name in short_names([*measured]).values():
-        if base and name != short_names([*measured])[base]:
-            table.add_column(f"{name} - base", justify="right")
-    keys = list(dict.fromkeys(key for figures in measured.values() for key in figures))
-    seen = {
-        text: {figures[text, TOKEN].examples for figures in measured.values()} for text, name in keys if name == TOKEN
-    }
-    former = None
-    for key in keys:
-        what, name = key
-        if name in (WORD, BYTE) and len(seen[what]) == 1:
-            continue  # all models saw the same tokens, which tell as much
-        cells = [_cell(figures[key].value, figures[key].error) for figures in measured.values()]
-        if base:
-            others = [figures for model, figures in measured.items() if model != base]
-            beside = [difference(figures[key], measured[base][key], name) for figures in others]
-            cells += ["-" if told is None else _cell(*told, sign="+") for told in beside]
-        table.add_row(what if what != former else "", name, *cells)
-        former = what
-    return table
-
-
-def _cell(value: float, error: float | None, sign: str = "") -> str:
-    if isinstance(value, int):
-        return f"{value:{sign},}"
-    form = ".4f" if abs(value) < 1e4 else ".2e"
-    return f"{value:{sign}{form}}" + ("" if error is None else f" ± {error:{form}}")
-
-
-def short_names(names: list[str]) -> dict[str, str]:
-    """The last part of each path, where it tells them apart."""
-    last = {name: Path(name).name or name for name in names}
-    return last if len({*last.values()}) == len(last) else {name: name for name in names}
-
-
-def for_json(measured: dict[str, dict], base: str | None) -> dict:
-    """All figures as one dict: by model, by what was measured, by measure."""
-    told: dict[str, dict] = {"base": base, "models": {}}
-    for model, figures in measured.items():
-        by_what: dict[str, dict] = {}
-        for (what, name), figure in figures.items():
-            entry = {"value": figure.value, "standard_error": figure.error}
-            if base and model != base:
-                beside = difference(figure, measured[base][what, name], name)
-                entry["difference"], entry["difference_standard_error"] = beside or (None, None)
-            by_what.setdefault(what, {})[name] = entry
-        told["models"][model] = by_what
-    return told
+from hf_growattn.evaluation import evaluated, for_json, table_of
 
 
 def main() -> None:
@@ -260,31 +32,29 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=8, help="default: 8")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 and so on; default: the accelerator, if there is one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures into this file too")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that a model or metric brings")
-    options = parser.parse_args()
-    if not options.text and not options.tasks:
+    parser.add_argument(
+        "--trust_remote_code",
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that a model or metric brings",
+    )
+    options = vars(parser.parse_args())
+    file = options.pop("json")
+    if not options["text"] and not options["tasks"]:
         parser.error("there is nothing to measure: name a --text or --tasks.")
-    if options.batch_size < 1 or (options.limit is not None and options.limit < 1):
+    if options["batch_size"] < 1 or (options["limit"] is not None and options["limit"] < 1):
         parser.error("--batch_size and --limit are 1 or more.")
-    if options.json and not options.json.resolve().parent.is_dir():
-        parser.error(f"there is no folder {options.json.parent} to write --json into.")
-    options.device = options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    try:
-        torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        parser.error(f"--device {options.device} cannot be used here: {harness.first_line(error)}")
+    if file and not file.resolve().parent.is_dir():
+        parser.error(f"there is no folder {file.parent} to write --json into.")
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    names = list(dict.fromkeys([*([options.base] if options.base else []), *options.models]))
-    configs = [read_config(name, options.trust_remote_code).get_text_config() for name in names]
-    lengths = [getattr(config, "max_position_embeddings", None) or LONGEST_BLOCK for config in configs]
-    texts = {short: load_texts(text) for text, short in short_names(options.text).items()}
-    loaded = harness.load_tasks(options.tasks, options.trust_remote_code) if options.tasks else None
-    block = min(LONGEST_BLOCK, *lengths)
-    measured = {name: measure(name, texts, loaded, block, options) for name in tqdm(names, desc="models", disable=None)}
-    if options.json:
-        options.json.write_text(json.dumps(for_json(measured, options.base), indent=1))
-    Console(width=None if sys.stdout.isatty() else 200).print(table_of(measured, options.base))
+    try:
+        measured = evaluated(texts=options.pop("text"), **options)
+    except (ValueError, ImportError) as error:
+        sys.exit(f"Error: {error}")
+    if file:
+        file.write_text(json.dumps(for_json(measured, options["base"]), indent=1))
+    Console(width=None if sys.stdout.isatty() else 200).print(table_of(measured, options["base"]))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from finetune import blocks_of, load_texts
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -32,6 +31,7 @@ from transformers import logging as transformers_logging
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.ranks import alone
+from hf_growattn.texts import blocks_of, load_texts
 
 OPTIMIZER_FILE = "optimizer.pt"
 

@@ -1,4 +1,4 @@
-"""`scripts/evaluate.py`: its figures are those that a plain loop gives, and its errors name the fix."""
+"""Evaluation, by its script and in the library: figures are those of a plain loop, and errors name the fix."""
 
 import importlib.util
 import json
@@ -16,7 +16,8 @@ from families import VOCABULARY, word_tokenizer
 from test_export import llama, widened
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import export_model
+from hf_growattn import evaluation, export_model, harness
+from hf_growattn.checkpoints import load_config, load_tokenizer
 
 BLOCK = 64  # what these models read at once; the text is longer
 TEXT = " ".join(f"w{random.Random(1).randrange(2, VOCABULARY) if i % 7 else 2 + i % 90}" for i in range(301))
@@ -34,19 +35,6 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="needs the lm-evaluation-harness: pip install lm-eval"
 )
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """The two scripts as modules: `evaluate` under another name, which a library has."""
-    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
-    import harness
-
-    spec = importlib.util.spec_from_file_location("evaluate_script", ROOT / "scripts" / "evaluate.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module, harness
 
 
 def questions() -> list[dict]:
@@ -133,7 +121,7 @@ def test_stock_grown_and_exported_side_by_side(given):
 @torch.no_grad()
 @pytest.mark.parametrize("prefix", [[], [1]])
 @pytest.mark.parametrize("length", [9, 32, 151])
-def test_every_token_of_a_text_is_scored_once(scripts, prefix, length):
+def test_every_token_of_a_text_is_scored_once(prefix, length):
     """A token's context starts with its block: half a block before the block's new tokens."""
     model, ids, block = llama(), ids_of(TEXT)[:length], 32
     expected, done, start = [], 0, 0
@@ -146,33 +134,31 @@ def test_every_token_of_a_text_is_scored_once(scripts, prefix, length):
             for t in range(max(done, 0 if prefix else 1), start + body)
         ]
         done, start = start + body, min(start + body // 2, length - body)
-    scored = scripts[0].block_nats(model, ids, prefix, block, batch_size=4)
+    scored = evaluation.block_nats(model, ids, prefix, block, batch_size=4)
     assert sum(count for _, count in scored) == len(expected) == length - (not prefix)
     assert sum(total for total, _ in scored) == pytest.approx(sum(expected), rel=1e-5)  # fp32
 
 
-def test_other_tokenizers_compare_by_bytes(scripts):
-    module, _ = scripts
+def test_other_tokenizers_compare_by_bytes():
     model, tokenizer = llama(), word_tokenizer()
-    one = module.text_figures(model, tokenizer, [TEXT], BLOCK, 8)
-    other = {name: module.Figure(figure.value + 1, figure.without, "other") for name, figure in one.items()}
+    one = evaluation.text_figures(model, tokenizer, [TEXT], BLOCK, 8)
+    other = {name: evaluation.Figure(figure.value + 1, figure.without, "other") for name, figure in one.items()}
     assert one["nats a byte"].value * len(TEXT) == pytest.approx(one["nats a token"].value * 301)  # of 302, "<eos>" too
     assert one["nats a word"].value == pytest.approx(one["nats a token"].value)
-    assert module.difference(other["nats a token"], one["nats a token"], "nats a token") is None
-    more, error = module.difference(other["nats a byte"], one["nats a byte"], "nats a byte")
+    assert evaluation.difference(other["nats a token"], one["nats a token"], "nats a token") is None
+    more, error = evaluation.difference(other["nats a byte"], one["nats a byte"], "nats a byte")
     assert more == pytest.approx(1) and error == pytest.approx(one["nats a byte"].error * math.sqrt(2))
 
 
-def test_errors_of_means_and_of_paired_differences(scripts):
+def test_errors_of_means_and_of_paired_differences():
     """The jackknife of a mean is the textbook's standard error, where each item is a group."""
-    module, _ = scripts
     items = torch.randn(2, 50, dtype=torch.float64)
     items[1] += 10 * items[0]
-    one, other = (module.Figure.of(mean(row), mean, row, "same") for row in items.tolist())
+    one, other = (evaluation.Figure.of(mean(row), mean, row, "same") for row in items.tolist())
     assert one.error == pytest.approx((items[0].std() / math.sqrt(50)).item())
     assert other.minus(one)[1] == pytest.approx(((items[1] - items[0]).std() / math.sqrt(50)).item())
     many = torch.randn(3000, dtype=torch.float64)
-    grouped = module.Figure.of(mean(many.tolist()), mean, many.tolist(), "same")
+    grouped = evaluation.Figure.of(mean(many.tolist()), mean, many.tolist(), "same")
     assert grouped.error == pytest.approx((many.std() / math.sqrt(3000)).item(), rel=0.2)  # 200 groups: 5 % noise
 
 
@@ -180,23 +166,22 @@ def mean(items: list) -> float:
     return sum(items) / len(items)
 
 
-def test_models_that_cannot_be_loaded(scripts, tmp_path):
-    module, _ = scripts
-    with pytest.raises(SystemExit, match=r"There is no model .*name a folder"):
-        module.read_config(str(tmp_path / "nowhere"), False)
-    with pytest.raises(SystemExit, match=r"There is no config\.json in"):
-        module.read_config(str(tmp_path), False)
+def test_models_that_cannot_be_loaded(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere is no folder here.*Check the name"):
+        load_config(str(tmp_path / "nowhere"), False)
+    with pytest.raises(ValueError, match=r"There is no checkpoint in .*config\.json"):
+        load_config(str(tmp_path), False)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(SystemExit, match="merge_and_unload"):
-        module.read_config(str(tmp_path), False)
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        load_config(str(tmp_path), False)
     told = {"model_type": "somebodys", "auto_map": {"AutoConfig": "code.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(told))
     (tmp_path / "code.py").write_text("raise SystemExit('The code of the checkpoint ran.')")
-    with pytest.raises(SystemExit, match="--trust_remote_code to run it"):
-        module.read_config(str(tmp_path), False)
+    with pytest.raises(ValueError, match="comes with code of its own"):
+        load_config(str(tmp_path), False)
     llama().save_pretrained(tmp_path / "bare")
-    with pytest.raises(SystemExit, match="has no tokenizer: save the one of its base model"):
-        module.read_tokenizer(str(tmp_path / "bare"), False)
+    with pytest.raises(ValueError, match="has no tokenizer that can be loaded: save the one of its base model"):
+        load_tokenizer(str(tmp_path / "bare"), False)
 
 
 @pytest.mark.parametrize(
@@ -207,36 +192,36 @@ def test_models_that_cannot_be_loaded(scripts, tmp_path):
         ({"context": "a", "continuation": ""}, "example 1"),
     ],
 )
-def test_lines_that_are_no_task(scripts, tmp_path, row, message):
-    with pytest.raises(SystemExit, match=message):
-        scripts[1].line_task(write_lines(tmp_path / "task.jsonl", [row]))
+def test_lines_that_are_no_task(tmp_path, row, message):
+    with pytest.raises(ValueError, match=message):
+        harness.line_task(write_lines(tmp_path / "task.jsonl", [row]))
 
 
-def test_without_the_harness(scripts, monkeypatch):
+def test_without_the_harness(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(SystemExit, match=r"pip install 'hf_growattn\[evaluate\]'"):
-        scripts[1].load_tasks(["arc_easy"], False)
+    with pytest.raises(ImportError, match=r"pip install 'hf_growattn\[evaluate\]'"):
+        harness.load_tasks(["arc_easy"], False)
 
 
 @needs_harness
-def test_tasks_that_cannot_be_loaded(scripts, monkeypatch, given, tmp_path):
+def test_tasks_that_cannot_be_loaded(monkeypatch, given, tmp_path):
     """The index of the harness's names is cut to one folder: all of them take seconds to read."""
     from lm_eval.tasks._index import TaskIndex
 
-    load = scripts[1].load_tasks
+    load = harness.load_tasks
     monkeypatch.setattr(TaskIndex, "_iter_yaml_files", staticmethod(lambda root: root.glob("arc/*.yaml")))
-    with pytest.raises(SystemExit, match=r"knows no task arc_esay\. Did you mean arc_easy"):
+    with pytest.raises(ValueError, match=r"knows no task arc_esay\. Did you mean arc_easy"):
         load(["arc_esay"], False)
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(SystemExit, match=r"arc_easy cannot be loaded.*without a network, use a file"):
+    with pytest.raises(ValueError, match=r"arc_easy cannot be loaded.*without a network, use a file"):
         load(["arc_easy"], False)
-    with pytest.raises(SystemExit, match=r"There is no file nowhere\.jsonl"):
+    with pytest.raises(ValueError, match=r"There is no file nowhere\.jsonl"):
         load(["nowhere.jsonl"], False)
-    with pytest.raises(SystemExit, match="Two tasks are called choose"):
+    with pytest.raises(ValueError, match="Two tasks are called choose"):
         load([str(given / "choose.jsonl")] * 2, False)
     told = YAML.format(path="-").replace("metric: acc,", "metric: somebodys, hf_evaluate: true,")
     (tmp_path / "scored.yaml").write_text(told)
-    with pytest.raises(SystemExit, match="somebodys is code from the Hub: say --trust_remote_code"):
+    with pytest.raises(ValueError, match="somebodys is code from the Hub: say --trust-remote-code"):
         load([str(tmp_path / "scored.yaml")], False)
 
 

@@ -1,4 +1,4 @@
-"""`scripts/finetune.py` as a user runs it: real processes on a tiny model and a tiny text."""
+"""Fine-tuning as a user runs it: real processes on a tiny model and a tiny text, by the script and by `growattn`."""
 
 import json
 import os
@@ -13,6 +13,8 @@ import pytest
 from conftest import ROOT
 from families import VOCABULARY, build, word_tokenizer
 from safetensors.torch import load_file
+
+from hf_growattn import finetuning
 
 OPTIONS = "--block_size 16 --growth_batches 4 --learning_rate 1e-3 --max_steps 24 --save_steps 6 --use_cpu".split()
 
@@ -31,10 +33,11 @@ def given(tmp_path_factory) -> list:
 
 
 def start(given: list, output: Path, *options, processes: int = 1) -> subprocess.Popen:
-    launcher = [sys.executable]
+    command = [sys.executable, ROOT / "scripts" / "finetune.py", *given, "--output_dir", output, *options]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*launcher, ROOT / "scripts" / "finetune.py", *given, "--output_dir", output, *options]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        _, model, _, text, *rest = given
+        command = [*launcher, "-m", "hf_growattn.cli", "finetune", model, text, "-o", output, *rest, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen([str(word) for word in command], env=environment, cwd=ROOT, **pipes)
@@ -109,21 +112,14 @@ def test_two_processes_with_trainers_own_options(given, tmp_path):
 
 
 @pytest.fixture
-def main(monkeypatch):
-    """The script's `main` in this process, on a command line."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import finetune
-
-    def call(*options):
-        monkeypatch.setattr(sys, "argv", ["finetune.py", *map(str, options)])
-        finetune.main()
-
-    return call
+def main():
+    """What the script calls, in this process, on a command line."""
+    return lambda *options: finetuning.main([*map(str, options)], "finetune.py")
 
 
 def test_a_training_that_never_grew_is_saved(given, main, tmp_path):
     options = "--grow_at plateau --max_steps 2 --eval_steps 2 --save_strategy no".split()
-    with pytest.raises(SystemExit, match=r"the evaluation loss never stopped falling.*It is saved in"):
+    with pytest.raises(ValueError, match=r"the evaluation loss never stopped falling.*It is saved in"):
         main(*given, *options, "--output_dir", tmp_path)
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "tokenizer.json").exists()
 
@@ -139,7 +135,7 @@ def test_lora(given, main, monkeypatch, tmp_path, capsys):
     assert [12, figures["growths"][0]["held_out"][0]] in figures["without_growth"]["held_out"]
     assert figures["after"]["v_head_dim"] == [18, 18]
     assert figures["after"]["parameters"] == sum(weight.numel() for weight in weights.values())
-    monkeypatch.setattr("finetune.reloaded_difference", lambda *_: 0.0)  # once is enough
+    monkeypatch.setattr(finetuning, "reloaded_difference", lambda *_: 0.0)  # once is enough
     main(*options, "--resume_from_checkpoint", tmp_path / "checkpoint-18")
     again = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == again.keys() and all(weights[name].equal(again[name]) for name in weights)
@@ -151,7 +147,8 @@ def test_lora(given, main, monkeypatch, tmp_path, capsys):
         ("--budget 0.1 --qk_dims 2", "Give a budget, or fixed widths"),
         ("--grow_every 5 --grow_steps 3", "by one of steps"),
         ("--v_dims 2 --total_budget 0.1", "give GrowthConfig a budget"),
-        ("--budget 1.5", "budget must be"),
+        ("--budget 1.5", "out of range"),
+        ("--buget 1%", "unknown: --buget 1%"),
         ("--growth_batches 0", "batches must be"),
         ("--grow_every 0", "every must be"),
         ("--grow_at noon", "invalid choice"),
@@ -164,12 +161,15 @@ def test_bad_combinations_are_told_before_anything_is_loaded(main, capsys, optio
     assert message in capsys.readouterr().err
 
 
-def test_epochs_on_the_command_line_are_not_outvoted_by_the_default_steps(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from finetune import FinetuneArguments
+def test_help_lists_the_options(main, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main("--help")
+    assert "--grow_steps" in (told := capsys.readouterr().out) and "--learning_rate" in told
 
+
+def test_epochs_on_the_command_line_are_not_outvoted_by_the_default_steps(tmp_path):
     common = dict(output_dir=str(tmp_path), use_cpu=True)
-    assert FinetuneArguments(**common).half_of(80) == 200
-    assert FinetuneArguments(**common, max_steps=10).half_of(80) == 5
-    epochs = FinetuneArguments(**common, num_train_epochs=4, gradient_accumulation_steps=2)
+    assert finetuning.FinetuneArguments(**common).half_of(80) == 200
+    assert finetuning.FinetuneArguments(**common, max_steps=10).half_of(80) == 5
+    epochs = finetuning.FinetuneArguments(**common, num_train_epochs=4, gradient_accumulation_steps=2)
     assert epochs.max_steps == -1 and epochs.half_of(80) == 10  # 5 steps an epoch

@@ -265,6 +265,23 @@ def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, mon
     assert same(fingerprint(model, optimizer), before)
 
 
+@pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
+def test_measure_says_what_grow_would_do_and_leaves_everything_as_it_was(variant):
+    model = patch_model(build(variant)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**lm_batches()[0]).loss.backward()
+    optimizer.step()
+    grower = Grower(model, GrowthConfig(budget=0.1, update_existing=True), optimizer)
+    before = fingerprint(model, optimizer)
+    measured = grower.measure(lm_batches())
+    assert same(fingerprint(model, optimizer), before)
+    assert measured.found and not measured.applied and "Nothing was changed" in measured.outcome()
+    grown = grower.grow(lm_batches())
+    assert grown.applied and grown.added_parameters == measured.added_parameters > 0
+    assert (grown.loss_before, grown.loss_after) == (measured.loss_before, measured.loss_after)
+    assert grown.layers == measured.layers
+
+
 def _raise(error):
     raise error("on purpose")
 

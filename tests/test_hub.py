@@ -14,8 +14,11 @@ from conftest import ROOT
 from families import build, lm_batches, tokens, word_tokenizer
 from hub_server import Hub, Repository, card_errors
 from huggingface_hub import HfApi, ModelCard
+from typer.testing import CliRunner
 
-from hf_growattn import Grower, GrowthConfig, model_card, patch_model
+from hf_growattn import Grower, GrowthConfig, model_card, outcome, patch_model
+from hf_growattn.cards import source_of
+from hf_growattn.cli import app
 from hf_growattn.modeling import attentions
 
 TOKEN = "hf_neverToBeSeenAnywhere"
@@ -34,22 +37,19 @@ def grown():
 
 @pytest.fixture(scope="module")
 def checkpoint(grown, tmp_path_factory):
-    """A folder as `scripts/finetune.py` leaves it, and its figures."""
+    """A folder as a fine-tuning leaves it, and its figures."""
     (model, report), folder = grown, tmp_path_factory.mktemp("checkpoint")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        import results
     word_tokenizer().save_pretrained(folder)
     model.save_pretrained(folder)
     history = [
         {"step": 0, "eval_loss": 3.0},
         {"step": 4, **report.figures()},
-        {"step": 4, results.BEFORE: 2.5, results.AFTER: 2.25, results.SECONDS: 1.0},
+        {"step": 4, outcome.BEFORE: 2.5, outcome.AFTER: 2.25, outcome.SECONDS: 1.0},
         {"step": 8, "eval_loss": 2.0},
     ]
-    before, after = results.size_of(patch_model(build("llama-2"))), results.size_of(model)
-    source = results.source_of("someone/base", "someone/words")
-    figures = results.figures(source, history, None, before, after, 1.0, 0.0)
+    before, after = outcome.size_of(patch_model(build("llama-2"))), outcome.size_of(model)
+    source = source_of("someone/base", "someone/words")
+    figures = outcome.figures(source, history, None, before, after, 1.0, 0.0)
     (folder / "figures.json").write_text(json.dumps(figures))
     (folder / "growth.png").write_bytes(b"\x89PNG")
     (folder / "checkpoint-8").mkdir()
@@ -80,8 +80,13 @@ def ran(*arguments, **options) -> str:
     return done.stdout
 
 
-def script(hub, home, *options, **more) -> subprocess.CompletedProcess:
-    return client(hub, home, ROOT / "scripts" / "push_to_hub.py", *options, **more)
+def command(hub, home, *options) -> subprocess.CompletedProcess:
+    return client(hub, home, "-m", "hf_growattn.cli", "push", *options)
+
+
+def push(*options):
+    """The command in this process."""
+    return CliRunner().invoke(app, ["push", *map(str, options)])
 
 
 def card_of(hub, repo: str) -> ModelCard:
@@ -147,11 +152,11 @@ def test_pushed_by_the_model_and_loaded_elsewhere(hub, grown, tmp_path):
     assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/grown"), logits(model))
 
 
-def test_the_script_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown, tmp_path):
+def test_the_command_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown, tmp_path):
     folder, figures = checkpoint
     hub.repositories["someone/base"] = Repository(private=False)
     hub.repositories["someone/base"].commit("main", {"README.md": BASE_CARD})
-    done = script(hub, tmp_path, folder, "me/your-model", "--private")
+    done = command(hub, tmp_path, folder, "me/your-model", "--private")
     assert done.returncode == 0, done.stderr
     files = hub.files("me/your-model")
     assert "/me/your-model/commit/" in done.stdout and len(hub.repositories["me/your-model"].commits) == 2
@@ -175,7 +180,7 @@ def test_the_script_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown, 
 
 def test_the_stock_form(hub, checkpoint, grown, tmp_path):
     pytest.importorskip("hf_growattn.export", reason="the stock form needs the export")
-    done = script(hub, tmp_path, checkpoint[0], "me/stock", "--form", "stock")
+    done = command(hub, tmp_path, checkpoint[0], "me/stock", "--form", "stock")
     assert done.returncode == 0, done.stderr
     assert not json.loads(hub.files("me/stock")["config.json"])["model_type"].startswith("growattn")
     card = card_of(hub, "me/stock")
@@ -193,19 +198,6 @@ def here(hub, tmp_path, monkeypatch):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return hub
-
-
-@pytest.fixture
-def main(monkeypatch):
-    """The script's `main` in this process, on a command line."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import push_to_hub
-
-    def call(*options):
-        monkeypatch.setattr(sys, "argv", ["push_to_hub.py", *map(str, options)])
-        push_to_hub.main()
-
-    return call
 
 
 def test_loaded_by_the_code_that_travels_along(here, grown, tmp_path):
@@ -229,43 +221,28 @@ def test_a_card_that_is_there_is_kept_unless_there_is_more_to_tell(here, grown):
     assert "My own words." not in text and f"loss of the growth batches {report.loss_before:.4f}" in text
 
 
-def test_a_push_that_fails_half_way_leaves_nothing(here, main, checkpoint, monkeypatch):
+def test_a_push_that_fails_half_way_leaves_nothing(here, checkpoint, monkeypatch):
     here.broken = "commit"
-    with pytest.raises(SystemExit, match=r"The push to me/grown failed[^$]*500"):
-        main(checkpoint[0], "me/grown", "--base", "someone/nowhere")
+    done = push(checkpoint[0], "me/grown", "--base", "someone/nowhere")
+    assert done.exit_code == 1 and re.search(r"The push to me/grown failed.*Push again.*500", done.stderr), done.output
     assert len(here.uploads) == 2 and set(here.files("me/grown")) == {".gitattributes"}
     here.broken = None
-    main(checkpoint[0], "me/grown", "--base", "someone/nowhere")
+    assert push(checkpoint[0], "me/grown", "--base", "someone/nowhere").exit_code == 0
     card = card_of(here, "me/grown")
     assert card.data.license is None and card.data.base_model == "someone/nowhere"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    with pytest.raises(SystemExit, match=r"The push to me/other failed[^$]*401"):
-        main(checkpoint[0], "me/other")
+    assert re.search(r"The push to me/other failed.*401", push(checkpoint[0], "me/other").stderr)
 
 
-def test_a_dry_run_asks_nothing_of_the_hub_but_the_licence(here, main, checkpoint, tmp_path, capsys):
-    main(checkpoint[0], "me/grown", "--dry_run", tmp_path / "look")
-    names, told = {path.name for path in (tmp_path / "look").iterdir()}, capsys.readouterr().out
+def test_a_dry_run_asks_nothing_of_the_hub_but_the_licence(here, checkpoint, tmp_path):
+    told = push(checkpoint[0], "me/grown", "--dry-run", tmp_path / "look").stdout
+    names = {path.name for path in (tmp_path / "look").iterdir()}
     assert names >= {"README.md", "model.safetensors", "growth.png"} and all(name in told for name in names)
     assert "GET /api/models/someone/base" in here.requests
     assert all(asked.startswith(("GET", "HEAD")) for asked in here.requests)
 
 
-def test_bad_input_is_told(main, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("push_to_hub.get_token", lambda: None)
-    with pytest.raises(SystemExit, match="hf auth login"):
-        main(tmp_path, "me/grown")
-    monkeypatch.setattr("push_to_hub.get_token", lambda: TOKEN)
-    with pytest.raises(SystemExit, match="no checkpoint in"):
-        main(tmp_path / "nowhere", "me/grown")
-    build("llama-2").save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match="a stock llama model"):
-        main(tmp_path, "me/grown")
-    refused = {"grown": "say whose it is", "a/b/c": "Repo id", f"me/m --dry_run {tmp_path}": "writes a new folder"}
-    for options, message in refused.items():
-        with pytest.raises(SystemExit):
-            main(tmp_path, *options.split())
-        assert message in capsys.readouterr().err
+def test_a_card_of_a_model_that_is_not_growable():
     with pytest.raises(ValueError, match="not growable"):
         model_card(build("llama-2"), "me/m")
 

@@ -1,6 +1,7 @@
 """Imports inside the package point one way, and the files that travel with a checkpoint stay self-contained."""
 
 import ast
+import sys
 
 import pytest
 from conftest import ROOT
@@ -23,19 +24,21 @@ MAY_IMPORT = {
     "gradients": {"blocks", "probe", "attention", "functional", "ranks"},
     "estimators": {"gradients", "blocks", "functional"},
     "trial": {"gradients", "probe", "attention", "widths", "functional", "ranks"},
-    "plan": {"trial", "estimators", "gradients", "blocks", "probe", "functional"},
+    "plan": {"attention", "trial", "estimators", "gradients", "blocks", "probe", "functional"},
     "pictures": set(),
     "pages": {"pictures"},
     "report": {"pages", "pictures"},
     "sharding": set(),
+    "batches": {"ranks"},
+    "texts": set(),
     "growth": {
-        *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe"),
+        *("report", "plan", "trial", "estimators", "gradients", "blocks", "probe", "batches"),
         *("trainable", "optimizer", "sharding", "modeling", "attention", "widths", "ranks"),
     },
     "stock": {"patch", "modeling", "configuration", "attention", "adapters"},
     "export": {"stock", "modeling", "configuration", "probe", "sharding"},
     "trim": {
-        *("growth", "report", "plan", "blocks", "probe", "functional", "trainable", "optimizer", "sharding"),
+        *("growth", "report", "plan", "blocks", "probe", "functional", "trainable", "optimizer", "sharding", "batches"),
         *("modeling", "configuration", "attention", "widths", "ranks"),
     },
     "trainer": {"growth", "plan", "report", "modeling", "adapters"},
@@ -43,6 +46,20 @@ MAY_IMPORT = {
         *("growth", "plan", "report", "probe", "patch", "modeling", "attention", "adapters"),
     },
     "cards": {"report", "modeling", "configuration"},
+    "checkpoints": {"architectures", "cards", "export", "modeling", "configuration", "report"},
+    "inspection": {"report", "plan", "views", "modeling", "configuration"},
+    "outcome": {"cards", "pictures", "report", "modeling"},
+    "arguments": set(),
+    "finetuning": {
+        *("outcome", "checkpoints", "cards", "pages", "trainer", "patch", "plan", "texts", "arguments"),
+    },
+    "harness": {"checkpoints"},
+    "evaluation": {"harness", "checkpoints", "texts"},
+    "options": {"arguments"},
+    "cli": {
+        *("inspection", "finetuning", "evaluation", "outcome", "checkpoints", "cards", "export", "growth", "plan"),
+        *("patch", "modeling", "texts", "options"),
+    },
     "__init__": {
         *("architectures", "attention", "cards", "export", "growth", "pages", "patch", "plan", "report"),
         *("trainer", "trim", "views"),
@@ -76,8 +93,6 @@ def test_imports_point_one_way(name):
 
 @pytest.mark.parametrize("name", TRAVELLING)
 def test_travelling_files_need_torch_and_transformers_only(name):
-    import sys
-
     inside, outside = _imports(ROOT / "hf_growattn" / f"{name}.py")
     assert inside <= set(TRAVELLING)
     assert outside - set(sys.stdlib_module_names) <= {"torch", "transformers"}

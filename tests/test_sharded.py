@@ -86,11 +86,11 @@ def test_the_loss_falls_before_and_after_the_growth(run):
     assert sorted(path.name for path in run.output.iterdir()) == ["grown", "trained"]
 
 
-def test_two_processes_train_as_one_does(run, monkeypatch):
+def test_two_processes_train_as_one_does(run):
     """Within 1e-5 of a loss near 6, of which rounding takes 1e-6; gradients summed, not averaged, differ by 4e-3."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    from finetune import blocks_of, load_texts
     from transformers import AutoTokenizer, get_cosine_schedule_with_warmup
+
+    from hf_growattn.texts import blocks_of, load_texts
 
     blocks = blocks_of(load_texts(str(run.text)), AutoTokenizer.from_pretrained(run.model), TOKENS)
     torch.manual_seed(SEED)

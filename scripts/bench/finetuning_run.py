@@ -15,13 +15,14 @@ from peft import (
     initialize_lora_eva_weights,
     preprocess_loraga,
 )
-from tasks import blocks_of, held_out, texts_of
+from tasks import held_out, texts_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.adapters import plain
 from hf_growattn.modeling import attentions
+from hf_growattn.texts import blocks_of
 
 ALL = ("query", "key", "value", "output")
 

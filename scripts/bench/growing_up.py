@@ -24,10 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.modeling import attentions
+from hf_growattn.texts import blocks_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from demo import english, train_tokenizer
-from finetune import blocks_of
 
 NARROW, GUIDED, RANDOM, FULL = "narrow throughout", "guided growth", "random growth", "full width from scratch"
 UNROTATED = "full width from scratch, new dims unrotated"

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hf_growattn import patch_model
 from hf_growattn.probe import mean_loss, undisturbed
+from hf_growattn.texts import blocks_of, load_texts
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from demo import english, train_tokenizer
-from finetune import blocks_of, load_texts
 
 Batches = list[dict[str, torch.Tensor]]
 

@@ -3,18 +3,26 @@
 import io
 import json
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from hf_growattn.modeling import attentions
-from hf_growattn.pictures import BLUE, COLORS_OF_KINDS, GREY, HELD_OUT, draw_losses, drawn, loss_curves, mark_growths
-from hf_growattn.report import grown_layers
+from .cards import FIGURES, PICTURE
+from .modeling import attentions
+from .pictures import BLUE, COLORS_OF_KINDS, GREY, HELD_OUT, draw_losses, drawn, loss_curves, mark_growths
+from .report import grown_layers
 
 BEFORE, AFTER, _ = HELD_OUT
 SECONDS = "growth_seconds"
+REPORT = "report.html"
+
+
+def drawable() -> bool:
+    """Whether pictures can be drawn."""
+    return find_spec("matplotlib") is not None
 
 
 def size_of(model) -> dict:
@@ -25,12 +33,6 @@ def size_of(model) -> dict:
         "qk_head_dim": [layer.qk_head_dim for layer in layers],
         "v_head_dim": [layer.v_head_dim for layer in layers],
     }
-
-
-def source_of(base_model: str, dataset: str) -> dict:
-    """What the training started from, for the model card: Hub ids, or whole paths that cannot be taken for one."""
-    names = {"base_model": base_model, "dataset": dataset}
-    return {key: str(Path(name).resolve()) if name and Path(name).exists() else name for key, name in names.items()}
 
 
 def figures(source: dict, grown: list[dict], plain: list[dict] | None, before: dict, after: dict, seconds, difference):
@@ -76,9 +78,10 @@ def _growths(history: list[dict]) -> list[dict]:
 
 
 def write(figures: dict, output: Path) -> None:
-    """Leave `figures.json` and `growth.png`."""
-    (output / "figures.json").write_text(json.dumps(figures, indent=1))
-    picture(figures, output / "growth.png")
+    """Leave `figures.json`, and where matplotlib is installed `growth.png`."""
+    (output / FIGURES).write_text(json.dumps(figures, indent=1))
+    if drawable():
+        picture(figures, output / PICTURE)
 
 
 def summary(figures: dict, output: Path) -> str:
@@ -106,7 +109,9 @@ def summary(figures: dict, output: Path) -> str:
         f"Time: growing {seconds['growing']:.0f} s, training and evaluating since the last start "
         f"{seconds['training']:.0f} s.",
         f"Reloaded in a fresh process: largest difference of the logits {figures['reloaded_difference']:.2e}.",
-        f"Checkpoint, report.html, growth.png and figures.json: {output}.",
+        f"The model, its figures and {REPORT}: {output}."
+        if drawable()
+        else f"The model and its figures: {output}. For {REPORT} and {PICTURE}, pip install matplotlib first.",
     ]
     return text.getvalue() + "\n".join(lines)
 

@@ -1,13 +1,14 @@
-"""Tasks of the lm-evaluation-harness for `evaluate.py`: by name, from its .yaml files, or from JSON lines."""
+"""Tasks of the lm-evaluation-harness: by name, from its .yaml files, or from JSON lines."""
 
 import json
 import logging
-import sys
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import set_seed
+
+from .checkpoints import first_line
 
 SEED = 1234  # the harness's own
 
@@ -32,9 +33,8 @@ LINE_FORMATS = {
 }
 
 
-def first_line(error: Exception) -> str:
-    """The kind of an error and its first line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+class _Refused(BaseException):
+    """Code from the Hub, of a metric that a task wants; the harness goes on after any Exception."""
 
 
 def line_task(path: Path) -> dict:
@@ -44,14 +44,14 @@ def line_task(path: Path) -> dict:
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except ValueError as error:
-        raise SystemExit(f"{path} is not JSON lines: {error}") from error
+        raise ValueError(f"{path} is not JSON lines: {error}") from error
     known = " or ".join(", ".join(keys) for keys in LINE_FORMATS)
     keys = next((keys for keys in LINE_FORMATS if rows and isinstance(rows[0], dict) and rows[0].keys() >= {*keys}), ())
     if not keys:
-        raise SystemExit(f"{path}: each line has to be an object with the keys {known}.")
+        raise ValueError(f"{path}: each line has to be an object with the keys {known}.")
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not _fits(row, keys):
-            raise SystemExit(
+            raise ValueError(
                 f"{path}, example {number}: it has to be as --help shows, with the keys {', '.join(keys)}."
             )
     data = Dataset.from_list([{key: row[key] for key in keys} for row in rows])
@@ -73,10 +73,11 @@ def load_tasks(names: list[str], trust: bool) -> dict:
     """Load tasks by the harness: a dict of its tasks and groups.
 
     Raises:
-        SystemExit: the harness is not installed, a task is unknown, its data cannot be had, or it runs code.
+        ImportError: the harness is not installed.
+        ValueError: a task is unknown, its data cannot be had, or it runs code.
     """
     if find_spec("lm_eval") is None:
-        raise SystemExit("Tasks need the lm-evaluation-harness: pip install 'hf_growattn[evaluate]', or lm-eval.")
+        raise ImportError("Tasks need the lm-evaluation-harness: pip install 'hf_growattn[evaluate]', or lm-eval.")
     _keep_metrics_of_the_hub_out(trust)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
@@ -84,41 +85,41 @@ def load_tasks(names: list[str], trust: bool) -> dict:
     files = {name: Path(name) for name in names if Path(name).suffix in (".yaml", ".jsonl")}
     for path in files.values():
         if not path.is_file():
-            raise SystemExit(f"There is no file {path}.")
+            raise ValueError(f"There is no file {path}.")
     manager = TaskManager(include_defaults=len(files) < len(names))  # to read the names takes a while
     loaded: dict[str, dict] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         if name not in files and name not in manager.all_tasks:
             near = get_close_matches(name, manager.all_tasks, n=5)
             meant = f" Did you mean {', '.join(near)}?" if near else " `lm-eval ls tasks` lists all."
-            raise SystemExit(f"The harness knows no task {name}.{meant} Files end in .yaml or .jsonl.")
+            raise ValueError(f"The harness knows no task {name}.{meant} Files end in .yaml or .jsonl.")
         spec = line_task(Path(name)) if Path(name).suffix == ".jsonl" else name
         try:
             parts = manager.load([spec])
+        except _Refused as refused:
+            raise ValueError(str(refused)) from None
         except Exception as error:  # of the harness, datasets, the Hub or its HTTP library
-            raise SystemExit(
+            raise ValueError(
                 f"The task {name} cannot be loaded. Harness tasks take their data from the Hub; without a network, use "
                 f"a file (--help shows its form).\n{first_line(error)}"
             ) from error
         for task in parts["tasks"]:
             if task in loaded["tasks"]:
-                raise SystemExit(f"Two tasks are called {task}: name one of them, or rename a file.")
+                raise ValueError(f"Two tasks are called {task}: name one of them, or rename a file.")
         for kind, part in parts.items():
             loaded[kind].update(part)
     unsafe = [name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
     if unsafe:
-        raise SystemExit(f"{', '.join(unsafe)}: the harness would run code that the model writes; use lm-eval itself.")
+        raise ValueError(f"{', '.join(unsafe)}: the harness would run code that the model writes; use lm-eval itself.")
     return loaded
 
 
 def _keep_metrics_of_the_hub_out(trust: bool) -> None:
-    """Let the harness import the library `evaluate`, not this file, which may load metrics' code only if trusted."""
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
+    """Let the harness load the code of metrics only if that is trusted."""
     import evaluate
 
     def refuse(name, *_, **__):
-        raise SystemExit(f"The metric {name} is code from the Hub: say --trust_remote_code to run it.")
+        raise _Refused(f"The metric {name} is code from the Hub: say --trust-remote-code to run it.")
 
     if not trust:
         evaluate.load = refuse
