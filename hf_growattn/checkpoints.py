@@ -41,6 +41,7 @@ def load_model(name: str, causal: bool = False, trust_remote_code: bool = False)
     Args:
         name: a folder or a Hub id.
         causal: whether it must be a language model that predicts the next token.
+        trust_remote_code: run the code that a checkpoint brings.
 
     Raises:
         ValueError: as for `load_config`, or it has another task.
@@ -148,6 +149,10 @@ def card_of(checkpoint: Path, model: PreTrainedModel, repo_id: str, form: str = 
     """The model card of a grown checkpoint, with the figures and the picture that lie beside its weights.
 
     Args:
+        checkpoint: its folder.
+        model: loaded from there.
+        repo_id: where it is pushed, such as "you/your-model".
+        form: "native" or "stock".
         base: Hub id of the model that grew; by default as the figures know it.
     """
     figures, picture = checkpoint / FIGURES, checkpoint / PICTURE

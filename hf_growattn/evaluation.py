@@ -134,10 +134,12 @@ def evaluated(
     """Measure one model after the other, the base first.
 
     Args:
-        models, base: folders or Hub ids of causal LMs: stock, grown or exported.
+        models: folders or Hub ids of causal LMs: stock, grown or exported.
+        base: another one, which the others are compared with.
         texts: files, folders or Hub ids, of which the perplexity is measured.
         tasks: names that the harness knows, or files of tasks.
         limit: only so many examples of each task.
+        batch_size: rows that a model reads at once.
         device: by default the accelerator, if there is one.
         trust_remote_code: run the code that a model or a metric brings.
 

@@ -251,8 +251,12 @@ def run(
 
     Args:
         model: a stock or grown causal LM; it is patched.
+        tokenizer: its own, saved beside it.
         blocks: the text's tokens, (rows, tokens), of which a tenth is held out.
         dataset: what to call the text.
+        growth: what to grow, when, and from how many batches.
+        training: the Trainer's arguments.
+        lora_rank: of adapters that are trained and merged; 0 trains all weights.
 
     Returns:
         What `figures.json` holds.

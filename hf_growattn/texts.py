@@ -95,6 +95,9 @@ def blocks_of(texts: Iterable[str], tokenizer, block_size: int, most: int | None
     """Tokenize, join with the end-of-text token and cut into blocks: (blocks, block_size).
 
     Args:
+        texts: documents.
+        tokenizer: the model's.
+        block_size: tokens in a block.
         most: so many blocks, and no more is tokenized; by default all.
 
     Raises:

@@ -146,11 +146,11 @@ for view in attention_views(model):
 # ## Measure before you spend
 #
 # A few batches tell where width is missing. Starvation is the share of the gradient that the present width cannot
-# follow; the gain is what 4 new dims should take off the loss of new batches. It is tried on a copy: nothing grows yet.
+# follow; the gain is what 4 new dims should take off the loss of new batches. Nothing grows yet.
 
 # %%
 growth_batches = list(itertools.islice(batches, 12))
-measured = Grower(copy.deepcopy(model), GrowthConfig(qk_dims=4, v_dims=4)).grow(growth_batches)
+measured = Grower(model, GrowthConfig(qk_dims=4, v_dims=4)).measure(growth_batches)
 for layer in measured.layers:
     print(f"Layer {layer.layer}, {layer.kind}: starvation {layer.starvation:.2f}, gain {layer.predicted_gain:.4f}.")
 
