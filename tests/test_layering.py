@@ -9,12 +9,13 @@ MAY_IMPORT = {
     "functional": set(),
     "ranks": set(),
     "architectures": set(),
-    "optimizer": set(),
+    "optimizer": {"ranks"},
     "adapters": set(),
     "widths": {"architectures", "adapters"},
     "attention": {"widths", "architectures"},
     "configuration": {"architectures"},
-    "modeling": {"configuration", "attention", "architectures"},
+    "folders": set(),
+    "modeling": {"configuration", "attention", "architectures", "folders"},
     "patch": {"modeling", "configuration", "attention", "architectures"},
     "views": {"modeling", "attention", "architectures", "functional"},
     "probe": {"attention", "functional", "ranks"},
@@ -33,7 +34,7 @@ MAY_IMPORT = {
         *("trainable", "optimizer", "sharding", "modeling", "attention", "widths", "ranks"),
     },
     "stock": {"patch", "modeling", "configuration", "attention", "adapters"},
-    "export": {"stock", "modeling", "configuration", "probe", "sharding"},
+    "export": {"stock", "modeling", "configuration", "folders", "probe", "sharding"},
     "trim": {
         *("growth", "report", "plan", "blocks", "probe", "functional", "trainable", "optimizer", "sharding"),
         *("modeling", "configuration", "attention", "widths", "ranks"),
@@ -42,13 +43,13 @@ MAY_IMPORT = {
     "peft_method": {
         *("growth", "plan", "report", "probe", "patch", "modeling", "attention", "adapters"),
     },
-    "cards": {"report", "modeling", "configuration"},
+    "cards": {"report", "folders", "configuration"},
     "__init__": {
         *("architectures", "attention", "cards", "export", "growth", "pages", "patch", "plan", "report"),
         *("trainer", "trim", "views"),
     },
 }
-TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling", "widths")
+TRAVELLING = ("adapters", "architectures", "attention", "configuration", "folders", "modeling", "widths")
 
 
 def _imports(path):

@@ -16,7 +16,8 @@ from test_layering import TRAVELLING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_growattn import patch_model, unpatch_model
-from hf_growattn.modeling import _exchange, attentions
+from hf_growattn.folders import _exchange
+from hf_growattn.modeling import attentions
 
 
 def grown(qk_dims: int, variant: str = "llama-2"):
@@ -47,7 +48,7 @@ def test_saving_over_an_old_checkpoint(tmp_path, variant):
     assert torch.equal(logits(tmp_path / "m"), model(tokens()).logits)
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     kept = {"m/tokenizer.json", "m/runs/events"}
-    code = {f"m/growattn/{name}.py" for name in TRAVELLING}
+    code = {f"m/growattn/{name}.py" for name in TRAVELLING} | {"m/growattn/checksums.json"}
     assert files == kept | code | {"m/config.json", "m/generation_config.json", "m/model.safetensors"}
 
 
