@@ -11,6 +11,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 
 import transformers
 from torch import nn
@@ -85,20 +86,22 @@ class GrowableModelMixin:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load as `PreTrainedModel.from_pretrained` does, and say of a damaged checkpoint what to do.
+        """Load as `PreTrainedModel.from_pretrained` does, but safetensors alone, and say of a damaged one what to do.
 
         Raises:
             OSError: weights are missing, cut short or, in a folder, others than were saved there.
             RuntimeError: the weights are not those that config.json describes.
         """
         check_sums(_sums_of(Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")))
+        kwargs.setdefault("use_safetensors", True)  # nothing was ever saved otherwise, and pickles may hold code
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except Exception as error:
             absent = isinstance(error, FileNotFoundError) and ".safetensors" in str(error)
-            if absent or type(error).__name__ == "SafetensorError":  # these files may not import safetensors
+            reason = "it names pickled files, which may hold code" if isinstance(error, UnpicklingError) else error
+            if absent or reason is not error or type(error).__name__ == "SafetensorError":  # nor may these import that
                 raise OSError(
-                    f"The checkpoint {pretrained_model_name_or_path} is not whole: {error}. Copy, download or save it "
+                    f"The checkpoint {pretrained_model_name_or_path} is not whole: {reason}. Copy, download or save it "
                     "again."
                 ) from error
             raise

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from conftest import LONG
 from families import COMMON, tokens
 from hypothesis import HealthCheck, Phase, given, settings
@@ -27,13 +28,13 @@ from hf_growattn import patch_model
 from hf_growattn.modeling import attentions
 
 TOKEN = "hf_neverToBeSeenInAnyMessage"
-CASES = 200 if LONG else 30
+CASES = 200 if LONG else 20
 fuzz = settings(
     max_examples=CASES,
     deadline=None,
     database=None,
     derandomize=not LONG,
-    phases=[Phase.generate] if LONG else [Phase.generate, Phase.shrink],
+    phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 # What a caller must be ready for: what is said about a checkpoint, and what torch and the disk say.
@@ -60,7 +61,9 @@ def no_secrets(monkeypatch, capfd):
     messages, loggers = Messages(), [logging.getLogger(name) for name in (None, "transformers", "huggingface_hub")]
     for logger in loggers:
         logger.addHandler(messages)
+    transformers.logging.disable_progress_bar()
     yield
+    transformers.logging.enable_progress_bar()
     for logger in loggers:
         logger.removeHandler(messages)
     assert TOKEN not in "".join([*messages.text, *capfd.readouterr()])
@@ -75,7 +78,7 @@ EXTRAS = {
     "qwen2": {},
     "qwen3": {"attention_bias": st.booleans()},
     "gemma2": {
-        "query_pre_attn_scalar": st.sampled_from([1, 7, 24.0]),
+        "query_pre_attn_scalar": st.sampled_from([1, 7, 24]),
         "attn_logit_softcapping": st.sampled_from([None, 3.0]),
     },
     "granite": {"attention_multiplier": st.sampled_from([0.01, 0.4, 1.0])},
@@ -98,7 +101,7 @@ def configs(draw):
     layers, heads, width = (
         draw(st.integers(1, 3)),
         draw(st.sampled_from([1, 2, 3, 4, 6])),
-        draw(st.sampled_from([8, 12])),
+        draw(st.sampled_from([8, 16])),
     )
     fields = COMMON | dict(num_hidden_layers=layers, num_attention_heads=heads, hidden_size=heads * width)
     fields |= dict(intermediate_size=24, tie_word_embeddings=draw(st.booleans()), pad_token_id=0)
@@ -134,10 +137,10 @@ def test_configs_that_make_sense(record_property):
     @given(configs())
     def check(drawn):
         config, grown, precision, seed = drawn
-        seen.append(config.model_type)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=precision)
         expected = computed(model)
+        seen.append(config.model_type)
         assert torch.equal(computed(patch_model(model)), expected)
         before = [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)]
         for attention, more, widths in zip(attentions(model), grown, before):
@@ -153,7 +156,10 @@ def test_configs_that_make_sense(record_property):
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             again = AutoModelForCausalLM.from_pretrained(folder)
-        assert torch.equal(computed(again), computed(model)) and again.dtype == precision
+        alike = [torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items()]
+        assert all(alike) and len(alike) == len(again.state_dict()) and again.dtype == precision
+        # The same weights through the same code: nothing but memory alignment differs.
+        torch.testing.assert_close(computed(again), computed(model), rtol=0, atol=allowed)
         assert [(a.qk_head_dim, a.v_head_dim) for a in attentions(again)] == wanted
         tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (model, again)]
         assert tied[0] == tied[1]
@@ -164,13 +170,13 @@ def test_configs_that_make_sense(record_property):
 
 # --- config.json with anything in it: what the stock model makes of the same file, or an error.
 
-OURS = ("qk_head_dim", "v_head_dim", "per_layer_config", "auto_map", "model_type", "architectures")
+OURS = ("qk_head_dim", "v_head_dim", "per_layer_config")  # the stock model has none of these
 JUNK = st.one_of(
     st.sampled_from([None, True, False, -1, 0, 1, 3, 7, 64, 1000, 2.5, 1e30, float("nan"), float("inf"), -0.0]),
     st.sampled_from(["", "4", "x", "float16", "gpt2", "evil.Model", "../.."]),
     st.sampled_from([[], [1], [None, "x"], {}, {"x": 1}, {"0": {}}, {"rope_type": "linear", "factor": 2.0}]),
 )
-SIZES = {"llama": {"num_key_value_heads": 2, "head_dim": 12}, "gpt2": {}, "gpt_neox": {}}
+SIZES = {"llama": {"num_key_value_heads": 2, "head_dim": 12}, "gpt2": {}, "phi3": {"num_key_value_heads": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -199,32 +205,23 @@ def edits(draw):
         ("per_layer_config", "1"),
     ]
     places += [("rope_parameters", "rope_theta"), ("rope_parameters", "rope_type"), ("auto_map", "AutoConfig")]
-    own = st.sampled_from([*((name,) for name in OURS), *places, ("head_dim",), ("num_attention_heads",)])
+    places += [(name,) for name in (*OURS, "model_type", "architectures", "head_dim", "num_attention_heads")]
+    own = st.sampled_from(places)
     place = st.one_of(own, st.integers(0, 99))  # a number picks any entry of the file
     return draw(st.lists(st.tuples(place, st.one_of(st.just(...), JUNK)), min_size=1, max_size=2))
 
 
-def edit(file: Path, changes, allowed) -> list[str]:
-    """Change a config.json; returns the names of the entries."""
+def edit(file: Path, changes) -> None:
+    """Change a config.json."""
     config = json.loads(file.read_text())
-    names = []
-    for place, value in changes:
-        if isinstance(place, int):
-            fields = sorted(set(config) - set(OURS))
-            place = (fields[place % len(fields)],) if fields else ("x",)
-        names.append(place[0])
-        *path, last = place
+    for (*path, last), value in changes:
         inside = config
         for name in path:
             inside = inside.get(name) if isinstance(inside, dict) else None
-        if not allowed(place[0]) or not isinstance(inside, dict):
-            continue
-        if value is ...:
+        if isinstance(inside, dict):
             inside.pop(last, None)
-        else:
-            inside[last] = value
+            inside |= {} if value is ... else {last: value}
     file.write_text(json.dumps(config))
-    return names
 
 
 def outcome(folder: Path, **options):
@@ -244,7 +241,7 @@ def as_stock(ours, stock) -> bool:
 
 
 def test_configs_with_anything_in_them(stock_and_grown, record_property):
-    counts = {"error": 0, "right": 0}
+    counts, problems = {"error": 0, "right": 0}, []
 
     @fuzz
     @given(st.sampled_from(sorted(SIZES)), edits())
@@ -253,18 +250,22 @@ def test_configs_with_anything_in_them(stock_and_grown, record_property):
             stock, grown = (
                 Path(shutil.copytree(stock_and_grown / f"{family}-{k}", f"{folder}/{k}")) for k in ("stock", "grown")
             )
-            names = edit(grown / "config.json", changes, lambda name: True)
-            edit(stock / "config.json", changes, lambda name: name not in OURS)
+            fields = sorted(set(json.loads((grown / "config.json").read_text())) - set(OURS))
+            changes = [((fields[p % len(fields)],) if isinstance(p, int) else p, value) for p, value in changes]
+            edit(grown / "config.json", changes)
+            edit(stock / "config.json", [change for change in changes if change[0][0] not in OURS])
             ours, theirs = outcome(grown), outcome(stock)
             if isinstance(ours, Exception):
                 counts["error"] += 1
-                known = isinstance(ours, CLEAR) or type(ours) is type(theirs)
-                assert known, (changes, names, repr(ours), repr(theirs))
+                if not isinstance(ours, CLEAR) and type(ours) is not type(theirs):
+                    problems.append((family, changes, "an unclear error", repr(ours)[:300], repr(theirs)[:300]))
             else:
                 counts["right"] += 1
-                assert as_stock(ours, theirs), (changes, names, ours, theirs)
+                if not as_stock(ours, theirs):
+                    problems.append((family, changes, "not what the stock model computes", repr(theirs)[:300]))
 
     check()
+    assert not problems, "\n".join(map(str, problems))
     record_property(
         "cases", f"{sum(counts.values())} config.json with junk: {counts['error']} errors, {counts['right']} right"
     )
@@ -289,8 +290,11 @@ def whole(stock_and_grown, tmp_path_factory):
     return folder, expected
 
 
-def independent(folder: Path, like) -> torch.Tensor:
-    """What the tensors in a folder compute, read without transformers and put into a model by torch."""
+def independent(folder: Path, like) -> torch.Tensor | None:
+    """What the tensors in a folder compute, read without transformers and put into a model by torch; None if nothing.
+
+    Numbers that are not floating-point are no weights.
+    """
     files = [folder / "model.safetensors"]
     if not files[0].exists():
         index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -301,13 +305,12 @@ def independent(folder: Path, like) -> torch.Tensor:
             state |= {name: tensors.get_tensor(name) for name in tensors.keys()}
     model = copy.deepcopy(like)
     missing = set(model.load_state_dict(state, strict=False).missing_keys) - set(model.all_tied_weights_keys)
-    assert not missing and all(value.is_floating_point() for value in state.values())
-    return computed(model)
+    return None if missing or not all(value.is_floating_point() for value in state.values()) else computed(model)
 
 
 def test_mutated_checkpoints(whole, tmp_path, record_property):
     folder, models = whole
-    marker, counts = tmp_path / "ran", {"error": 0, "right": 0}
+    marker, counts, problems = tmp_path / "ran", {"error": 0, "right": 0}, []
     names = sorted(name for name in models if "-one" in name)
 
     @fuzz
@@ -318,19 +321,21 @@ def test_mutated_checkpoints(whole, tmp_path, record_property):
             if not checksums:
                 (path / "growattn" / "checksums.json").unlink()
             MUTATIONS[mutation](data.draw, path, folder / name.replace("one", "other"), marker)
-            ours = outcome(path)
-            assert not marker.exists(), f"{mutation} ran code"
-            if isinstance(ours, Exception):
-                counts["error"] += 1
-                assert isinstance(ours, CLEAR), (mutation, repr(ours))
-                return
-            counts["right"] += 1
-            if torch.equal(ours, computed(models[name])):
-                return
-            assert not (path / "growattn" / "checksums.json").exists(), f"{mutation} of {name} went unnoticed"
-            assert torch.allclose(ours, independent(path, models[name]), equal_nan=True), (mutation, name)
+            ours, noted = outcome(path), (path / "growattn" / "checksums.json").exists()
+            counts["error" if isinstance(ours, Exception) else "right"] += 1
+            if marker.exists():
+                marker.unlink()
+                problems.append((name, mutation, "code ran"))
+            elif isinstance(ours, Exception):
+                if not isinstance(ours, CLEAR):
+                    problems.append((name, mutation, "an unclear error", repr(ours)[:300]))
+            elif not torch.allclose(ours, computed(models[name]), rtol=1e-5, atol=1e-5):  # memory alignment
+                said = None if noted else independent(path, models[name])
+                if said is None or not torch.allclose(ours, said, equal_nan=True):
+                    problems.append((name, mutation, "a wrong result", "with checksums" if noted else ""))
 
     check()
+    assert not problems, "\n".join(map(str, problems))
     record_property(
         "cases", f"{sum(counts.values())} mutated checkpoints: {counts['error']} errors, {counts['right']} right"
     )
