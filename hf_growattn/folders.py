@@ -122,6 +122,32 @@ def check_sums(file: Path) -> None:
         )
 
 
+def check_numbers(folder: Path) -> None:
+    """Make sure that the weights in a folder are floating-point numbers: others would be cast, whatever they mean.
+
+    Raises:
+        OSError: some are not, and config.json says of no quantization; the message names one.
+    """
+    config = folder / "config.json"
+    if not config.is_file() or b"quantization_config" in config.read_bytes():
+        return
+    for path in folder.glob("model*.safetensors"):
+        with open(path, "rb") as file:
+            try:
+                size = min(int.from_bytes(file.read(8), "little"), path.stat().st_size)
+                kinds = {
+                    name: entry["dtype"] for name, entry in json.loads(file.read(size)).items() if "dtype" in entry
+                }
+            except (AttributeError, KeyError, TypeError, ValueError):
+                continue  # no safetensors file, as its reader will say
+        for name, kind in kinds.items():
+            if name.endswith(("weight", "bias")) and "F" not in kind:
+                raise OSError(
+                    f"The checkpoint {folder} holds {name} as {kind}, and its config.json says of no quantization. "
+                    "Copy, download or save it again, in fp32, bf16 or fp16."
+                )
+
+
 def _sums(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file of weights in a folder."""
     files = sorted(path for path in folder.iterdir() if is_weights(path.name))

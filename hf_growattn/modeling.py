@@ -31,7 +31,7 @@ from .configuration import (
     layer_widths,
     stock_head_dim,
 )
-from .folders import check_sums, note_sums, replacing
+from .folders import check_numbers, check_sums, note_sums, replacing
 
 _AUTO_CLASSES = (
     ("AutoModel", "MODEL_MAPPING"),
@@ -92,7 +92,9 @@ class GrowableModelMixin:
             OSError: weights are missing, cut short or, in a folder, others than were saved there.
             RuntimeError: the weights are not those that config.json describes.
         """
-        check_sums(_sums_of(Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")))
+        folder = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
+        check_sums(_sums_of(folder))
+        check_numbers(folder)
         kwargs.setdefault("use_safetensors", True)  # nothing was ever saved otherwise, and pickles may hold code
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

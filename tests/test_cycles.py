@@ -20,7 +20,7 @@ from hf_growattn.modeling import attentions
 from hf_growattn.probe import mean_loss, undisturbed
 
 CYCLES = 1000 if LONG else 24
-GROWTHS = 20 if LONG else 8
+GROWTHS = 20 if LONG else 5
 FAMILIES = ("llama", "gpt2", "qwen3", "gpt_neox", "phi3", "granite", "opt", "falcon")
 WORDS = 31
 
@@ -112,12 +112,37 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_many_growths_leave_nothing_behind(record_property):
+def look(model, optimizer) -> tuple[int, int, int, int]:
+    """Tensors alive, their bytes beside those that training needs, those of the weights, and all that is resident."""
+    live = dict(model.named_parameters())
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in live.values()]
+    assert optimizer.state.keys() == set(live.values())
+    for parameter in live.values():
+        assert parameter.grad.shape == optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+    view, attention = attention_views(model)[0], attentions(model)[0]
+    assert view.pattern(0, 1).left.shape[1] == view.pattern(0, 1).right.shape[1] == attention.qk_head_dim
+    assert view.message(0).left.shape[1] == attention.v_head_dim
+    del view
+    count, size = tensors()
+    own = sum(p.numel() * p.element_size() for p in live.values())
+    return count, size - 4 * own, own, resident()
+
+
+@pytest.fixture
+def few_objects():
+    """Leave what was there before out of what the garbage collector looks through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_many_growths_leave_nothing_behind(few_objects, record_property):
     """No tensor more than the model, its gradients and Adam's state hold; and hooks, groups and views go along."""
     torch.manual_seed(0)
     model = tiny("llama", heads=8, width=8 if LONG else 4).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config, given, seen = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4), batches(8, 24), []
+    config, given, seen = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4), batches(4), []
     grower, called = Grower(model, config, optimizer), []
     names = {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -137,16 +162,7 @@ def test_many_growths_leave_nothing_behind(record_property):
         train()
         gc.collect()
         assert all(reference() is None for reference in held), "a former parameter is still held"
-        live = dict(model.named_parameters())
-        assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in live.values()]
-        assert optimizer.state.keys() == set(live.values())
-        for parameter in live.values():
-            assert parameter.grad.shape == optimizer.state[parameter]["exp_avg"].shape == parameter.shape
-        view = attention_views(model)[0]
-        assert view.pattern(0, 1).left.shape[1] == attentions(model)[0].qk_head_dim
-        count, size = tensors()
-        own = sum(p.numel() * p.element_size() for p in live.values())
-        seen.append((count, size - 4 * own, own, resident()))
+        seen.append(look(model, optimizer))
     warm = 2
     counts, beside, _, residents = zip(*seen[warm:])
     assert max(counts) == min(counts) and max(beside) == min(beside), "tensors are left behind"
