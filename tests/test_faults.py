@@ -12,17 +12,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from conftest import LONG
 from families import build, lm_batches
 from test_growth import fingerprint, same
 from test_saving import contents, grown
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, export_model, patch_model
@@ -32,11 +31,18 @@ CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 CHANGES = ("os.", "shutil.", "ctypes.dlsym")  # of the disk, among the events that Python audits; and opening to write
 
 
+@pytest.fixture(autouse=True)
+def no_progress_bars():
+    """Their lock is shared by forks, and one that dies with it would hold it for good."""
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.enable_progress_bar()
+
+
 def in_child(work) -> int:
     """Run in a fork, which imports nothing anew; returns its exit code, or minus the signal that ended it."""
     child = os.fork()
     if child == 0:
-        tqdm.set_lock(threading.RLock())  # its own would be shared with this process, and be held for good by the dead
         try:
             work()
             os._exit(0)
