@@ -339,29 +339,3 @@ def test_memory_that_torch_refuses_in_any_pass(record_property):
     assert report.applied and tried >= 5
     goes_on(model, optimizer)
     record_property("cases", f"{tried} passes without memory")
-
-
-def test_memory_that_runs_out():
-    """The kernel gives the process no more than so much: wherever that strikes, everything is as it was."""
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("only Linux limits the memory of a process")
-
-    def work():
-        model, optimizer = trained()
-        batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(2, 97, (2, 32, 64))]
-        before, failures = fingerprint(model, optimizer), 0
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        for more in (0, 2, 5):
-            resource.setrlimit(resource.RLIMIT_AS, (used + (more << 20), resource.RLIM_INFINITY))
-            try:
-                Grower(model, CONFIG, optimizer).grow(batches)
-                break
-            except (RuntimeError, MemoryError):
-                failures += 1
-            finally:
-                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            assert same(fingerprint(model, optimizer), before)
-        assert failures
-        goes_on(model, optimizer)
-
-    assert in_child(work) == 0
