@@ -148,6 +148,24 @@ def check_numbers(folder: Path) -> None:
                 )
 
 
+def check_index(folder: Path) -> None:
+    """Make sure that an index of shards, if that is what a folder has, is one: transformers trusts its form.
+
+    Raises:
+        OSError: it is not; the message names the fix.
+    """
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() or not index.is_file():
+        return
+    try:
+        content = json.loads(index.read_bytes())
+        files = [*content["weight_map"].values(), *content["metadata"]]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        files = []
+    if not files or not all(isinstance(name, str) for name in files):
+        raise OSError(f"{index} is no index of weights. Copy, download or save the checkpoint again.")
+
+
 def _sums(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file of weights in a folder."""
     files = sorted(path for path in folder.iterdir() if is_weights(path.name))

@@ -31,7 +31,7 @@ from .configuration import (
     layer_widths,
     stock_head_dim,
 )
-from .folders import check_numbers, check_sums, note_sums, replacing
+from .folders import check_index, check_numbers, check_sums, note_sums, replacing
 
 _AUTO_CLASSES = (
     ("AutoModel", "MODEL_MAPPING"),
@@ -94,6 +94,7 @@ class GrowableModelMixin:
         """
         folder = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
         check_sums(_sums_of(folder))
+        check_index(folder)
         check_numbers(folder)
         kwargs.setdefault("use_safetensors", True)  # nothing was ever saved otherwise, and pickles may hold code
         try:
@@ -112,17 +113,19 @@ class GrowableModelMixin:
         """Refuse what would leave a part of the model at random: transformers raises `loading_info.error_msgs`.
 
         That is attention weights of other sizes, even with `ignore_mismatched_sizes`, which is meant for task heads,
-        and weights that the checkpoint lacks, but for those of a task head.
+        and weights that the checkpoint lacks, but for those of a task head that it was not saved with.
         """
         super()._adjust_missing_and_unexpected_keys(loading_info)
         layers = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, GrowableAttention))
-        backbone = "" if self.base_model is self else f"{self.base_model_prefix}."
+        as_saved = self.base_model is self or type(self).__name__ in (self.config.architectures or ())
+        backbone = "" if as_saved else f"{self.base_model_prefix}."
         problems = [
             f"{key} is {tuple(saved)} in the weights and {tuple(expected)} by config.json"
             for key, saved, expected in sorted(loading_info.mismatched_keys)
             if key.startswith(layers)
         ]
-        problems += [f"{key} is missing" for key in sorted(loading_info.missing_keys) if key.startswith(backbone)]
+        missing = set(loading_info.missing_keys) - set(self.all_tied_weights_keys)
+        problems += [f"{key} is missing" for key in sorted(missing) if key.startswith(backbone)]
         if problems:
             more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
             loading_info.error_msgs.append(
