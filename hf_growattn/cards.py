@@ -20,7 +20,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
 from .configuration import PREFIX, layer_widths, stock_head_dim
-from .modeling import is_weights
+from .folders import is_weights
 from .report import GrowthReport, grown_layers
 
 CARD, PICTURE, FIGURES = "README.md", "growth.png", "figures.json"

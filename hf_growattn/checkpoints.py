@@ -1,10 +1,8 @@
 """Checkpoints as command lines handle them: load with errors that name the fix, write whole, push to the Hub."""
 
-import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import transformers
@@ -15,7 +13,6 @@ from .architectures import architecture_of
 from .cards import CARD, FIGURES, PICTURE, growth_figures, model_card, push_folder, source_of, task_of
 from .configuration import PREFIX
 from .export import export_model
-from .modeling import take_place
 from .report import GrowthReport
 
 _CAUSAL = "AutoModelForCausalLM"
@@ -120,20 +117,6 @@ def load_grown(checkpoint: Path):
         )
     has_tokenizer = (checkpoint / "tokenizer_config.json").exists()
     return model, load_tokenizer(str(checkpoint)) if has_tokenizer else None
-
-
-@contextlib.contextmanager
-def written_whole(directory: Path) -> Iterator[Path]:
-    """Give a folder to write into, which takes the place of `directory` at the end, or is removed after an error."""
-    directory = directory.resolve()
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        take_place(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def figures_of(report: GrowthReport, base_model: str, dataset: str, parameters: int) -> dict:

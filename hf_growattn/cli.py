@@ -184,7 +184,8 @@ def grow(
     written, and the exit code is 3.
     """
     from .cards import FIGURES
-    from .checkpoints import figures_of, written_whole
+    from .checkpoints import figures_of
+    from .folders import replacing
     from .inspection import measured, verdict
     from .outcome import REPORT, drawable
 
@@ -192,7 +193,7 @@ def grow(
     before = grower.model.num_parameters()
     report = grower.grow(drawn)
     if report.applied:
-        with written_whole(output) as folder:
+        with replacing(output.resolve()) as folder:
             grower.model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             (folder / FIGURES).write_text(json.dumps(figures_of(report, model, data, before), indent=1))
@@ -363,12 +364,13 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Push a grown model to the Hub with its card, all in one commit or not at all."""
-    from .checkpoints import publish, write_publication, written_whole
+    from .checkpoints import publish, write_publication
+    from .folders import replacing
 
     if dry_run is None:
         url = publish(checkpoint, repo, form, base, private)
         return _print_json({"repo": repo, "commit": url}) if as_json else typer.echo(f"Pushed: {url}")
-    with written_whole(dry_run) as folder:
+    with replacing(dry_run.resolve()) as folder:
         write_publication(checkpoint, folder, repo, form, base)
     files = {str(p.relative_to(dry_run)): p.stat().st_size for p in sorted(dry_run.rglob("*")) if p.is_file()}
     if as_json:

@@ -1,7 +1,6 @@
 """`export_model`: a grown model as a checkpoint of a stock architecture, which needs no code of ours to load."""
 
 import json
-import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .configuration import stock_head_dim
-from .modeling import GrowableModelMixin, is_grown, take_place
+from .folders import replacing
+from .modeling import GrowableModelMixin, is_grown
 from .probe import undisturbed
 from .sharding import refuse_sharded
 from .stock import fresh_rotary, rope_parameters, stock_form, stock_model
@@ -74,6 +74,7 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
     Raises:
         TypeError: `model` is not patched.
         ValueError: no stock class can hold it, or the target is unknown; the message says why and what to do.
+        OSError: `directory` cannot be written; what was there is as it was.
         RuntimeError: the reloaded checkpoint computes something else; nothing is left of it.
     """
     if not isinstance(model, GrowableModelMixin):
@@ -84,12 +85,7 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
     refuse_sharded(model, [])
     form, target_class = stock_form(model, target)
     directory = Path(directory).resolve()
-    if directory.is_file():
-        raise ValueError(f"{directory} is a file; export_model needs a directory.")
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replacing(directory) as partial:
         stock = stock_model(model, form, target_class)
         stock.save_pretrained(partial)
         if is_grown(model):
@@ -99,9 +95,6 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
         head_dim, parameters = stock_head_dim(stock.config), sum(p.numel() for p in stock.parameters())
         del stock  # what is new in it makes room for what is reloaded
         difference = _verify(model, target_class, partial)
-        take_place(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     dynamic = is_grown(model) and any(p["rope_type"] == "dynamic" for p in rope_parameters(model.config).values())
     limit = model.config.max_position_embeddings if dynamic and not form.partial else None
     return ExportReport(directory, target_class.config_class.model_type, head_dim, parameters, difference, limit)

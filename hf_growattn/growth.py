@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -209,9 +210,9 @@ class Grower:
         bar.total = len(batches)
         with undisturbed(self.model):
             with _timed(seconds, "moments"):
-                blocks, loss = measure_moments(
-                    self.model, chosen, config.chosen_kinds, batches, config.ridge, bar.update
-                )
+                # In the order they were given in: what is wrong with a batch is said here, by its number.
+                given = [batch for pair in zip_longest(*halves) for batch in pair if batch is not None]
+                blocks, loss = measure_moments(self.model, chosen, config.chosen_kinds, given, config.ridge, bar.update)
             with _timed(seconds, "probe"):
                 gradients = self._gradients(blocks, halves, bar)
                 existing: list[ExistingStep | None] = [None] * len(blocks)

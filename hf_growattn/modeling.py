@@ -5,15 +5,13 @@
 an attribute of this module, or by the Auto classes.
 """
 
-import ctypes
 import inspect
 import json
-import os
-import shutil
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 
 import transformers
 from torch import nn
@@ -33,6 +31,7 @@ from .configuration import (
     layer_widths,
     stock_head_dim,
 )
+from .folders import check_index, check_numbers, check_sums, note_sums, replacing
 
 _AUTO_CLASSES = (
     ("AutoModel", "MODEL_MAPPING"),
@@ -65,6 +64,10 @@ class GrowableModelMixin:
         cannot be replaced, as the current directory or a mount, the files are, one after the other.
 
         The code of the classes goes along, so that `trust_remote_code=True` loads it where this library is not.
+
+        Raises:
+            ValueError: `save_directory` is a file.
+            OSError: it cannot be written, as on a full disk; what was there is as it was.
         """
         target = Path(save_directory).resolve()
         if kwargs.get("distributed_checkpoint"):
@@ -73,32 +76,35 @@ class GrowableModelMixin:
         if not is_main_process:
             with tempfile.TemporaryDirectory() as discarded:  # ranks may gather weights together, but one keeps them
                 return super().save_pretrained(discarded, is_main_process, **kwargs)
-        if target.is_file():
-            raise ValueError(f"{target} is a file; save_pretrained needs a directory.")
         known = inspect.signature(PreTrainedModel.save_pretrained).parameters
         hub_kwargs = {key: kwargs.pop(key) for key in list(kwargs) if key not in known}
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
+        with replacing(target) as partial:
             super().save_pretrained(partial, is_main_process, **kwargs)
             _add_code(self, partial)
-            take_place(partial, target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load as `PreTrainedModel.from_pretrained` does, and say of a damaged checkpoint what to do."""
+        """Load as `PreTrainedModel.from_pretrained` does, but safetensors alone, and say of a damaged one what to do.
+
+        Raises:
+            OSError: weights are missing, cut short or, in a folder, others than were saved there.
+            RuntimeError: the weights are not those that config.json describes.
+        """
+        folder = Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
+        check_sums(_sums_of(folder))
+        check_index(folder)
+        check_numbers(folder)
+        kwargs.setdefault("use_safetensors", True)  # nothing was ever saved otherwise, and pickles may hold code
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except Exception as error:
             absent = isinstance(error, FileNotFoundError) and ".safetensors" in str(error)
-            if absent or type(error).__name__ == "SafetensorError":  # these files may not import safetensors
+            reason = "it names pickled files, which may hold code" if isinstance(error, UnpicklingError) else error
+            if absent or reason is not error or type(error).__name__ == "SafetensorError":  # nor may these import that
                 raise OSError(
-                    f"The checkpoint {pretrained_model_name_or_path} is not whole: {error}. Copy, download or save it "
+                    f"The checkpoint {pretrained_model_name_or_path} is not whole: {reason}. Copy, download or save it "
                     "again."
                 ) from error
             raise
@@ -107,17 +113,19 @@ class GrowableModelMixin:
         """Refuse what would leave a part of the model at random: transformers raises `loading_info.error_msgs`.
 
         That is attention weights of other sizes, even with `ignore_mismatched_sizes`, which is meant for task heads,
-        and weights that the checkpoint lacks, but for those of a task head.
+        and weights that the checkpoint lacks, but for those of a task head that it was not saved with.
         """
         super()._adjust_missing_and_unexpected_keys(loading_info)
         layers = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, GrowableAttention))
-        backbone = "" if self.base_model is self else f"{self.base_model_prefix}."
+        as_saved = self.base_model is self or type(self).__name__ in (self.config.architectures or ())
+        backbone = "" if as_saved else f"{self.base_model_prefix}."
         problems = [
             f"{key} is {tuple(saved)} in the weights and {tuple(expected)} by config.json"
             for key, saved, expected in sorted(loading_info.mismatched_keys)
             if key.startswith(layers)
         ]
-        problems += [f"{key} is missing" for key in sorted(loading_info.missing_keys) if key.startswith(backbone)]
+        missing = set(loading_info.missing_keys) - set(self.all_tied_weights_keys)
+        problems += [f"{key} is missing" for key in sorted(missing) if key.startswith(backbone)]
         if problems:
             more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
             loading_info.error_msgs.append(
@@ -267,69 +275,24 @@ def auto_map(model_type: str) -> dict[str, str]:
     return {auto_name: f"{_CODE_FOLDER}/{Path(__file__).stem}.{name}" for auto_name, name in names.items()}
 
 
-def _add_code(model: PreTrainedModel, folder: Path) -> None:
-    """Put the code of a model's class into its checkpoint, byte for byte, and where it is into config.json.
+def _sums_of(checkpoint: Path) -> Path:
+    return checkpoint / _CODE_FOLDER / "checksums.json"
 
-    Not for adapters saved alone, which have no config, nor for classes and families that are not in our files.
+
+def _add_code(model: PreTrainedModel, folder: Path) -> None:
+    """Put checksums of the weights and the code of a model's class into its checkpoint, and its place into config.json.
+
+    Nothing for adapters saved alone, which have no config; no code of classes and families that are not in our files.
     """
     ours = next(cls for cls in type(model).__mro__ if cls.__module__ == __name__)
     model_type = model.config.model_type.removeprefix(PREFIX)
     derived = type(model).__name__.removeprefix("FSDP") != ours.__name__  # FSDP's own class is a wrapper in name only
-    if derived or model_type not in _SHIPPED_FAMILIES or not (folder / CONFIG_NAME).exists():
+    if not (folder / CONFIG_NAME).exists():
         return
     (folder / _CODE_FOLDER).mkdir(exist_ok=True)
+    note_sums(_sums_of(folder))
+    if derived or model_type not in _SHIPPED_FAMILIES:
+        return
     custom_object_save(ours, folder / _CODE_FOLDER)
     config = {**json.loads((folder / CONFIG_NAME).read_text()), "auto_map": auto_map(model_type)}
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def take_place(partial: Path, target: Path) -> None:
-    """Put a finished directory in the place of `target`, keeping those files of `target` that it does not replace."""
-    if not target.exists():
-        os.rename(partial, target)
-        return
-    replaced = {entry.name for entry in partial.iterdir()}
-    others = [entry for entry in target.iterdir() if entry.name not in replaced]
-    if os.path.ismount(target) or Path.cwd().is_relative_to(target):
-        files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
-        for file in sorted(files, key=lambda file: not is_weights(file.name)):
-            (target / file).parent.mkdir(exist_ok=True)
-            os.replace(partial / file, target / file)
-        for entry in filter(lambda entry: is_weights(entry.name), others):
-            entry.unlink()
-        return
-    for entry in others:
-        if is_weights(entry.name):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, partial / entry.name, copy_function=_link_or_copy, symlinks=True)
-        else:
-            _link_or_copy(entry, partial / entry.name)
-    shutil.copymode(target, partial)
-    _exchange(partial, target)
-
-
-def is_weights(name: str) -> bool:
-    """Weights of a former save, which must not survive beside new ones: shards and their index."""
-    return name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json"))
-
-
-def _link_or_copy(source, destination):
-    try:
-        os.link(source, destination, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, destination, follow_symlinks=False)
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Swap two directories; in one step on Linux, elsewhere in three renames of which none loses anything."""
-    if sys.platform == "linux":
-        at_fdcwd, rename_exchange = -100, 2
-        libc = ctypes.CDLL(None)
-        renameat2 = getattr(libc, "renameat2", None)
-        if renameat2 and renameat2(at_fdcwd, bytes(one), at_fdcwd, bytes(other), rename_exchange) == 0:
-            return
-    aside = one.with_name(one.name + ".former")
-    os.rename(other, aside)
-    os.rename(one, other)
-    os.rename(aside, one)

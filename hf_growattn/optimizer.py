@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from .ranks import together
+
 # Measures of scale, by the names optimizers give them, and the power of the gradient that each one follows. New entries
 # start at the old ones' mean, and higher where their gradients are larger than the old ones', as those of new values
 # are: at zero, with the old step count, a first update could be several times the learning rate.
@@ -62,7 +64,7 @@ def follow_gradients(optimizers: list[torch.optim.Optimizer]) -> set[nn.Paramete
 
 
 def swap_parameters(optimizers: list[torch.optim.Optimizer], resizes) -> None:
-    """Put new parameters in the places of old ones, in one step: groups, order and state stay.
+    """Put new parameters in the places of old ones, in one step and on all ranks: groups, order, state and hooks stay.
 
     Args:
         optimizers: bare ones, as `check_optimizers` has found them fit.
@@ -70,11 +72,13 @@ def swap_parameters(optimizers: list[torch.optim.Optimizer], resizes) -> None:
             a tensor of the old shape into one of the new; `Widths.widen` gives them. Where nothing is kept,
             momentum starts anew.
     """
-    # Everything that can fail for want of memory comes first.
-    states = [
-        {r.new: _carried(optimizer.state[r.old], r) for r in resizes if r.old in optimizer.state}
-        for optimizer in optimizers
-    ]
+    with together():  # everything that can fail for want of memory comes first
+        states = [
+            {r.new: _carried(optimizer.state[r.old], r) for r in resizes if r.old in optimizer.state}
+            for optimizer in optimizers
+        ]
+    for resize in resizes:
+        resize.hand_over_hooks()
     for optimizer, state in zip(optimizers, states):
         _replace(optimizer, {resize.old: resize.new for resize in resizes}, state)
 

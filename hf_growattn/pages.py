@@ -153,7 +153,7 @@ def _template():
 def _write_whole(path: Path, text: str) -> None:
     """Write beside, then rename: a reader, a full disk or a killed process never leaves half a page."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.partial")
     try:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)

@@ -41,6 +41,12 @@ class Resize:
         kept = old.index_select(self.axis, self.kept.to(old.device))
         return new.index_copy_(self.axis, self.positions.to(new.device), kept)
 
+    def hand_over_hooks(self) -> None:
+        """Let hooks on the old parameter's gradient run for the new one; the handles that remove them stay valid."""
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(self.old, hooks):
+                setattr(self.new, hooks, getattr(self.old, hooks))
+
 
 @dataclass
 class Widening:
@@ -200,6 +206,7 @@ class Widths(nn.Module):
         widening = self.widen(qk_head_dim - self.qk_head_dim, v_head_dim - self.v_head_dim)
         for resize in widening.resizes:
             resize.old._grown_into = resize.new
+            resize.hand_over_hooks()
         return bool(widening.resizes)
 
     def _widths_in(self, state: dict[str, torch.Tensor], prefix: str) -> tuple[int, int]:

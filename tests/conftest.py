@@ -10,6 +10,7 @@ import torch
 from hf_growattn import patch_model
 
 ROOT = Path(__file__).parents[1]
+LONG = bool(os.environ.get("GROWATTN_LONG"))  # the fault suite and the fuzzers in full, which takes minutes
 DATA = Path(os.environ.get("GROWATTN_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 # The files that take longest, begun first: with two workers, a long one that begins last would leave the other idle.
@@ -26,6 +27,19 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Show how many cases tests say that they ran, whatever process they ran in."""
+    said = [
+        f"{report.nodeid}: {value}"
+        for report in terminalreporter.stats.get("passed", [])
+        for name, value in report.user_properties
+        if name == "cases"
+    ]
+    if said:
+        terminalreporter.section("cases")
+        terminalreporter.write_line("\n".join(said))
 
 
 class _Deprecations(logging.Handler):

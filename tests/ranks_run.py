@@ -1,13 +1,15 @@
 """Run by torchrun with two processes: what growing together must bear. Each rank checks for itself."""
 
-import copy
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from families import build, lm_batches
+from test_growth import fingerprint, same
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import hf_growattn.optimizer
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model
 from hf_growattn.ranks import alone
 
@@ -102,22 +104,49 @@ def trimming_together():
     assert_alike(model)
 
 
+def _not_finite(value, model, batches):
+    embeds = model.get_input_embeddings()(batches[2]["input_ids"]).detach()
+    embeds[1, 3, 5] = value
+    batches[2] = {"inputs_embeds": embeds, "labels": batches[2]["input_ids"]}
+
+
+def _no_labels(model, batches):
+    batches[2] = {**batches[2], "labels": torch.full_like(batches[2]["labels"], -100)}
+
+
+def _no_memory(*_):
+    torch.empty(1 << 60, dtype=torch.uint8)  # torch refuses
+
+
 def a_failure_on_one_rank_is_one_on_both():
-    batches = mine(3)
-    if dist.get_rank() == 1:
-        batches[2] = {**batches[2], "labels": torch.full_like(batches[2]["labels"], -100)}
-    model, ddp, optimizer = wrapped()
-    before = copy.deepcopy(model.state_dict())
-    try:
-        Grower(ddp, CONFIG, optimizer).grow(batches)
-    except ValueError as error:
-        assert dist.get_rank() == 1 and "loss of batch" in str(error)
-    except RuntimeError as error:
-        assert dist.get_rank() == 0 and "another process" in str(error)
-    else:
-        raise AssertionError("a loss that is not finite was accepted")
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    """A batch that is not finite, or memory that is not there: in a pass, or when the optimizer's state is carried."""
+    spoilt = {
+        "no labels": (_no_labels, "loss of batch"),
+        "NaN": (partial(_not_finite, torch.nan), "loss of batch"),
+        "inf": (partial(_not_finite, torch.inf), "loss of batch"),
+        "no memory in a pass": (lambda model, _: model.register_forward_hook(_no_memory), "memory"),
+        "no memory for states": (lambda *_: setattr(hf_growattn.optimizer, "_carried", _no_memory), "memory"),
+    }
+    carried = hf_growattn.optimizer._carried
+    for name, (spoil, match) in spoilt.items():
+        model, ddp, optimizer = wrapped()
+        train(ddp, optimizer)
+        before, batches = fingerprint(model, optimizer), mine(3)
+        hook = spoil(model, batches) if dist.get_rank() == 1 else None
+        try:
+            Grower(ddp, CONFIG, optimizer).grow(batches)
+        except (ValueError, RuntimeError) as error:
+            assert (match if dist.get_rank() == 1 else "another process") in str(error), name
+        else:
+            raise AssertionError(f"{name} was accepted")
+        if hook is not None:
+            hook.remove()
+        hf_growattn.optimizer._carried = carried
+        assert same(fingerprint(model, optimizer), before), name
+        train(ddp, optimizer)
+    assert Grower(ddp, CONFIG, optimizer).grow(mine(3)).applied
     train(ddp, optimizer)
+    assert_alike(model)
 
 
 def comparison_is_refused_and_one_may_grow_alone():

@@ -30,7 +30,7 @@ def fingerprint(model, optimizer=None):
             name: (id(p), p.detach().clone(), p.requires_grad, id(p.grad), None if p.grad is None else p.grad.clone())
             for name, p in model.named_parameters()
         },
-        [(name, type(m), m.training) for name, m in model.named_modules()],
+        [(name, type(m), m.training, [*m._forward_pre_hooks, *m._forward_hooks]) for name, m in model.named_modules()],
         model.config.to_json_string(),
         [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)],
         torch.get_rng_state(),
@@ -40,7 +40,7 @@ def fingerprint(model, optimizer=None):
 
 def same(one, other) -> bool:
     if torch.is_tensor(one):
-        return torch.equal(one, other)
+        return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple):

@@ -10,12 +10,13 @@ MAY_IMPORT = {
     "functional": set(),
     "ranks": set(),
     "architectures": set(),
-    "optimizer": set(),
+    "optimizer": {"ranks"},
     "adapters": set(),
     "widths": {"architectures", "adapters"},
     "attention": {"widths", "architectures"},
     "configuration": {"architectures"},
-    "modeling": {"configuration", "attention", "architectures"},
+    "folders": set(),
+    "modeling": {"configuration", "attention", "architectures", "folders"},
     "patch": {"modeling", "configuration", "attention", "architectures"},
     "views": {"modeling", "attention", "architectures", "functional"},
     "probe": {"attention", "functional", "ranks"},
@@ -36,7 +37,7 @@ MAY_IMPORT = {
         *("trainable", "optimizer", "sharding", "modeling", "attention", "widths", "ranks"),
     },
     "stock": {"patch", "modeling", "configuration", "attention", "adapters"},
-    "export": {"stock", "modeling", "configuration", "probe", "sharding"},
+    "export": {"stock", "modeling", "configuration", "folders", "probe", "sharding"},
     "trim": {
         *("growth", "report", "plan", "blocks", "probe", "functional", "trainable", "optimizer", "sharding", "batches"),
         *("modeling", "configuration", "attention", "widths", "ranks"),
@@ -45,8 +46,8 @@ MAY_IMPORT = {
     "peft_method": {
         *("growth", "plan", "report", "probe", "patch", "modeling", "attention", "adapters"),
     },
-    "cards": {"report", "modeling", "configuration"},
-    "checkpoints": {"architectures", "cards", "export", "modeling", "configuration", "report"},
+    "cards": {"report", "folders", "configuration"},
+    "checkpoints": {"architectures", "cards", "export", "configuration", "report"},
     "inspection": {"report", "plan", "views", "modeling", "configuration"},
     "outcome": {"cards", "pictures", "report", "modeling"},
     "arguments": set(),
@@ -58,14 +59,14 @@ MAY_IMPORT = {
     "options": {"arguments"},
     "cli": {
         *("inspection", "finetuning", "evaluation", "outcome", "checkpoints", "cards", "export", "growth", "plan"),
-        *("patch", "modeling", "texts", "options"),
+        *("patch", "modeling", "texts", "options", "folders"),
     },
     "__init__": {
         *("architectures", "attention", "cards", "export", "growth", "pages", "patch", "plan", "report"),
         *("trainer", "trim", "views"),
     },
 }
-TRAVELLING = ("adapters", "architectures", "attention", "configuration", "modeling", "widths")
+TRAVELLING = ("adapters", "architectures", "attention", "configuration", "folders", "modeling", "widths")
 
 
 def _imports(path):

@@ -33,7 +33,7 @@ def grown(variant: str, auto_class=AutoModelForCausalLM):
 
 
 def is_the_librarys(code) -> bool:
-    return all(path.read_bytes() == (ROOT / "hf_growattn" / path.name).read_bytes() for path in code.iterdir())
+    return all(path.read_bytes() == (ROOT / "hf_growattn" / path.name).read_bytes() for path in code.glob("*.py"))
 
 
 def put_in_hub_cache(home, repo: str, checkpoint):
@@ -122,7 +122,7 @@ def test_what_is_saved_there_is_whole_and_grows_here(without_library, family):
 def hostile(tmp_path):
     """A checkpoint whose code must not run."""
     grown("llama-2").save_pretrained(tmp_path / "m")
-    for path in (tmp_path / "m" / "growattn").iterdir():
+    for path in (tmp_path / "m" / "growattn").glob("*.py"):
         path.write_text("raise SystemExit('the code of the checkpoint ran')")
     return tmp_path / "m"
 
@@ -161,5 +161,5 @@ def test_only_classes_of_ours_carry_code(tmp_path):
     model = grown("llama-2")
     model.__class__ = type("Mine", (type(model),), {"__module__": __name__})
     model.save_pretrained(tmp_path)
-    assert not (tmp_path / "growattn").exists()
+    assert not list(tmp_path.rglob("*.py"))
     assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())

@@ -131,25 +131,6 @@ def test_the_command_line_without_secrets(grown, tmp_path, monkeypatch):
     assert shown in read(tmp_path / "a.html").text
 
 
-@pytest.mark.parametrize("where", ["pathlib.Path.write_text", "os.replace"])
-def test_a_page_is_written_whole_or_not_at_all(where, grown, tmp_path, monkeypatch):
-    path = tmp_path / "report.html"
-    path.write_text("the former one")
-
-    def full(target, *rest, **options):
-        with open(target, "w") as file:
-            file.write("half")
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(where, full)
-        with pytest.raises(OSError, match="No space"):
-            grown.save(path)
-    assert path.read_text() == "the former one" and list(tmp_path.iterdir()) == [path]
-    grown.save(path)
-    assert path.read_text().startswith("<!DOCTYPE html>")
-
-
 def test_without_matplotlib(grown, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
