@@ -14,7 +14,7 @@ from families import VOCABULARY, build, tokens, word_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_growattn import checkpoints, inspection
+from hf_growattn import inspection
 from hf_growattn.arguments import budget_of
 from hf_growattn.cli import app
 from hf_growattn.texts import load_texts, sampled_batches
