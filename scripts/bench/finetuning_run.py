@@ -136,6 +136,7 @@ class Run:
         self.at_once = max(self.setting.measured // max(len(self.row.growths), 1), 1)
         self.seen, self.curve, self.reports, self.optimizer = 0, [], [], None
         self.steps = 0
+        self.freezing = []  # hooks that keep old entries as they are
         self.trained = self.model  # the model, or peft's wrapper around it
 
     def batch(self) -> dict[str, torch.Tensor]:
@@ -161,6 +162,8 @@ class Run:
             wanted, batches = {"qk_dims": self.setting.dims, "v_dims": self.setting.dims}, [self.batch()]
         else:
             wanted, batches = {"budget": int(self.budget * row.share / number)}, self.measured()
+        while self.freezing:
+            self.freezing.pop().remove()
         for projection in projections(self.model, ALL).values():
             projection.requires_grad_(True)
         config = GrowthConfig(**wanted, **row.config, seed=self.seed)
@@ -179,7 +182,8 @@ class Run:
         for projection in projections(self.model, ALL).values():
             for parameter in plain(projection).parameters():  # those that a later growth resizes train too, by zero
                 parameter.requires_grad_(True)
-                parameter.register_hook(partial(torch.mul, masks.get(parameter, torch.zeros(()))))
+                mask = partial(torch.mul, masks.get(parameter, torch.zeros(())))
+                self.freezing.append(parameter.register_hook(mask))
 
     def adapt(self) -> None:
         """Put peft's adapter on, at the rank that comes nearest to the budget, by its own initialiser."""
