@@ -32,7 +32,7 @@ from .probe import PATTERNS, Kind, autocast_in_the_model_only, mean_loss, undist
 from .report import GrowthReport, LayerGrowth
 from .sharding import refuse_sharded
 from .trainable import check_no_adapters, inside_peft, trainable_parameters
-from .trial import STEEPNESS_BATCHES, Change, StepSearch, Trial, measure_steepness
+from .trial import SMALLEST_FALL, STEEPNESS_BATCHES, Change, StepSearch, Trial, measure_steepness
 from .widths import Resize
 
 _SEARCH_BATCHES = 8  # enough to find a step on; what it gains is then measured on all batches
@@ -187,7 +187,8 @@ class Grower:
             smaller = [step * part for step in steps]
             search.trial.take(smaller)
             bar.total += len(batches)
-            if (loss_after := mean_loss(self.model, batches, bar.update)) < loss_before:
+            loss_after = mean_loss(self.model, batches, bar.update)
+            if loss_before - loss_after > SMALLEST_FALL * abs(loss_before):
                 return smaller, loss_after
         return nothing
 

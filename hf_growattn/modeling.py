@@ -117,7 +117,8 @@ class GrowableModelMixin:
         """
         super()._adjust_missing_and_unexpected_keys(loading_info)
         layers = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, GrowableAttention))
-        as_saved = self.base_model is self or type(self).__name__ in (self.config.architectures or ())
+        saved_as = self.config.architectures if isinstance(self.config.architectures, list) else []
+        as_saved = self.base_model is self or type(self).__name__ in saved_as
         backbone = "" if as_saved else f"{self.base_model_prefix}."
         problems = [
             f"{key} is {tuple(saved)} in the weights and {tuple(expected)} by config.json"

@@ -15,7 +15,7 @@ from .ranks import sum_over_ranks, together, total
 from .widths import Resize, Widening
 
 _MOST_STEPS = 200  # of one direction of the search: more than the exponents of fp32 span
-_SMALLEST_PROMISE = 1e-7  # of the loss: below it, fp32 cannot tell an improvement from rounding
+SMALLEST_FALL = 1e-7  # of the loss: below it, fp32 cannot tell an improvement from rounding
 STEEPNESS_BATCHES = 4  # the steepest of a few: training's next batches are others
 _TRUSTED_RATIO = 0.1  # second order over first order of a step up to which the linear model is trusted at the start
 
@@ -263,7 +263,7 @@ class StepSearch:
             step = _TRUSTED_RATIO / ratio
         while not self._common(step) < self.loss_before:
             step /= 4
-            if step * slope < _SMALLEST_PROMISE * abs(self.loss_before):
+            if step * slope < SMALLEST_FALL * abs(self.loss_before):
                 return none
         step = _descend(self._common, step, (4.0, 2.0, 2.0**0.5))
         return [step] * len(changes), self.tried[step]

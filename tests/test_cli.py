@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -356,6 +357,7 @@ def test_ctrl_c_on_a_real_process(given, tmp_path):
         text=True,
         env=environment,
         cwd=tmp_path,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background job would ignore it
     )
     told = process.stderr.readline()
     process.send_signal(signal.SIGINT)
