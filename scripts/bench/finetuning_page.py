@@ -235,7 +235,7 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
         "## Learning rates",
         *(sweep_table(sweep) for sweep in sweeps if sweep["losses"]),
     ]
-    kept = [{key: value for key, value in run.items() if key not in ("setting",)} for run in runs]
+    kept = [{key: value for key, value in run.items() if key not in ("setting", "report")} for run in runs]
     Page(
         name="finetuning",
         title="Fine-tuning beside LoRA and its kin",
