@@ -14,7 +14,7 @@ from .views import FactoredMatrix, attention_views
 
 FULL = 0.9  # of its width: a head whose effective rank is beyond has hardly a direction to spare
 
-STARVED = 0.05  # nats a token of `starved_gain` from which growth ends lower than LoRA; a first guess, to be measured
+STARVED = 0.05  # nats a token of `starved_gain`: below, LoRA will do; a first guess, to be measured
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def starved_gain(report: GrowthReport) -> float:
 
 
 def worth_growing(report: GrowthReport) -> bool:
-    """Whether growth should end lower than LoRA would."""
+    """Whether growth promises what LoRA cannot be expected to give as well."""
     return report.found and starved_gain(report) >= STARVED
 
 
@@ -106,7 +106,10 @@ def verdict(report: GrowthReport) -> str:
     promise = f"wider heads promise {starved_gain(report):.4f} nats a token that the present width cannot reach"
     if not worth_growing(report):
         return f"Not starved: {promise}, less than {STARVED}. LoRA will serve you as well."
-    return f"Starved: {promise}, to first order and on unseen batches. From {STARVED} on, growth is worth its weights."
+    return (
+        f"Starved: {promise}, to first order and on unseen batches. Growth takes that at once; where all projections may "
+        "be adapted and training is long, LoRA may come level."
+    )
 
 
 def measured(report: GrowthReport) -> dict:
