@@ -107,8 +107,8 @@ def verdict(report: GrowthReport) -> str:
     if not worth_growing(report):
         return f"Not starved: {promise}, less than {STARVED}. LoRA will serve you as well."
     return (
-        f"Starved: {promise}, to first order and on unseen batches. Growth takes that at once; where all projections may "
-        "be adapted and training is long, LoRA may come level."
+        f"Starved: {promise}, to first order and on unseen batches. Growth takes that at once; where all projections "
+        "may be adapted and training is long, LoRA may come level."
     )
 
 
