@@ -147,7 +147,7 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
         stops = [n for n in range(1, change.dims + 1) if (width + n) % config.multiple_of == 0]
         spans = list(zip([0, *stops], stops))
         promised = max(price * values.sum().item(), 0.0) ** 0.25
-        shares = (values > 0) / torch.arange(1, len(values) + 1)
+        shares = (values > 0) / torch.arange(1, len(values) + 1, device=values.device)
         gains.append([promised * shares[start:stop].sum().item() for start, stop in spans])
         costs.append([(stop - start) * parameters_of_a_dim(block.attention, block.kind) for start, stop in spans])
         ends.append([0, *stops])
