@@ -10,8 +10,9 @@ from functools import partial
 
 import page
 from runs import collect, spread
-from tasks import TextTask, chosen, halves_of, held_out, task_parser
+from tasks import TextTask, chosen, held_out, task_parser
 
+from hf_growattn.batches import halves_of
 from hf_growattn.blocks import measure_moments
 from hf_growattn.estimators import ESTIMATORS, compared_gradients
 from hf_growattn.gradients import Gradient, exact_gradients

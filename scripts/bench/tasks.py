@@ -23,11 +23,6 @@ from demo import english, train_tokenizer
 Batches = list[dict[str, torch.Tensor]]
 
 
-def halves_of(batches: Batches) -> tuple[Batches, Batches]:
-    """Every other batch, as `Grower` splits them."""
-    return batches[0::2], batches[1::2]
-
-
 def task_parser(description: str) -> argparse.ArgumentParser:
     """The options that benchmarks of a model and a text share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
