@@ -170,7 +170,7 @@ def draw(found: dict[int, dict[str, list[float]]], plt):
 def main() -> None:
     """Measure, and write the page; or be one of its trainings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512, help="of a sequence")
     parser.add_argument("--batches", type=int, default=8, help="growth batches of each process")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
