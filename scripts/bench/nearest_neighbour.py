@@ -22,6 +22,7 @@ TUNING_SEED = 9
 SCRATCH, RANDOM = "full rank from scratch", "random growth"
 # Each guided row, and the random one that grows at the same time.
 GUIDED = {"guided growth": RANDOM, "guided growth after a quarter": f"{RANDOM} after a quarter"}
+COMPARED = {SCRATCH, *GUIDED, *GUIDED.values()}  # by the aims: their learning rates lie closer
 COLUMNS = ["row", "heads", "width of q and k", "parameters (added)", "batches", "learning rate, schedule"]
 COLUMNS += ["before the change", "after it", "at the end", "time, s", "peak, MB"]
 
@@ -106,6 +107,9 @@ class Table:
             if rates[0] < best < rates[-1]:
                 break
             rates = [round(best / 2, 6), *rates] if best == rates[0] else [*rates, best * 2]
+        if name in COMPARED:
+            finer = [round(best * factor, 6) for factor in (0.7, 1.4)]
+            done += self.collected(name, TUNING_SEED, [{"learning_rate": r, "schedule": first} for r in finer])
         return done + self.collected(
             name, TUNING_SEED, [{"learning_rate": best_of(done), "schedule": s} for s in others]
         )
@@ -231,8 +235,8 @@ AdamW without weight decay; a batch has {setting.sequences} sequences, all fresh
 measures ("+" in the table), every row sees {setting.steps:,} of them. Growth widens queries and keys to d. LoRA gets as
 many parameters as that adds (rank of {lora}). What changes the model comes after half of the steps unless the row says
 otherwise. Every row has a learning rate and schedule of its own, the best of those below on seed {TUNING_SEED}: first
-learning rates with one cosine over all steps, further ones for as long as the best is the largest or the smallest, then
-the best with a cosine for each phase. They lie a factor of 2 apart: between them a row may be somewhat better.
+learning rates with one cosine over all steps, further ones for as long as the best is the largest or the smallest, for
+guided growth, random growth and "{SCRATCH}" also two in between, then the best with a cosine for each phase.
 
 ## Narrow heads in the numbers of the theory
 
