@@ -32,7 +32,7 @@ from demo import english, train_tokenizer
 NARROW, GUIDED, RANDOM, FULL = "narrow throughout", "guided growth", "random growth", "full width from scratch"
 UNROTATED = "full width from scratch, new dims unrotated"
 ESTIMATORS = {NARROW: None, GUIDED: "whitened", RANDOM: "random", FULL: None, UNROTATED: None}
-RATES = {row: (1e-3, 2e-3, 4e-3) if row in (FULL, UNROTATED) else (2e-3, 4e-3, 1e-2) for row in ESTIMATORS}
+RATES = {row: (2e-3, 4e-3, 8e-3) for row in ESTIMATORS}
 TUNING_SEED = 100
 TOKENS = 128  # of a block
 BLOCKS: dict[str, torch.Tensor] = {}  # texts by name, for the processes that this one forks
@@ -57,7 +57,7 @@ class Setting:
     heads: int = 4
     widths: tuple[int, ...] = (4, 8, 16)
     grown_at: tuple[float, ...] = (0.3, 0.6)
-    full_steps: int = 300
+    full_steps: int = 1000
     batch_size: int = 8
     growth_batches: int = 8
     growth_rows: int = 2
@@ -89,6 +89,7 @@ def build(setting: Setting, width: int, seed: int) -> nn.Module:
         num_attention_heads=setting.heads,
         head_dim=width,
         max_position_embeddings=TOKENS,
+        initializer_range=setting.d**-0.5,
         tie_word_embeddings=True,
         use_cache=False,
     )
