@@ -65,20 +65,34 @@ class _Write:
         every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
         # From both halves of the batches together, from the first and from the second.
         self.directions = [self._taken(*directions) for directions in every]
-        # Both sides scale with the square root of the step, so the factors are made once.
+        # Of a step of size 1; for others the factors are only scaled.
         self.new = [] if change.refactor else [self._factors(*directions) for directions in self.directions]
-        # Dims without a gain that held start like LoRA: one side zero, the other as large as the existing weights.
-        idle = block.roots.shared_whitening @ gradient.v[..., : change.dims] * (change.strength == 0)
-        size = self.old[1].square().mean().sqrt()
-        self.idle = idle / idle.square().mean(-2, keepdim=True).sqrt().clamp_min(torch.finfo(size.dtype).tiny) * size
 
     def _taken(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dims = self.change.dims
         return u[..., :dims], sigma[..., :dims] * self.change.strength, v[..., :dims]
 
-    def _factors(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        roots = self.block.roots
-        return F.step_factors(u, sigma, v, roots.stacked_whitening, roots.shared_whitening, self.block.heads)
+    def _factors(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Even factors, and which pairs are taken; of the others the stacked side is zero, the shared a direction."""
+        roots, taken = self.block.roots, sigma > 0
+        sizes = torch.where(taken, sigma, 1.0)
+        stacked, shared = F.step_factors(u, sizes, v, roots.stacked_whitening, roots.shared_whitening, self.block.heads)
+        return stacked * self._per_head(taken), shared, taken
+
+    def _split(self, step: float, source: int) -> tuple[Tensor, Tensor]:
+        """New columns for a step, evenly split but for shared ones, which are as large as the existing ones at least.
+
+        As in LoRA, one side is never small: where both are, training can move their product only slowly.
+        """
+        stacked, shared, taken = self.new[source]
+        size, sizes = self.old[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()
+        least = torch.where(sizes > 0, size / sizes, 0.0).clamp_min(torch.finfo(sizes.dtype).tiny)
+        scale = torch.maximum(least, taken * step**0.5)
+        return stacked * self._per_head(step / scale), shared * scale.unsqueeze(-2)
+
+    def _per_head(self, of_groups: Tensor) -> Tensor:
+        """(G, p) to (H, 1, p)."""
+        return of_groups.repeat_interleave(self.block.heads // len(of_groups), 0).unsqueeze(-2)
 
     def at(self, step: float, source: int) -> tuple[Tensor, Tensor]:
         """All columns of the stacked (H, a, k + p) and the shared side (G, b, k + p) for a step `gamma`."""
@@ -88,9 +102,8 @@ class _Write:
         if self.change.existing is not None and step > 0:
             d_stacked, d_shared = self._unwhitened(self.change.existing.stacked, self.change.existing.shared)
             old_stacked, old_shared = old_stacked + step * d_stacked, old_shared + step * d_shared
-        new_stacked, new_shared = self.new[source]
-        new_shared = new_shared * step**0.5 + (self.idle if step > 0 else 0)
-        return torch.cat((old_stacked, new_stacked * step**0.5), -1), torch.cat((old_shared, new_shared), -1)
+        new_stacked, new_shared = self._split(step, source)
+        return torch.cat((old_stacked, new_stacked), -1), torch.cat((old_shared, new_shared), -1)
 
     def _refactored(self, step: float, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         stacked, shared = self.whitened

@@ -141,15 +141,27 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     assert not layer.weight_of("output")[:, 16:].any() and layer.weight_gradient("output")[:, 16:].abs().sum() > 0
 
 
-def test_both_sides_of_a_new_pair_have_one_length_in_the_metric():
+def test_a_new_pair_has_one_length_on_both_sides_but_its_shared_side_is_never_smaller_than_the_old_weights():
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
     gradients = sketched(model, batches, 4)
     trial = Trial([Change(gradient, 4, torch.ones(4)) for gradient in gradients])
-    trial.take([1e-3] * len(gradients))
-    for gradient in gradients:
-        block = gradient.block
-        stacked, shared = (side[..., 16:].norm(dim=-2) for side in block.whitened_factors())
-        torch.testing.assert_close(stacked, shared, rtol=1e-3, atol=1e-6)
+    blocks, products = [gradient.block for gradient in gradients], {}
+    for step in (1e-3, 1e9):
+        trial.take([step] * len(gradients))
+        products[step] = [block.old_factors() for block in blocks]
+        products[step] = [stacked[..., 16:] @ shared[..., 16:].mT / step for stacked, shared in products[step]]
+        for block in blocks:
+            stacked, shared = block.old_factors()
+            old, new = shared[..., :16].square().mean().sqrt(), shared[..., 16:].square().mean(-2).sqrt()
+            if step < 1:
+                torch.testing.assert_close(new, old.expand_as(new))
+                assert (stacked[..., 16:].norm(dim=-2) < 0.1 * shared[..., 16:].norm(dim=-2)).all()
+            else:
+                assert (new > old).all()
+                lengths = [side[..., 16:].norm(dim=-2) for side in block.whitened_factors()]
+                torch.testing.assert_close(*lengths, rtol=1e-3, atol=0)
+    for small, large in zip(*products.values()):
+        torch.testing.assert_close(small, large, rtol=1e-3, atol=1e-5 * large.abs().max().item())
 
 
 # Refactoring

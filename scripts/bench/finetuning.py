@@ -42,7 +42,12 @@ FROZEN = {
     PATTERNS: Row((0.0,), config={"kinds": ("patterns",)}),
     LORA_QK: Row(adapter="LoRA", roles=("query", "key")),
 }
-FULL = {"no growth": Row(), "growth at the start": Row((0.0,)), "growth in the middle": Row((0.5,))}
+FULL = {
+    "no growth": Row(),
+    "growth at the start": Row((0.0,)),
+    "growth in the middle": Row((0.5,)),
+    "growth in the middle, by batches set aside": Row((0.5,), aside=True),
+}
 PEFT = [name for name, row in FROZEN.items() if row.adapter and not row.growths]
 FROZEN_TABLE, FULL_TABLE = "frozen base", "full fine-tuning"
 TABLES = {FROZEN_TABLE: FROZEN, FULL_TABLE: FULL}

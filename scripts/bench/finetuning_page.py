@@ -210,9 +210,11 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
     tokens = setting["batch_size"] * setting["block_size"]
     text = [
         f"Every row sees {setting['steps']} batches of {setting['batch_size']} x {setting['block_size']} tokens "
-        f"({setting['steps'] * tokens:,}); of these, {setting['measured']} batches are measured and not trained on by "
-        "rows that grow by the gradient (all of a row's growths together), by EVA and by LoRA-GA. Held-out loss on "
-        f"{setting['held_out']} blocks. The budget is what a uniform growth by {setting['dims']} pattern and "
+        f"({setting['steps'] * tokens:,}) and trains on them. Rows that grow by the gradient measure "
+        f"{setting['measured']} of these batches (all of a row's growths together), as do EVA and LoRA-GA: at the "
+        'start those that training sees first, later those that it saw last; "set aside" are those that it never sees, '
+        f"which costs as many steps. Held-out loss on {setting['held_out']} blocks. "
+        f"The budget is what a uniform growth by {setting['dims']} pattern and "
         f"{setting['dims']} message dims a head adds; random growth adds just that, and peft's rows take the nearest "
         "rank; AdaLoRA starts at one and a half times that rank. AdamW without weight decay, a twentieth of the steps "
         "warm-up, cosine, clipping at 1. Frozen base: after a growth the gradients of all old entries are masked, and "

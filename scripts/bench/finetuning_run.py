@@ -37,6 +37,7 @@ class Row:
         config: of the growth, beside its budget; fixed widths in place of it where the estimator is random.
         adapter: which of peft's adapters; None for none.
         roles: the projections that carry it.
+        aside: measure batches that training never sees, out of its own.
     """
 
     growths: tuple[float, ...] = ()
@@ -44,6 +45,7 @@ class Row:
     config: dict = field(default_factory=dict)
     adapter: str | None = None
     roles: tuple[str, ...] = ALL
+    aside: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Setting:
     """The size of everything.
 
     Attributes:
-        steps: batches that every row sees; those that it measures before training are not trained on.
+        steps: batches that every row sees.
         batch_size, block_size: of a batch.
         measured: batches that a row may measure: growth (all of a row's growths together), EVA, LoRA-GA.
         held_out: blocks that no row trains on.
@@ -140,15 +142,20 @@ class Run:
         self.trained = self.model  # the model, or peft's wrapper around it
 
     def batch(self) -> dict[str, torch.Tensor]:
-        """The next rows of the text, from the start again after its end."""
-        size = self.setting.batch_size
-        places = torch.arange(self.seen * size, (self.seen + 1) * size) % len(self.rows)
+        """The next rows of the text."""
         self.seen += 1
-        return as_batch(self.rows[places])
+        return self.batch_at(self.seen - 1)
+
+    def batch_at(self, place: int) -> dict[str, torch.Tensor]:
+        """Rows of the text, from the start again after its end."""
+        size = self.setting.batch_size
+        return as_batch(self.rows[torch.arange(place * size, (place + 1) * size) % len(self.rows)])
 
     def measured(self) -> list[dict[str, torch.Tensor]]:
-        """Batches to measure on."""
-        return [self.batch() for _ in range(self.at_once)]
+        """Batches to measure on: those that training saw last, at its start those that it will see first."""
+        first = self.seen if self.row.aside else max(self.seen - self.at_once, 0)
+        self.seen += self.at_once if self.row.aside else 0
+        return [self.batch_at(place) for place in range(first, first + self.at_once)]
 
     def note(self) -> None:
         """A point of the curve: tokens so far, held-out loss."""
@@ -159,7 +166,7 @@ class Run:
         """One growth by the real Grower, with the defaults; with a frozen base only its new entries train."""
         row, number = self.row, len(self.row.growths)
         if row.config.get("estimator") == "random":
-            wanted, batches = {"qk_dims": self.setting.dims, "v_dims": self.setting.dims}, [self.batch()]
+            wanted, batches = {"qk_dims": self.setting.dims, "v_dims": self.setting.dims}, self.measured()[:1]
         else:
             wanted, batches = {"budget": int(self.budget * row.share / number)}, self.measured()
         while self.freezing:
@@ -224,7 +231,7 @@ class Run:
         if self.row.adapter:
             self.adapt()
         if self.trains:
-            left = self.setting.steps - self.seen - self.at_once * len(growths)
+            left = self.setting.steps - (self.at_once * len(growths) if self.row.aside else 0)
             self.optimizer = torch.optim.AdamW(self.weights(), lr=self.rate, weight_decay=0)
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(cosine, left))
             for step in range(left):

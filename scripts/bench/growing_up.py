@@ -32,7 +32,7 @@ from demo import english, train_tokenizer
 NARROW, GUIDED, RANDOM, FULL = "narrow throughout", "guided growth", "random growth", "full width from scratch"
 UNROTATED = "full width from scratch, new dims unrotated"
 ESTIMATORS = {NARROW: None, GUIDED: "whitened", RANDOM: "random", FULL: None, UNROTATED: None}
-RATES = {row: (2e-3, 4e-3, 8e-3) for row in ESTIMATORS}
+RATES = dict.fromkeys(ESTIMATORS, (0.002, 0.004, 0.008))
 TUNING_SEED = 100
 TOKENS = 128  # of a block
 BLOCKS: dict[str, torch.Tensor] = {}  # texts by name, for the processes that this one forks
@@ -57,7 +57,7 @@ class Setting:
     heads: int = 4
     widths: tuple[int, ...] = (4, 8, 16)
     grown_at: tuple[float, ...] = (0.3, 0.6)
-    full_steps: int = 1000
+    full_steps: int = 500
     batch_size: int = 8
     growth_batches: int = 8
     growth_rows: int = 2

@@ -139,7 +139,7 @@ def write(pairs: list[dict], seeds: list[int], setting: Setting, seconds: float,
     head = ["measured before training", "Spearman (90 % interval)", "threshold", "right side of it, left out"]
     tokens = setting.steps * setting.batch_size * setting.block_size
     text = (
-        f"Each training saw {tokens:,} tokens, those that growth measured among them. The lead is how much lower the "
+        f"Each training saw {tokens:,} tokens, some of which growth measured first. The lead is how much lower the "
         "held-out loss ends by growth than by LoRA, nats a token, mean over the seeds with its standard error; growth "
         "pays where that is above two of them. The threshold parts best those pairs from the others; the last column "
         "of the table above says how often one made from all other pairs is right. The interval comes from drawing "
