@@ -1,11 +1,13 @@
-"""How to split the magnitude of a new pair of factors: evenly, or both sides alike against the existing weights.
+"""How to split the magnitude of a new pair of factors.
 
     OMP_NUM_THREADS=1 python scripts/bench/balance.py --model path/to/llama --text my_text.txt
 
 Same model, directions, step and training batches; only the split differs: the square root of the singular value on each
-side (what `Grower` does), or each column's rms the same multiple of its side's existing weights.
+side, but never less on the shared one than the existing weights have (what `Grower` does); that without the bound; or
+each column's rms the same multiple of its side's existing weights.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import page
@@ -18,40 +20,44 @@ from hf_growattn import Grower, GrowthConfig
 from hf_growattn.functional import stack_groups
 from hf_growattn.trial import _Write
 
-EVEN = _Write._factors
+OURS = _Write._split
 
 
-def balance(stacked: Tensor, shared: Tensor, stacked_rms: Tensor, shared_rms: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale each pair of columns against each other so that both sides stand out alike; their product stays.
-
-    Afterwards each column's rms is the same multiple of the rms of the existing weights of its side: an optimizer whose
-    steps have one size for all weights then turns neither side faster than the other.
-
-    Args:
-        stacked: new columns, (H, a, p); one that is zero on either side stays even.
-        shared: new columns, (G, b, p).
-        stacked_rms: root mean square of the existing weights of that side, a scalar.
-        shared_rms: the same of the other side.
-    """
-    groups = len(shared)
-    on_stacked = stack_groups(stacked, groups).square().mean(-2).sqrt() / stacked_rms  # (G, p)
-    on_shared = shared.square().mean(-2).sqrt() / shared_rms
-    scale = torch.where((on_stacked > 0) & (on_shared > 0), (on_shared / on_stacked).sqrt(), 1.0)
-    per_head = scale.repeat_interleave(len(stacked) // groups, 0).unsqueeze(-2)
-    return stacked * per_head, shared / scale.unsqueeze(-2)
+def even(write: _Write, stacked: Tensor, shared: Tensor) -> Tensor:
+    """As `Grower` has it without a bound."""
+    return torch.ones(())
 
 
-def alike(self, *directions):
-    """The factors of `Grower`, split alike against the existing weights."""
-    return balance(*EVEN(self, *directions), *(factors.square().mean().sqrt() for factors in self.old))
+def alike(write: _Write, stacked: Tensor, shared: Tensor) -> Tensor:
+    """Both sides the same multiple of the rms of the existing weights of their side, for each group and pair."""
+    old_stacked, old_shared = (side.square().mean() for side in write.old)
+    on_stacked = stack_groups(stacked, len(shared)).square().mean(-2) / old_stacked
+    return (on_stacked / (shared.square().mean(-2) / old_shared)) ** 0.25
 
 
-SPLITS = {"even": EVEN, "alike against the existing weights": alike}
+def split_by(scale_of: Callable[[_Write, Tensor, Tensor], Tensor]) -> Callable:
+    """A split in which the shared side is so many times what it is in the even one; dims without a gain as in ours."""
+
+    def split(write: _Write, step: float, source: int) -> tuple[Tensor, Tensor]:
+        stacked, shared, taken = write.new[source]
+        idle_stacked, idle_shared = OURS(write, step, source)
+        scale = torch.where(taken, scale_of(write, stacked, shared), 1.0)
+        sides = stacked * write._per_head(step**0.5 / scale), shared * (scale * step**0.5).unsqueeze(-2)
+        return (
+            torch.where(write._per_head(taken), sides[0], idle_stacked),
+            torch.where(taken.unsqueeze(-2), sides[1], idle_shared),
+        )
+
+    return split
+
+
+BOUNDED, EVEN, ALIKE = "even, bounded (ours)", "even", "alike against the existing weights"
+SPLITS = {BOUNDED: OURS, EVEN: split_by(even), ALIKE: split_by(alike)}
 
 
 def measure(task: TextTask, seed: int, split: str, dims: int, steps: int, learning_rate: float, **_) -> dict:
     """Grow a fresh copy of the model by one split and train it on; the held-out loss after either."""
-    _Write._factors = SPLITS[split]  # of this process, which ends with the run
+    _Write._split = SPLITS[split]  # of this process, which ends with the run
     model, (growth, fresh) = task.load(seed), task.data(seed)
     Grower(model, GrowthConfig(qk_dims=dims, v_dims=dims)).grow(growth)
     at_growth = held_out(model, fresh)
@@ -61,24 +67,24 @@ def measure(task: TextTask, seed: int, split: str, dims: int, steps: int, learni
 
 def claim(runs: list[dict]) -> str:
     """Which split ends lower."""
-    lead = leads(runs)
-    better = sum(value > 0 for value in lead)
-    return (
-        f"The even split of a new pair of factors (ours) ends lower than the one that is alike against the existing "
-        f"weights on {better} of {len(lead)} seeds: by {spread(lead, 4)} nats a token."
-    )
+    said = []
+    for other in (EVEN, ALIKE):
+        lead = leads(runs, other)
+        better = sum(value > 0 for value in lead)
+        said.append(f'"{other}" on {better} of {len(lead)} seeds, by {spread(lead, 4)} nats a token')
+    return f"Split evenly with a bound below (ours), new factors end lower than {'; than '.join(said)}."
 
 
-def leads(runs: list[dict]) -> list[float]:
-    """By how much the other split ends above the even one, by seed."""
-    even, other = ([run["trained"] for run in runs if run["split"] == split] for split in SPLITS)
-    return [loss - mine for mine, loss in zip(even, other)]
+def leads(runs: list[dict], other: str) -> list[float]:
+    """By how much another split ends above ours, by seed."""
+    ours, theirs = ([run["trained"] for run in runs if run["split"] == split] for split in (BOUNDED, other))
+    return [loss - mine for mine, loss in zip(ours, theirs)]
 
 
 def draw(runs: list[dict], plt):
     """A line from the growth to the end of training for each run."""
     figure, panel = plt.subplots(figsize=(5, 3), layout="constrained")
-    for color, split in zip(("C0", "C1"), SPLITS):
+    for color, split in zip(("C0", "C1", "C2"), SPLITS):
         for number, run in enumerate(run for run in runs if run["split"] == split):
             label = split if number == 0 else None
             panel.plot([0, run["steps"]], [run["at growth"], run["trained"]], "o-", color=color, label=label)
@@ -112,7 +118,7 @@ def main() -> None:
         text=(
             f"{task.name}, median (range) over the seeds: every layer grows by {arguments.dims} dims of each kind, "
             f"then all weights train for {setting['steps']} steps of {task.batch_size} x {task.blocks.shape[1]} tokens "
-            f"(AdamW, {arguments.learning_rate}, not swept, cosine). Same model, directions, step and batches for both "
+            f"(AdamW, {arguments.learning_rate}, not swept, cosine). Same model, directions, step and batches for all "
             "rows; the product of the factors is the same, so they differ after training alone."
         ),
         figures={"runs": runs},

@@ -74,6 +74,13 @@ def best(rows: list[dict], name: str) -> dict:
     return min((row for row in rows if row["row"] == name), key=lambda row: row["error"])
 
 
+def beyond(rows: list[dict], name: str) -> list[float]:
+    """A learning rate beyond the row's best one, if that is the largest or the smallest of several."""
+    tried, lowest = {row["rate"] for row in rows if row["row"] == name}, best(rows, name)["rate"]
+    further = {max(tried): 2 * lowest, min(tried): lowest / 2} if len(tried) > 1 else {}
+    return [further[lowest]] if lowest in further else []
+
+
 def run_all(
     setting: Setting, seeds: list[int], rates: list[float], kept: Path, processes: int
 ) -> tuple[list, list, float]:
@@ -90,11 +97,16 @@ def run_all(
 
     seconds: list[float] = []
     first_rates, swept = {}, []
-    for wide in (False, True):
-        swept += collected([job for rate in rates for job in jobs([TUNING_SEED], wide, rate, {STAY: [rate]})])
-        first_rates[wide] = best(swept, SCRATCH if wide else STAY)["rate"]
+    for wide, name in ((False, STAY), (True, SCRATCH)):
+        wanted = list(rates)
+        while wanted:
+            swept += collected([job for rate in wanted for job in jobs([TUNING_SEED], wide, rate, {STAY: [rate]})])
+            wanted = beyond(swept, name)
+        first_rates[wide] = best(swept, name)["rate"]
     others = {name: rates for name in CHANGES if name != STAY}
-    swept += collected(jobs([TUNING_SEED], False, first_rates[False], others))
+    while others:
+        swept += collected(jobs([TUNING_SEED], False, first_rates[False], others))
+        others = {name: further for name in others if (further := beyond(swept, name))}
     chosen = {name: [best(swept, name)["rate"]] for name in CHANGES}
     final = jobs(seeds, False, first_rates[False], chosen) + jobs(
         seeds, True, first_rates[True], {STAY: [first_rates[True]]}
@@ -162,25 +174,14 @@ def by_examples(found: list[dict], setting: Setting, seeds: list[int]) -> str:
     return page.table(["examples", *counts], lines)
 
 
-def text(setting: Setting, swept: list[dict], found: list[dict], seeds: list[int], rates: list[float]) -> str:
+def text(setting: Setting, swept: list[dict], found: list[dict], seeds: list[int]) -> str:
     """How it was done, and the further tables."""
     growths = [row["report"] for row in found if "report" in row]
     starved = [layer["starvation"] for report in growths for layer in report["layers"]]
-    sweep = page.table(
-        ["row", *(f"{rate:g}" for rate in rates)],
-        [
-            [
-                name,
-                *(
-                    f"{row['error']:.3f}"
-                    for rate in rates
-                    for row in swept
-                    if (row["row"], row["rate"]) == (name, rate)
-                ),
-            ]
-            for name in ROWS
-        ],
-    )
+    rates = sorted({row["rate"] for row in swept})
+    ends = {(row["row"], row["rate"]): f"{row['error']:.3f}" for row in swept}
+    lines = [[name, *(ends.get((name, rate), "") for rate in rates)] for name in ROWS]
+    sweep = page.table(["row", *(f"{rate:g}" for rate in rates)], lines)
     ranks = ", ".join(f"{rank} ({name})" for name, rank in {r["row"]: r["rank"] for r in found if "rank" in r}.items())
     return f"""
 ## How
@@ -213,7 +214,8 @@ what the process held before it; seconds are of both phases. Before phase two th
 ## Learning rates
 
 Error on seed {TUNING_SEED}, which is not among those reported, by the rate of phase two; "{STAY}" and "{SCRATCH}" have
-the same rate in phase one, the others the best of "{STAY}". The best rate of each row was taken.
+the same rate in phase one, the others the best of "{STAY}". The best rate of each row was taken; where it was the
+largest or the smallest, one beyond it was tried.
 
 {sweep}
 """
@@ -264,7 +266,7 @@ def main() -> None:
         title="In-context linear regression",
         claim=claim(found),
         summary=summary(found, setting),
-        text=text(setting, swept, found, seeds, rates),
+        text=text(setting, swept, found, seeds),
         figures={"setting": dataclasses.asdict(setting), "sweep": swept, "runs": found},
         seeds=seeds,
         seconds=seconds,
