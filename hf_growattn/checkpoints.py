@@ -71,7 +71,10 @@ def load_tokenizer(name: str, trust_remote_code: bool = False):
         ValueError: it has none that can be loaded.
     """
     try:
-        return _loaded(AutoTokenizer, name, "tokenizer", trust_remote_code)
+        tokenizer = _loaded(AutoTokenizer, name, "tokenizer", trust_remote_code)
+        if not tokenizer("Any text", add_special_tokens=False)["input_ids"]:  # what transformers makes out of no files
+            raise ValueError("its vocabulary is empty")
+        return tokenizer
     except ValueError as error:
         if not Path(name).is_dir():
             raise

@@ -66,7 +66,10 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # as Trainer's options may be spelt
+    },
 )
 
 
@@ -232,7 +235,10 @@ def _ready(model: str, data: str, budget: int | float, batches: int, batch_size:
             f"{cheapest / loaded.num_parameters():.2%} of this model",
             param_hint="--budget",
         )
-    check_length(block_size, loaded)
+    try:
+        check_length(block_size, loaded)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--block-size") from None
     drawn = sampled_batches(texts, tokenizer, batches, batch_size, block_size, seed)
     check_tokens(torch.cat(drawn), loaded)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -326,9 +332,12 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a grown model as an ordinary one, with the same outputs, which needs no hf_growattn."""
+    from transformers import logging as transformers_logging
+
     from .checkpoints import load_grown
     from .export import export_model
 
+    transformers_logging.set_verbosity_error()  # of a config that is the checkpoint's own, once for each load
     model, tokenizer = load_grown(checkpoint)
     report = export_model(model, output, target, tokenizer)
     if as_json:
@@ -377,7 +386,3 @@ def push(
         return _print_json({"repo": repo, "files": files})
     typer.echo(f"{dry_run} is what would be pushed to {repo}:")
     typer.echo("\n".join(f"{size:>12,}  {name}" for name, size in files.items()))
-
-
-if __name__ == "__main__":
-    app()

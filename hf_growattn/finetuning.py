@@ -293,6 +293,7 @@ def run(
         plain_training = copy.copy(training)
         plain_training.output_dir = str(output / "without_growth")
         plain_training.resume_from_checkpoint, plain_training.report_to = None, []
+        plain_training.save_strategy = "no"
         plain_training.eval_on_start = training.eval_strategy != "no"
         plain = make_trainer(twin, tokenizer, data, plain_training, lora_rank)
         train(plain)

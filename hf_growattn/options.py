@@ -1,6 +1,6 @@
 """Words of help, and the arguments and options that commands share, each with its check; without torch, as `cli`."""
 
-import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,8 +35,8 @@ Every option of Trainer works too, such as `--max_steps 1000` (400 if nothing is
 `--learning_rate 1e-4`, `--bf16`, `--gradient_checkpointing`, `--report_to wandb` and `--resume_from_checkpoint True`:
 {TRAINER_DOCS}
 
-MODEL and DATA come first. On several devices: `torchrun --nproc_per_node 2 -m hf_growattn.cli finetune ...`, or
-`accelerate launch -m hf_growattn.cli finetune ...`
+MODEL and DATA come first. On several devices: `torchrun --nproc_per_node 2 -m hf_growattn finetune ...`, or
+`accelerate launch -m hf_growattn finetune ...`
 """
 EVALUATE_HELP = """
 Evaluate models side by side: perplexity of texts, and tasks of the lm-evaluation-harness.
@@ -66,11 +66,19 @@ def new_folder(folder: Path | None) -> Path | None:
     """A folder to write, which must hold nothing yet."""
     if folder is None:
         return None
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+    if folder.is_file():
+        raise typer.BadParameter(f"{folder} is a file; name a new folder.")
+    if folder.is_dir() and any(folder.iterdir()):
         raise typer.BadParameter(f"{folder} is there already, and not empty; name a new folder.")
     above = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise typer.BadParameter(f"nothing can be written in {above}; name another folder.")
+    try:
+        tempfile.TemporaryFile(
+            dir=above
+        ).close()  # tried, since what os.access says of mounts and of root is no promise
+    except OSError as error:
+        raise typer.BadParameter(
+            f"nothing can be written in {above} ({error.strerror}); name another folder."
+        ) from None
     return folder
 
 

@@ -1,19 +1,17 @@
 """What a fine-tuning with growth gave: its figures, as a file, a table and a picture."""
 
-import io
 import json
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from .cards import FIGURES, PICTURE
 from .modeling import attentions
 from .pictures import BLUE, COLORS_OF_KINDS, GREY, HELD_OUT, draw_losses, drawn, loss_curves, mark_growths
-from .report import grown_layers
+from .report import grown_layers, printed
 
 BEFORE, AFTER, _ = HELD_OUT
 SECONDS = "growth_seconds"
@@ -97,8 +95,6 @@ def summary(figures: dict, output: Path) -> str:
     for when, step, loss in [*rows, ("end", *grown[-1])]:
         beside = [f"{plain[step]:.4f}" if step in plain else "-"] if plain else []
         table.add_row(f"step {step}, {when}", f"{loss:.4f}", *beside)
-    text = io.StringIO()
-    Console(file=text, width=110).print(table)
     before, after, seconds = figures["before"], figures["after"], figures["seconds"]
     share = after["parameters"] / before["parameters"] - 1
     lines = [f"Parameters: {before['parameters']:,} -> {after['parameters']:,} ({share:+.1%})."]
@@ -113,7 +109,7 @@ def summary(figures: dict, output: Path) -> str:
         if drawable()
         else f"The model and its figures: {output}. For {REPORT} and {PICTURE}, pip install matplotlib first.",
     ]
-    return text.getvalue() + "\n".join(lines)
+    return printed(table) + "\n".join(lines)
 
 
 def picture(figures: dict, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,7 @@ class GrowthReport:
         table = Table(*self.columns)
         for layer in self.layers:
             table.add_row(*layer.cells())
-        return f"{_printed(table)}{self.outcome()}\n{self.timing()}"
+        return f"{printed(table)}{self.outcome()}\n{self.timing()}"
 
     def _repr_html_(self) -> str:
         return pages.fragment(self)
@@ -250,7 +251,7 @@ class TrimReport:
                 f"{layer.error:.1%}",
                 f"{layer.removed_parameters:,}",
             )
-        return _printed(table) + self._outcome()
+        return printed(table) + self._outcome()
 
     def _outcome(self) -> str:
         if not self.layers:
@@ -269,7 +270,8 @@ def _width(width: tuple[int, int]) -> str:
     return f"{before} -> {after}" if after != before else str(before)
 
 
-def _printed(table: Table) -> str:
+def printed(table: Table) -> str:
+    """A table as text, as wide as it needs or as the terminal has."""
     text = io.StringIO()
-    Console(file=text, width=110).print(table)
+    Console(file=text, width=min(110, shutil.get_terminal_size((110, 24)).columns)).print(table)
     return text.getvalue()

@@ -57,7 +57,10 @@ def _entries(file: Path) -> list[str]:
     for entry, found in zip(entries, texts):
         if not isinstance(found, str):
             keys = list(entry) if isinstance(entry, dict) else type(entry).__name__
-            raise ValueError(f'An entry of {file} has {keys}; each must have its text under "text".')
+            raise ValueError(
+                f'An entry of {file} has {keys}; each must have its text under "text"; '
+                "of several parts write one, such as prompt and response with a line break between."
+            )
     return texts
 
 
@@ -121,7 +124,7 @@ def check_length(block_size: int, model) -> None:
     """
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and block_size > longest:
-        raise ValueError(f"This model reads {longest:,} tokens at most: choose blocks shorter than {block_size:,}.")
+        raise ValueError(f"This model reads {longest:,} tokens at once: choose blocks of {longest:,} or fewer.")
 
 
 def check_tokens(ids: torch.Tensor, model) -> None:

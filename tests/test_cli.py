@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_growattn import inspection
+from hf_growattn.__main__ import main
 from hf_growattn.arguments import budget_of
 from hf_growattn.cli import app
 from hf_growattn.texts import load_texts, sampled_batches
@@ -241,7 +243,7 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
         ("measure", model, tmp_path / "empty"): "no .txt files",
         ("export", model, "-o", tmp_path / "out"): "which did not grow",
         ("finetune", model, tmp_path / "nowhere.txt", "-o", tmp_path / "out"): "check the path of the text",
-        ("finetune", model, text, "-o", tmp_path / "out", "--block_size", 4096): "reads 128 tokens at most",
+        ("finetune", model, text, "-o", tmp_path / "out", "--block_size", 4096): "blocks of 128 or fewer",
         ("evaluate", model, "--text", text, "--device", "none"): "The device none cannot be used",
         ("evaluate", model, tmp_path / "empty", "--text", text): "There is no checkpoint in",
         ("card", tmp_path / "nowhere", "me/grown"): "Check the name",
@@ -259,7 +261,7 @@ def test_wrong_usage_is_told_before_anything_is_loaded(tmp_path):
         "measure m d --budget much": "is no number",
         "measure m d --batches 1": "--batches",
         f"grow m d -o {tmp_path}": "not empty",
-        f"grow m d -o {tmp_path}/there": "not empty",
+        f"grow m d -o {tmp_path}/there": "is a file",
         f"grow m d -o {tmp_path}/there/inside": "nothing can be written in",
         "grow m d": "--output",
         "push m grown": "you/grown",
@@ -282,9 +284,10 @@ def test_wrong_usage_is_told_before_anything_is_loaded(tmp_path):
 def test_what_a_model_cannot_take_is_told(given, tmp_path):
     done = call("measure", given / "model", given / "text.txt", "--budget", "1")
     assert done.exit_code == 2 and "buy nothing" in " ".join(done.stderr.replace("│", " ").split()), done.output
-    told = only_line(call("measure", given / "model", given / "text.txt", "--block-size", "4096"))
-    assert "reads 128 tokens at most" in told
+    done = call("measure", given / "model", given / "text.txt", "--block_size", "4096")  # as Trainer would spell it
+    assert done.exit_code == 2 and "blocks of 128 or fewer" in " ".join(done.stderr.replace("│", " ").split())
     build("gpt2-2").save_pretrained(tmp_path)
+    assert "has no tokenizer that can be loaded" in only_line(call("measure", tmp_path, given / "text.txt", *SMALL))
     larger = word_tokenizer()
     larger.add_tokens([f"w{index}" for index in range(VOCABULARY, VOCABULARY + 9)])
     larger.save_pretrained(tmp_path)
@@ -351,7 +354,7 @@ def test_ctrl_c_on_a_real_process(given, tmp_path):
     words = [given / "model", given / "text.txt", "-o", output, "--batches", 20, "--batch-size", 1, "--block-size", 16]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "hf_growattn.cli", "grow", *map(str, words)],
+        [sys.executable, "-m", "hf_growattn", "grow", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -368,6 +371,13 @@ def test_ctrl_c_on_a_real_process(given, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_ctrl_c_while_it_is_being_loaded(monkeypatch, capsys):
+    monkeypatch.setattr("hf_growattn.cli.app", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130 and capsys.readouterr().err == "Interrupted: nothing was written.\n"
+
+
 def test_help_explains_every_command():
     top = call("--help").stdout
     for command in ("inspect", "measure", "grow", "finetune", "evaluate", "export", "card", "push"):
@@ -378,7 +388,7 @@ def test_help_explains_every_command():
 def test_help_and_completion_need_no_torch(tmp_path):
     """A process of the name under which pip installs the command."""
     (tmp_path / "growattn").write_text(
-        "import sys\nfrom hf_growattn.cli import app\ntry:\n    app()\n"
+        "import sys\nfrom hf_growattn.__main__ import main\ntry:\n    main()\n"
         "finally:\n    print({'torch', 'transformers'} & {*sys.modules}, file=sys.stderr)\n"
     )
     completing = {"_GROWATTN_COMPLETE": "complete_bash", "COMP_WORDS": "growattn ev", "COMP_CWORD": "1"}

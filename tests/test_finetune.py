@@ -37,7 +37,7 @@ def start(given: list, output: Path, *options, processes: int = 1) -> subprocess
     if processes > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         _, model, _, text, *rest = given
-        command = [*launcher, "-m", "hf_growattn.cli", "finetune", model, text, "-o", output, *rest, *options]
+        command = [*launcher, "-m", "hf_growattn", "finetune", model, text, "-o", output, *rest, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen([str(word) for word in command], env=environment, cwd=ROOT, **pipes)

@@ -81,7 +81,7 @@ def ran(*arguments, **options) -> str:
 
 
 def command(hub, home, *options) -> subprocess.CompletedProcess:
-    return client(hub, home, "-m", "hf_growattn.cli", "push", *options)
+    return client(hub, home, "-m", "hf_growattn", "push", *options)
 
 
 def push(*options):

@@ -61,6 +61,7 @@ MAY_IMPORT = {
         *("inspection", "finetuning", "evaluation", "outcome", "checkpoints", "cards", "export", "growth", "plan"),
         *("patch", "modeling", "texts", "options", "folders"),
     },
+    "__main__": {"cli"},
     "__init__": {
         *("architectures", "attention", "cards", "export", "growth", "pages", "patch", "plan", "report"),
         *("trainer", "trim", "views"),

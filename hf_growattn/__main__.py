@@ -1,0 +1,18 @@
+"""The command `growattn`, also as `python -m hf_growattn`."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; interrupted while it is still being loaded, it ends as it does later."""
+    try:
+        from .cli import app
+
+        app()
+    except KeyboardInterrupt:
+        print("Interrupted: nothing was written.", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
