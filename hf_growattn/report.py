@@ -273,5 +273,7 @@ def _width(width: tuple[int, int]) -> str:
 def printed(table: Table) -> str:
     """A table as text, as wide as it needs or as the terminal has."""
     text = io.StringIO()
+    for column in table.columns:
+        column.overflow = "fold"  # a narrow terminal shows all digits
     Console(file=text, width=min(110, shutil.get_terminal_size((110, 24)).columns)).print(table)
     return text.getvalue()
