@@ -10,6 +10,7 @@ after the files.
 
 import argparse
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -23,7 +24,8 @@ from runs import collect
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 QUICK = Setting(steps=4, batch_size=2, block_size=16, measured=2, held_out=4, dims=1, sweeps=False)
-TUNING_SEED = 100
+TUNING_SEEDS = (100, 101, 102)
+CLOSE = 0.01  # nats: rates that end nearer to the best one than that are compared on all tuning seeds
 
 
 NONE, GUIDED, PATTERNS, LORA, LORA_QK = "no training", "growth", "growth of patterns", "LoRA", "LoRA on q, k"
@@ -60,19 +62,33 @@ def measure(table: str, model: str, text: str, row: str, rate: float, seed: int,
 
 
 def tuned(table: str, model: str, rows: list[str], text: str, setting: Setting, kept: Path) -> dict[str, dict]:
-    """Sweep each row's learning rate on a seed of its own: the loss at each, and at more beyond an end that wins."""
+    """Sweep each row's learning rate on seeds of its own.
+
+    Returns:
+        For each row its loss at each rate on the first tuning seed; of those that are close, above the best one's by
+        the mean over all tuning seeds.
+    """
     if not setting.sweeps:
         return {row: {RATES[table][1]: math.nan} for row in rows}
     losses: dict[str, dict[float, float]] = {row: {} for row in rows}
     wanted = {row: list(RATES[table]) if row != NONE else [0.0] for row in rows}
     while any(wanted.values()):
-        jobs = [job(table, model, text, row, rate, TUNING_SEED, setting) for row in rows for rate in wanted[row]]
+        jobs = [job(table, model, text, row, rate, TUNING_SEEDS[0], setting) for row in rows for rate in wanted[row]]
         for run in collect(measure, jobs, kept):
             losses[run["row"]][run["rate"]] = run["loss"]
         for row, of_row in losses.items():
             best = min(of_row, key=of_row.get)
             ends = {min(of_row): best / 2, max(of_row): best * 2}
             wanted[row] = [ends[best]] if best in ends and row != NONE else []
+    close = {row: [r for r in of_row if of_row[r] < min(of_row.values()) + CLOSE] for row, of_row in losses.items()}
+    again = [(row, rate) for row, rates in close.items() for rate in rates if len(rates) > 1]
+    jobs = [job(table, model, text, *which, seed, setting) for which in again for seed in TUNING_SEEDS[1:]]
+    more = {(run["row"], run["rate"], run["seed"]): run["loss"] for run in collect(measure, jobs, kept)}
+    for row, of_row in losses.items():
+        best = min(of_row, key=of_row.get)
+        for rate in close[row] if len(close[row]) > 1 else []:
+            others = [more[row, rate, seed] - more[row, best, seed] for seed in TUNING_SEEDS[1:]]
+            of_row[rate] = of_row[best] + statistics.fmean([of_row[rate] - of_row[best], *others])
     return losses
 
 

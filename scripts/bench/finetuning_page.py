@@ -219,10 +219,10 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
         "rank; AdaLoRA starts at one and a half times that rank. AdamW without weight decay, a twentieth of the steps "
         "warm-up, cosine, clipping at 1. Frozen base: after a growth the gradients of all old entries are masked, and "
         "at the end they are compared with the base, to the bit. Each row's learning rate is swept on each text, on a "
-        "seed that is not reported. Growth, random growth, LoRA, both together and the best of peft's rows in the "
-        "sweep on the first text see all texts, patterns alone and full fine-tuning the first, and rows that stand in "
-        "a sweep's table alone nothing more. Loss: median (range) over the seeds. Differences: mean over the seeds, "
-        "with its 95 % interval.",
+        "seed that is not reported; rates within 0.01 of the best are compared on two more. "
+        "Growth, random growth, LoRA, both together and the best of peft's rows in the sweep on the first text see all "
+        "texts, patterns alone and full fine-tuning the first, and rows that stand in a sweep's table alone nothing "
+        "more. Loss: median (range) over the seeds. Differences: mean over the seeds, with its 95 % interval.",
         *(f"## {r.model}, {r.which}\n\n{r.summary()}\n\nPerplexity:\n\n{r.perplexities()}" for r in (*frozen, *full)),
         "## Differences, seed by seed",
         f"{first.model}, frozen base, against the best of peft's rows:\n\n{first.against(against)}",
