@@ -356,7 +356,10 @@ def card(checkpoint: Checkpoint, repo: Repo, form: Form = "native", base: Base =
     from .checkpoints import card_of, load_grown
 
     model, _ = load_grown(checkpoint)
-    typer.echo(str(card_of(checkpoint, model, repo, form, base)))
+    made = card_of(checkpoint, model, repo, form, base)
+    typer.echo(str(made))
+    if made.data.base_model is None:
+        _say("The model that grew is no repository of the Hub, as far as is known; --base ID names it.")
 
 
 @app.command(epilog=EXIT_CODES)

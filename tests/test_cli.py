@@ -154,7 +154,8 @@ def test_export_and_card(given, grown, tmp_path):
     torch.testing.assert_close(*logits, rtol=1e-3, atol=2e-4)  # the weights are rescaled: equal but for fp32's rounding
     done = call("card", output, "me/grown", "--form", "stock")
     assert done.exit_code == 0 and "## What grew" in done.stdout and "text.txt" in done.stdout
-    assert str(given) not in done.stdout
+    assert str(given) not in done.stdout and "--base ID names it" in done.stderr
+    assert not call("card", output, "me/grown", "--base", "you/base").stderr.count("--base")
 
 
 def test_finetune_prints_what_it_leaves(given, tmp_path, monkeypatch):
