@@ -3,6 +3,7 @@
 import io
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,9 +272,9 @@ def _width(width: tuple[int, int]) -> str:
 
 
 def printed(table: Table) -> str:
-    """A table as text, as wide as it needs or as the terminal has."""
-    text = io.StringIO()
+    """A table as text, as wide as it needs, on a terminal at most as wide as that."""
+    text, width = io.StringIO(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 110
     for column in table.columns:
         column.overflow = "fold"  # a narrow terminal shows all digits
-    Console(file=text, width=min(110, shutil.get_terminal_size((110, 24)).columns)).print(table)
+    Console(file=text, width=min(110, width)).print(table)
     return text.getvalue()
