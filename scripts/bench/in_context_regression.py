@@ -122,6 +122,7 @@ def verdict(found: list[dict]) -> tuple[str, str]:
     lead = statistics.median(theirs) - statistics.median(ours)
     noise = max(max(values) - min(values) for values in (ours, theirs))
     words = f"guided growth {spread(ours)}, the best peft row ({rival}) {spread(theirs)}"
+    words += f", seed by seed above it by {spread([b - a for a, b in zip(ours, theirs)])}"
     if len(ours) < 3:
         return words, "undecided"
     if lead > 2 * noise:
