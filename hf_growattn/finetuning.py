@@ -291,7 +291,6 @@ def run(
             save_report(callback.reports, output / outcome.REPORT, trainer.state.log_history)
     if twin is not None:
         plain_training = copy.copy(training)
-        plain_training.output_dir = str(output / "without_growth")
         plain_training.resume_from_checkpoint, plain_training.report_to = None, []
         plain_training.save_strategy = "no"
         plain_training.eval_on_start = training.eval_strategy != "no"
