@@ -73,22 +73,23 @@ class _Write:
         return u[..., :dims], sigma[..., :dims] * self.change.strength, v[..., :dims]
 
     def _factors(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Even factors, and which pairs are taken; of the others the stacked side is zero, the shared a direction."""
+        """Even factors, and which pairs are taken; of the others the shared side is a direction."""
         roots, taken = self.block.roots, sigma > 0
         sizes = torch.where(taken, sigma, 1.0)
         stacked, shared = F.step_factors(u, sizes, v, roots.stacked_whitening, roots.shared_whitening, self.block.heads)
-        return stacked * self._per_head(taken), shared, taken
+        return stacked, shared, taken
 
     def _split(self, step: float, source: int) -> tuple[Tensor, Tensor]:
         """New columns for a step, evenly split but for shared ones, which are as large as the existing ones at least.
 
-        As in LoRA, one side is never small: where both are, training can move their product only slowly.
+        As in LoRA, one side is never small: where both are, training can move their product only slowly. The stacked
+        side of a pair that is not taken is zero.
         """
         stacked, shared, taken = self.new[source]
         size, sizes = self.old[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()
         least = torch.where(sizes > 0, size / sizes, 0.0).clamp_min(torch.finfo(sizes.dtype).tiny)
         scale = torch.maximum(least, taken * step**0.5)
-        return stacked * self._per_head(step / scale), shared * scale.unsqueeze(-2)
+        return stacked * self._per_head(taken * step / scale), shared * scale.unsqueeze(-2)
 
     def _per_head(self, of_groups: Tensor) -> Tensor:
         """(G, p) to (H, 1, p)."""
