@@ -71,14 +71,11 @@ def new_folder(folder: Path | None) -> Path | None:
     if folder.is_dir() and any(folder.iterdir()):
         raise typer.BadParameter(f"{folder} is there already, and not empty; name a new folder.")
     above = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    try:
-        tempfile.TemporaryFile(
-            dir=above
-        ).close()  # tried, since what os.access says of mounts and of root is no promise
+    try:  # what os.access says of mounts and of root is no promise
+        tempfile.TemporaryFile(dir=above).close()
     except OSError as error:
-        raise typer.BadParameter(
-            f"nothing can be written in {above} ({error.strerror}); name another folder."
-        ) from None
+        told = f"nothing can be written in {above} ({error.strerror}); name another folder."
+        raise typer.BadParameter(told) from None
     return folder
 
 

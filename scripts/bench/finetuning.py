@@ -80,13 +80,14 @@ def tuned(table: str, model: str, rows: list[str], text: str, setting: Setting, 
             best = min(of_row, key=of_row.get)
             ends = {min(of_row): best / 2, max(of_row): best * 2}
             wanted[row] = [ends[best]] if best in ends and row != NONE else []
-    close = {row: [r for r in of_row if of_row[r] < min(of_row.values()) + CLOSE] for row, of_row in losses.items()}
-    again = [(row, rate) for row, rates in close.items() for rate in rates if len(rates) > 1]
+    near = {row: [r for r in of_row if of_row[r] < min(of_row.values()) + CLOSE] for row, of_row in losses.items()}
+    close = {row: rates for row, rates in near.items() if len(rates) > 1}
+    again = [(row, rate) for row, rates in close.items() for rate in rates]
     jobs = [job(table, model, text, *which, seed, setting) for which in again for seed in TUNING_SEEDS[1:]]
     more = {(run["row"], run["rate"], run["seed"]): run["loss"] for run in collect(measure, jobs, kept)}
-    for row, of_row in losses.items():
-        best = min(of_row, key=of_row.get)
-        for rate in close[row] if len(close[row]) > 1 else []:
+    for row, rates in close.items():
+        of_row, best = losses[row], min(losses[row], key=losses[row].get)
+        for rate in rates:
             others = [more[row, rate, seed] - more[row, best, seed] for seed in TUNING_SEEDS[1:]]
             of_row[rate] = of_row[best] + statistics.fmean([of_row[rate] - of_row[best], *others])
     return losses

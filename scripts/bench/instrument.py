@@ -27,13 +27,15 @@ REACH = 0.7
 WORTH = 0.01  # nats a token, a hundredth of the perplexity: a smaller lead is none that anyone would care for
 
 
+def predicted_gain(layer: dict) -> float:
+    """First-order gain of a layer and kind on unseen batches, at the step that the growth took."""
+    return layer["step_size"] * sum(v * s for v, s in zip(layer["validated"], layer["strength"]))
+
+
 def validated_gain(report: dict) -> float:
     """First-order gain on unseen batches for each million of added weights, at the steps that the growth took."""
-    gains = (
-        layer["step_size"] * sum(v * s for v, s in zip(layer["validated"], layer["strength"]))
-        for layer in report["layers"]
-    )
-    return sum(gains) / report["added_parameters"] * 1e6 if report["added_parameters"] else 0.0
+    gain = sum(map(predicted_gain, report["layers"]))
+    return gain / report["added_parameters"] * 1e6 if report["added_parameters"] else 0.0
 
 
 def measured_gain(report: dict) -> float:
@@ -51,10 +53,7 @@ def starvation(report: dict) -> float:
 
 def starved_gain(report: dict) -> float:
     """The validated gain of all layers and kinds, each weighted by its starvation, as `growattn measure` tells it."""
-    return sum(
-        layer["starvation"] * layer["step_size"] * sum(v * s for v, s in zip(layer["validated"], layer["strength"]))
-        for layer in report["layers"]
-    )
+    return sum(layer["starvation"] * predicted_gain(layer) for layer in report["layers"])
 
 
 PREDICTORS = {
