@@ -13,7 +13,7 @@ from . import functional as F
 from .blocks import Block, measure_moments
 from .gradients import Gradient, beyond_old_dims, shares, whole_gradients
 
-ESTIMATORS = ("whitened", "unprojected", "pooled-truncated", "per-sequence", "gradient", "random")
+ESTIMATORS = ("whitened", "pooled-truncated", "per-sequence", "gradient", "random")
 
 
 def compared_gradients(
@@ -28,10 +28,9 @@ def compared_gradients(
 ) -> list[Gradient]:
     """Return every block's directions by one of the `ESTIMATORS` other than "whitened".
 
-    "unprojected" is the method without projecting out what the old dims can do. Per-sequence, pooled-truncated and
-    gradient differ in what they truncate: the mean over sequences of `X_n^+ G_n X_n^+T`, the pooled `C_a^-1 T C_b^-1`
-    (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022). "random" draws the shared side and leaves the
-    function as it is (Net2Net, Chen et al. 2016). Call inside `undisturbed`.
+    Per-sequence, pooled-truncated and gradient differ in what they truncate: the mean over sequences of `X_n^+ G_n
+    X_n^+T`, the pooled `C_a^-1 T C_b^-1` (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022). "random"
+    draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside `undisturbed`.
     """
     whole = whole_gradients(model, blocks, halves, tick)
     weights = shares(halves)
@@ -48,7 +47,7 @@ def compared_gradients(
             gradients.append(_random(block, dims, generator, starvation))
             continue
         together = weights[0] * parts[0] + weights[1] * parts[1]
-        directions = F.best_directions if name == "unprojected" else partial(_whitened_directions, block)
+        directions = partial(_whitened_directions, block)
         u, sigma, v = directions(weights[0] * target[0] + weights[1] * target[1], dims)
         own = tuple(directions(part, dims) for part in target)
         validated = (_gain(*own[0], parts[1]) + _gain(*own[1], parts[0])) / 2
@@ -70,8 +69,6 @@ def _per_head(block: Block, stacked: Tensor, whitening: Tensor) -> Tensor:
 def _target(name: str, block: Block, whitened: Tensor) -> Tensor:
     """What an estimator truncates, (G, g a, b), from the whitened gradient."""
     roots = block.roots
-    if name == "unprojected":
-        return whitened
     if name == "pooled-truncated":
         return _per_head(block, whitened, roots.stacked_whitening) @ roots.shared_whitening
     return _per_head(block, whitened, roots.stacked_root) @ roots.shared_root

@@ -25,7 +25,7 @@ class Gradient:
 
     Attributes:
         block: where.
-        u, sigma, v: whitened directions beyond the old dims, best first: (G, g a, p), (G, p), (G, b, p).
+        u, sigma, v: whitened directions, best first: (G, g a, p), (G, p), (G, b, p).
         in_sample: decrease of the loss per unit of step of each dim, over all heads, on its own batches: (p,).
         validated: the same on batches that the direction was not chosen from: (p,).
         starvation: share of the whitened gradient that the old dims cannot follow, between 0 and 1.
@@ -161,11 +161,12 @@ def exact_gradients(
     halves: tuple[list[dict], list[dict]],
     dims: int,
     tick: Callable[[], None] = lambda: None,
+    old_dims_train: bool = True,
 ) -> list[Gradient]:
     """Return every block's best directions from its whole gradient, `r = d`, in one pass over the batches.
 
-    Memory and time grow with `heads * hidden_size` per token: for small models, and as the test of the sketch. Call
-    inside `undisturbed`.
+    They lie beyond what the old dims can follow, unless those will not train. Memory and time grow with `heads *
+    hidden_size` per token: for small models, and as the test of the sketch. Call inside `undisturbed`.
     """
     weights = shares(halves)
     gradients = []
@@ -173,7 +174,7 @@ def exact_gradients(
         residuals, starvation = beyond_old_dims(block, parts)
         everything = torch.ones(parts[0].shape[-1], dtype=torch.bool, device=parts[0].device)
         identity = _identity(parts[0].mT).expand(block.groups, -1, -1)
-        side = _Side(identity, residuals, (everything, everything))
+        side = _Side(identity, residuals if old_dims_train else tuple(parts), (everything, everything))
         gradients.append(_gradient(block, [side], weights, dims, starvation))
     return gradients
 
@@ -287,13 +288,15 @@ def sketched_gradients(
     oversampling: int,
     seed: int,
     tick: Callable[[], None] = lambda: None,
+    old_dims_train: bool = True,
 ) -> list[Gradient]:
     """Return every block's best directions from a randomized SVD with power iteration, `r = dims + oversampling`.
 
     Three passes over the batches, each probing both sides: the products of one pass are the inputs of the other side
     in the next. Either half iterates half of the columns on its own, and all columns are measured on both halves; so
     what one half chose, the other can judge unseen. The first pass also estimates the norms behind the starvation, from
-    its Gaussian inputs. Call inside `undisturbed`.
+    its Gaussian inputs. Directions lie beyond what the old dims can follow, unless those will not train. Call inside
+    `undisturbed`.
 
     Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4, with both sides iterated at once.
     """
@@ -314,14 +317,16 @@ def sketched_gradients(
             for measurement, read in zip(measurements, raw):
                 read.append(measurement.read(count))
         for index, m in enumerate(measurements):
-            right = [F.project_out(products, m.stacked_basis) for products, _ in raw[index]]
-            left = [F.project_out(mirrored, m.shared_basis) for _, mirrored in raw[index]]
+            whole_right, whole_left = zip(*raw[index])
+            right = [F.project_out(products, m.stacked_basis) for products in whole_right]
+            left = [F.project_out(mirrored, m.shared_basis) for mirrored in whole_left]
             if sweep == 0:
-                (first, _), (second, _) = raw[index]
-                starvations.append(starvation_of((left[0] * left[1]).sum(), (first * second).sum()))
-            else:
+                starvations.append(starvation_of((left[0] * left[1]).sum(), (whole_right[0] * whole_right[1]).sum()))
+            if not old_dims_train:
+                right, left = whole_right, whole_left
+            if sweep > 0:
                 known[index].append((*inputs[index], right, left))
-            # The next inputs lie beyond the old dims, since both residuals do; each half goes on from its own columns.
+            # The next inputs lie where the products do, beyond old dims that train; each half keeps to its own columns.
             own = slice(0, own_rank), slice(own_rank, None)
             inputs[index] = tuple(
                 torch.cat([F.column_basis(side[half][..., own[half]]) for half in (0, 1)], dim=-1)

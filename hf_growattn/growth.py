@@ -270,8 +270,9 @@ class Grower:
             arguments = (self.model, blocks, halves, dims, config.ridge, config.seed, bar.update)
             return compared_gradients(config.estimator, *arguments)
         if sketched:
-            return sketched_gradients(self.model, blocks, halves, dims, config.oversampling, config.seed, bar.update)
-        return exact_gradients(self.model, blocks, halves, dims, bar.update)
+            sketch = dims, config.oversampling, config.seed
+            return sketched_gradients(self.model, blocks, halves, *sketch, bar.update, config.old_dims_train)
+        return exact_gradients(self.model, blocks, halves, dims, bar.update, config.old_dims_train)
 
     def _chosen_layers(self) -> list[GrowableAttention]:
         config = self.config

@@ -79,8 +79,8 @@ class GrowAttnConfig(PeftConfig):
 
     @property
     def growth(self) -> GrowthConfig:
-        """The growth whose new dims the adapter can hold."""
-        return GrowthConfig(qk_dims=self.qk_dims, v_dims=self.v_dims, layers=self.layers)
+        """The growth whose new dims the adapter can hold; the old ones stay frozen."""
+        return GrowthConfig(qk_dims=self.qk_dims, v_dims=self.v_dims, layers=self.layers, old_dims_train=False)
 
 
 class GrowAttnLayer(nn.Module, BaseTunerLayer):

@@ -35,6 +35,8 @@ class GrowthConfig:
             factors of the stepped product, for position-free heads.
         update_existing: take the steepest step of the existing weights too.
         refine: search a step for each layer and kind after the common one.
+        old_dims_train: that training will move the old dims too, itself or by adapters, so that new ones need not do
+            what those can. False where the new dims train alone.
         estimator: where directions come from. "whitened" is the method; the others are there to compare.
         ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
         oversampling: probe dims beyond the wanted ones in the sketch, half of them for either half of the batches.
@@ -55,6 +57,7 @@ class GrowthConfig:
     method: str = "append"
     update_existing: bool = False
     refine: bool = False
+    old_dims_train: bool = True
     estimator: str = "whitened"
     ridge: float = 0.05
     oversampling: int = 16
@@ -91,6 +94,8 @@ class GrowthConfig:
         for name, known in (("method", ("append", "refactor")), ("estimator", ESTIMATORS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}.")
+        if self.update_existing and not self.old_dims_train:
+            raise ValueError("update_existing=True moves the old dims, and old_dims_train=False keeps them. Drop one.")
         if not self.ridge > 0:
             raise ValueError(f"ridge must be positive, such as 0.05; got {self.ridge!r}.")
 

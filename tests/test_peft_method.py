@@ -246,7 +246,7 @@ def test_one_kind_alone(dims):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_guided_start_is_what_growth_finds(variant):
     grown = patch_model(build(variant))
-    growth = Grower(grown, GrowthConfig(**DIMS)).grow(BATCHES)
+    growth = Grower(grown, GrowthConfig(**DIMS, old_dims_train=False)).grow(BATCHES)
     model = adapted(variant, stirred=False)
     model.add_adapter("other", GrowAttnConfig(**DIMS))  # has no part in it
     stir(model, seed=8)

@@ -111,7 +111,8 @@ def test_widths_stay_below_their_limits():
         (dict(qk_dims=2, multiple_of=0), "multiple_of must be"),
         (dict(qk_dims=2, max_qk_head_dim=0), "max_qk_head_dim must be"),
         (dict(qk_dims=2, method="replace"), "append, refactor"),
-        (dict(qk_dims=2, estimator="best"), "whitened, unprojected"),
+        (dict(qk_dims=2, estimator="best"), "whitened, pooled-truncated"),
+        (dict(qk_dims=2, update_existing=True, old_dims_train=False), "Drop one"),
         (dict(qk_dims=2, ridge=0), "ridge must be positive"),
         (dict(qk_dims=2, layers=[]), "layers must be"),
     ],
@@ -256,7 +257,7 @@ def test_updating_the_existing_weights_moves_them_with_the_rest():
 # Estimators
 
 
-@pytest.mark.parametrize("estimator", ["unprojected", "pooled-truncated", "per-sequence", "gradient"])
+@pytest.mark.parametrize("estimator", ["pooled-truncated", "per-sequence", "gradient"])
 def test_other_estimators_grow_too(estimator):
     model = patch_model(build("llama-2"))
     report = grow(model, qk_dims=2, v_dims=2, estimator=estimator)

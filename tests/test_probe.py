@@ -187,15 +187,18 @@ def test_moments_leave_padding_out():
             torch.testing.assert_close(getattr(one.roots, name), getattr(other.roots, name), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("old_dims_train", [True, False])
 @pytest.mark.parametrize("name, every", [("stories260K", (2, 4, 8, 16)), ("tinystories-3M-gpt2", (4, 16))])
-def test_sketch_keeps_the_gain(name, every):
+def test_sketch_keeps_the_gain(name, every, old_dims_train):
     model = patch_model(real_model(name))
     halves = halved([{"input_ids": x, "labels": x} for x in real_batches(4, name, size=4)])
     with undisturbed(model):
         blocks, _ = measured(model, halves[0] + halves[1])
-        exact = exact_gradients(model, blocks, halves, dims=16)
+        exact = exact_gradients(model, blocks, halves, dims=16, old_dims_train=old_dims_train)
         for dims in every:
-            sketched = sketched_gradients(model, blocks, halves, dims, oversampling=16, seed=dims)
+            sketched = sketched_gradients(
+                model, blocks, halves, dims, oversampling=16, seed=dims, old_dims_train=old_dims_train
+            )
             for kind in (PATTERNS, MESSAGES):
                 pairs = [(s, e) for s, e in zip(sketched, exact) if s.block.kind is kind]
                 kept = torch.cat(
@@ -211,6 +214,20 @@ def test_sketch_keeps_the_gain(name, every):
                 assert validated[0] == pytest.approx(validated[1], rel=0.15)
             starved = [sum(g.starvation for g in gradients) / len(blocks) for gradients in (sketched, exact)]
             assert starved[0] == pytest.approx(starved[1], rel=0.1)
+
+
+def test_beside_old_dims_that_train_new_ones_leave_out_what_those_can_follow():
+    model, batches = patch_model(build("llama-5-bias")), lm_batches(4)
+    with undisturbed(model):
+        blocks, _ = measured(model, batches)
+        beyond = exact_gradients(model, blocks, halved(batches), dims=4)
+        alone = exact_gradients(model, blocks, halved(batches), dims=4, old_dims_train=False)
+    for block, one, other in zip(blocks, beyond, alone):
+        old = F.column_basis(block.whitened_factors()[1])
+        follows = [(old.mT @ gradient.v).norm() / gradient.v.norm() for gradient in (one, other)]
+        assert follows[0] < 1e-4 and follows[1] > 0.05  # fp32 rounding against a share that is there
+        assert F.first_order_gain(other.sigma).sum() > F.first_order_gain(one.sigma).sum()
+        assert one.starvation == other.starvation
 
 
 def test_sketched_gain_is_what_the_exact_gradient_gives_its_directions():

@@ -22,6 +22,8 @@ from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
 from hf_growattn.trial import Change, StepSearch, Trial
 
 OURS = "whitened"
+FROZEN = "whitened, old dims frozen"
+ROWS = (OURS, FROZEN, *(name for name in ESTIMATORS if name != OURS))
 CHOICES = {"patterns": [PATTERNS], "messages": [MESSAGES], "both": [PATTERNS, MESSAGES]}
 
 
@@ -30,8 +32,8 @@ def gradients_of(estimator: str, model, growth, dims: int) -> list[Gradient]:
     halves = halves_of(growth)
     with undisturbed(model):
         blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], growth, 0.05)
-        if estimator == OURS:
-            return exact_gradients(model, blocks, halves, dims)
+        if estimator in (OURS, FROZEN):
+            return exact_gradients(model, blocks, halves, dims, old_dims_train=estimator == OURS)
         return compared_gradients(estimator, model, blocks, halves, dims, 0.05, seed=0)
 
 
@@ -76,28 +78,30 @@ def median(values: list[float]) -> float:
 
 
 def claim(runs: list[dict], columns: list[str]) -> str:
-    """In how many columns ours gains most, and where another one does."""
-    ours, others = {}, {}
-    for name in columns:
-        by_estimator = {e: median(gains(runs, e, name)) for e in ESTIMATORS}
-        ours[name] = by_estimator.pop(OURS)
-        others[name] = max(by_estimator.items(), key=lambda item: item[1])
-    lost = [name for name in columns if others[name][1] > ours[name]]
-    text = f"By the median over the seeds, {OURS} directions (ours) lower the held-out loss most in "
-    text += f"{len(columns) - len(lost)} of {len(columns)} columns."
-    beaten = [f"{name}: {others[name][0]} {others[name][1]:.4f}, ours {ours[name]:.4f}" for name in lost]
-    return text + (f" They lose in {'; '.join(beaten)}." if lost else "")
+    """In how many columns each of ours gains more than all that are not ours, and where one of those gains more."""
+    parts = []
+    for ours in (OURS, FROZEN):
+        won, lost = 0, []
+        for name in columns:
+            own = median(gains(runs, ours, name))
+            other = max((e for e in ROWS if e not in (OURS, FROZEN)), key=lambda e: median(gains(runs, e, name)))
+            theirs = median(gains(runs, other, name))
+            won += own >= theirs
+            lost += [f"{name}: {other} {theirs:.4f}, ours {own:.4f}"] if own < theirs else []
+        beaten = f", and loses in {'; '.join(lost)}" if lost else ""
+        parts.append(f'"{ours}" lowers the held-out loss most in {won} of {len(columns)} columns{beaten}.')
+    return f"By the median over the seeds, against the estimators that are not ours: {' '.join(parts)}"
 
 
 def draw(runs: list[dict], columns: list[str], plt):
     """A panel for each column, a bar for each estimator with its range."""
     figure, panels = plt.subplots(1, len(columns), figsize=(2.6 * len(columns), 3), layout="constrained", sharey=True)
     for panel, name in zip(panels, columns):
-        for place, estimator in enumerate(ESTIMATORS):
+        for place, estimator in enumerate(ROWS):
             values = gains(runs, estimator, name)
-            panel.barh(place, median(values), color="C0" if estimator == OURS else "0.7")
+            panel.barh(place, median(values), color="C0" if estimator in (OURS, FROZEN) else "0.7")
             panel.plot([min(values), max(values)], [place, place], color="black", linewidth=1)
-        panel.set(title=name, xlabel="fall of the loss, nats", yticks=range(len(ESTIMATORS)), yticklabels=ESTIMATORS)
+        panel.set(title=name, xlabel="fall of the loss, nats", yticks=range(len(ROWS)), yticklabels=ROWS)
     panels[0].invert_yaxis()
     return figure
 
@@ -109,11 +113,11 @@ def main() -> None:
     arguments, task = chosen(parser)
     dims = [1] if arguments.quick else arguments.dims
     setting = {"data": task.name, "batches": task.batches, "dims": dims}
-    jobs = [setting | {"seed": seed, "estimator": e} for seed in arguments.seeds for e in ESTIMATORS]
+    jobs = [setting | {"seed": seed, "estimator": e} for seed in arguments.seeds for e in ROWS]
     runs = collect(partial(measure, task), jobs, arguments.output / "estimators.jsonl")
     columns = [column(choice, number) for choice in CHOICES for number in dims]
     rows = []
-    for estimator in ESTIMATORS:
+    for estimator in ROWS:
         own = [run for run in runs if run["estimator"] == estimator]
         seconds, peak = spread([run["seconds"] for run in own], 0), spread([run["peak_bytes"] / 1e6 for run in own], 0)
         rows.append([estimator, *(spread(gains(runs, estimator, name), 4) for name in columns), seconds, peak])
@@ -128,9 +132,10 @@ def main() -> None:
             f"seeds; {before} before. Every layer grows by so many dims of the kinds named, along directions from "
             f"{task.batches} batches of {task.batch_size} x {task.blocks.shape[1]} tokens, by a step that the same "
             "search finds; held out are as many. Nothing is trained. Seconds and memory are those of a whole row. "
-            '"whitened" is ours, with the whole gradient; "unprojected" is the same with what the old dims can do left '
-            'in; "per-sequence" and "pooled-truncated" are the drafts\' own; "gradient" is GradMax\'s; "random" leaves '
-            "the function as it is, as Net2Net does."
+            '"whitened" is ours, with the whole gradient; "old dims frozen" is ours with `old_dims_train=False`, which '
+            "leaves in what the old dims could follow if they trained; "
+            '"per-sequence" and "pooled-truncated" are the drafts\' own; "gradient" is GradMax\'s; "random" leaves the '
+            "function as it is, as Net2Net does."
         ),
         figures={"runs": runs},
         seeds=arguments.seeds,

@@ -29,12 +29,13 @@ CLOSE = 0.01  # nats: rates that end nearer to the best one than that are compar
 
 
 NONE, GUIDED, PATTERNS, LORA, LORA_QK = "no training", "growth", "growth of patterns", "LoRA", "LoRA on q, k"
-RANDOM, TOGETHER = "random growth", "half growth, half LoRA"
+RANDOM, BEYOND, TOGETHER = "random growth", "growth beyond the old dims", "half growth, half LoRA"
 FROZEN = {
     NONE: Row(),
     GUIDED: Row((0.0,)),
     "growth in two steps": Row((0.0, 0.3)),
     RANDOM: Row((0.0,), config={"estimator": "random"}),
+    BEYOND: Row((0.0,), config={"old_dims_train": True}),
     TOGETHER: Row((0.0,), share=0.5, adapter="LoRA"),
     LORA: Row(adapter="LoRA"),
     "AdaLoRA": Row(adapter="AdaLoRA"),
@@ -206,7 +207,7 @@ def leading(lowest: dict[str, float]) -> list[str]:
     """The rows that see every text: the plain ones, both together, and the best of peft's in the sweep."""
     peft = [row for row in lowest if row in PEFT]
     best = min(peft, key=lowest.get) if peft else None
-    return [row for row in lowest if row in (NONE, GUIDED, RANDOM, TOGETHER, LORA, best)]
+    return [row for row in lowest if row in (NONE, GUIDED, RANDOM, BEYOND, TOGETHER, LORA, best)]
 
 
 if __name__ == "__main__":

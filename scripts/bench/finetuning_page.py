@@ -218,11 +218,14 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
         f"{setting['dims']} message dims a head adds; random growth adds just that, and peft's rows take the nearest "
         "rank; AdaLoRA starts at one and a half times that rank. AdamW without weight decay, a twentieth of the steps "
         "warm-up, cosine, clipping at 1. Frozen base: after a growth the gradients of all old entries are masked, and "
-        "at the end they are compared with the base, to the bit. Each row's learning rate is swept on each text, on a "
-        "seed that is not reported; rates within 0.01 of the best are compared on two more. "
-        "Growth, random growth, LoRA, both together and the best of peft's rows in the sweep on the first text see all "
-        "texts, patterns alone and full fine-tuning the first, and rows that stand in a sweep's table alone nothing "
-        "more. Loss: median (range) over the seeds. Differences: mean over the seeds, with its 95 % interval.",
+        "at the end they are compared with the base, to the bit. So `old_dims_train=False`, but beside LoRA, which "
+        'moves the old dims, and in "growth beyond the old dims", which shows what that is worth. '
+        "Each row's learning rate is swept on each text, on a seed that is not reported; rates within 0.01 of the best "
+        "are compared on two more. "
+        "Growth, random growth, growth beyond the old dims, LoRA, both together and the best of peft's rows in the "
+        "sweep on the first text see all texts, patterns alone and full fine-tuning the first, and rows that stand in "
+        "a sweep's table alone nothing more. Loss: median (range) over the seeds. Differences: mean over the seeds, "
+        "with its 95 % interval.",
         *(f"## {r.model}, {r.which}\n\n{r.summary()}\n\nPerplexity:\n\n{r.perplexities()}" for r in (*frozen, *full)),
         "## Differences, seed by seed",
         f"{first.model}, frozen base, against the best of peft's rows:\n\n{first.against(against)}",
@@ -237,7 +240,7 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
         "## Learning rates",
         *(sweep_table(sweep) for sweep in sweeps if sweep["losses"]),
     ]
-    kept = [{key: value for key, value in run.items() if key not in ("setting", "report")} for run in runs]
+    kept = [{key: value for key, value in run.items() if key != "setting"} for run in runs]
     Page(
         name="finetuning",
         title="Fine-tuning beside LoRA and its kin",

@@ -1,7 +1,7 @@
 """One run of `finetuning.py`: a row with one learning rate, one seed, one model and one text."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -173,7 +173,8 @@ class Run:
             self.freezing.pop().remove()
         for projection in projections(self.model, ALL).values():
             projection.requires_grad_(True)
-        config = GrowthConfig(**wanted, **row.config, seed=self.seed)
+        trains = {"old_dims_train": self.full or row.adapter is not None}  # LoRA moves the old dims
+        config = GrowthConfig(**wanted, **trains | row.config, seed=self.seed)
         self.reports.append(Grower(self.model, config, self.optimizer).grow(batches))
         self.note()
         if not self.full:
@@ -265,7 +266,6 @@ class Run:
                 assert torch.equal(old.flatten(), self.before[name].flatten()), f"{name} has moved"
         grown = sum(report.added_parameters for report in self.reports)
         adapters = sum(p.numel() for name, p in self.trained.named_parameters() if "lora_" in name)
-        first = {"report": asdict(self.reports[0])} if self.reports and "estimator" not in self.row.config else {}
         at_growth = {"at_growth": self.curve[0][1]} if self.reports and self.row.growths[0] == 0 else {}
         return {
             "added": grown + adapters,
@@ -275,7 +275,6 @@ class Run:
             "growth_seconds": sum(sum(report.seconds.values()) for report in self.reports),
             "curve": self.curve,
             **at_growth,
-            **first,
         }
 
 

@@ -4,23 +4,26 @@
 
 A pair is a model and a text. Small Llamas whose heads are of different widths, and a GPT-2, are trained on a text by
 the script; these and the given model are fine-tuned on each text with a frozen base, by growth and by LoRA on q, k, v
-and o, at equal added parameters and equal tokens, as in finetuning.py. What growth measured at the start is held
-against how much lower its loss ends.
+and o, at equal added parameters and equal tokens, as in finetuning.py. What `Grower.measure` says before is held
+against how much lower the loss of growth ends.
 """
 
 import argparse
 import math
 import random
 import statistics
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
 import page
 import torch
-from finetuning import FROZEN_TABLE, GUIDED, LORA, QUICK, gpt2, job, measure, pretrained, quick_sources, tuned
-from finetuning_run import SOURCES, Setting, data
+from finetuning import FROZEN, FROZEN_TABLE, GUIDED, LORA, QUICK, gpt2, job, measure, pretrained, quick_sources, tuned
+from finetuning_run import SOURCES, Run, Setting, data
 from runs import collect
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_growattn import Grower, GrowthConfig
 
 WIDTHS = (2, 4, 16)  # of the heads of the Llamas that are trained here
 REACH = 0.7
@@ -94,12 +97,20 @@ def left_out(values: list[float], pays: list[bool]) -> float:
     return right / len(values)
 
 
+def measured_before(model: str, text: str, seed: int, setting: dict) -> dict:
+    """What `Grower.measure` says of the batches that growth will measure, for `collect`."""
+    run = Run(FROZEN[GUIDED], False, model, text, 0.0, seed, Setting(**setting))
+    report = Grower(run.model.requires_grad_(True), GrowthConfig(budget=run.budget, seed=seed)).measure(run.measured())
+    return {"measured": asdict(report)}
+
+
 def pair(runs: list[dict], model: str, text: str) -> dict:
     """What was measured before training, and what came of it, medians over the seeds."""
-    of = {(run["row"], run["seed"]): run for run in runs if run["model"] == model and run["text"] == text}
+    own = [run for run in runs if run["model"] == model and run["text"] == text]
+    of = {(run["row"], run["seed"]): run for run in own if "row" in run}
+    reports = [run["measured"] for run in own if "measured" in run]
     seeds = sorted({seed for _, seed in of})
     leads = [of[LORA, seed]["loss"] - of[GUIDED, seed]["loss"] for seed in seeds]
-    reports = [of[GUIDED, seed]["report"] for seed in seeds]
     error = statistics.stdev(leads) / len(leads) ** 0.5 if len(leads) > 1 else math.inf
     return {
         "model": model,
@@ -249,6 +260,9 @@ def main() -> None:
             rates = {row: min(losses, key=losses.get) for row, losses in swept.items()}
             jobs = [job(FROZEN_TABLE, model, text, row, rates[row], seed, setting) for seed in seeds for row in rates]
             runs += collect(measure, jobs, kept)
+            shared = {"model": model, "text": text, "setting": asdict(setting)}
+            jobs = [shared | {"seed": seed} for seed in seeds]
+            runs += collect(measured_before, jobs, arguments.output / "instrument.jsonl")
     pairs = [pair(runs, model, text) for model in models for text in texts]
     write(pairs, seeds, setting, sum(run["seconds"] for run in runs), arguments.output)
 

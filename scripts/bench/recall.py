@@ -249,7 +249,7 @@ def measure(folder: Path, row: str, rate: float, seed: int, setting: dict) -> di
     if how.growth:
         measured = [batch() for _ in range(1 if how.growth.get("estimator") else setting.growth_batches)]
         old = [(layer.qk_head_dim, layer.v_head_dim) for layer in attentions(model)]
-        report = grow(setting, model, measured, seed, **how.growth)
+        report = grow(setting, model, measured, seed, **how.growth, old_dims_train=how.everything)
         steps -= len(measured)
         found = {"report": asdict(report), "at_growth": recall(setting, model, many, seed)}
         if not how.everything:
