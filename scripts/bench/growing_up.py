@@ -32,7 +32,7 @@ from demo import english, train_tokenizer
 NARROW, GUIDED, RANDOM, FULL = "narrow throughout", "guided growth", "random growth", "full width from scratch"
 UNROTATED = "full width from scratch, new dims unrotated"
 ESTIMATORS = {NARROW: None, GUIDED: "whitened", RANDOM: "random", FULL: None, UNROTATED: None}
-RATES = dict.fromkeys(ESTIMATORS, (0.002, 0.004, 0.008))
+RATES = dict.fromkeys(ESTIMATORS, (0.004, 0.008, 0.016, 0.032))
 TUNING_SEED = 100
 TOKENS = 128  # of a block
 BLOCKS: dict[str, torch.Tensor] = {}  # texts by name, for the processes that this one forks
