@@ -81,6 +81,12 @@ def interval(first: list[float], second: list[float], draws: int = 2000) -> tupl
     return found[int(0.05 * draws)], found[int(0.95 * draws)]
 
 
+def without_model(pairs: list[dict], name: str, model: str) -> float:
+    """Spearman's correlation of a predictor with the lead, over the pairs of all other models."""
+    others = [p for p in pairs if p["model"] != model]
+    return spearman([p[name] for p in others], [p["lead"] for p in others]) if len(others) > 1 else math.nan
+
+
 def threshold(values: list[float], pays: list[bool]) -> float:
     """The value that parts best what pays from what does not, half-way between two pairs."""
     ordered = sorted(values)
@@ -155,8 +161,11 @@ def write(pairs: list[dict], seeds: list[int], setting: Setting, seconds: float,
         "others; the last column of the table above says how often one made from all other pairs is right. Starved "
         "gain is the validated gain, nats a token, of all layers and kinds, each weighted by its starvation. The "
         "interval comes from drawing pairs anew; those of one model or text are not independent, so it is too "
-        "narrow.\n\n"
+        "narrow.\n\nSpearman's correlation without the pairs of one model:\n\n"
     )
+    models = list(dict.fromkeys(p["model"] for p in pairs))
+    without = [[name, *(f"{without_model(pairs, name, model):.2f}" for model in models)] for name in PREDICTORS]
+    text += page.table(["measured before training", *(f"without {model}" for model in models)], without) + "\n\n"
     columns = ["model", "text", "added by growth, LoRA", "loss by growth, LoRA", "lead", *PREDICTORS]
     lines = [
         [
