@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
+from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from .architectures import ARCHITECTURES
@@ -117,7 +118,8 @@ def growable_config_class(model_type: str) -> type[PreTrainedConfig]:
     """Return `GrowAttn<Stock config class>` for a stock model type."""
     stock = CONFIG_MAPPING[model_type]
     namespace = {"__module__": __name__, "model_type": PREFIX + model_type}
-    return type(f"GrowAttn{stock.__name__}", (GrowableConfigMixin, stock), namespace)
+    # A subclass of a strict class checks its fields only as far as it is strict itself.
+    return strict(type(f"GrowAttn{stock.__name__}", (GrowableConfigMixin, stock), namespace))
 
 
 def config_class_by_name(name: str) -> type[PreTrainedConfig]:

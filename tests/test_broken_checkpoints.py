@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from families import HEADS, build, tokens
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from test_saving import grown
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -50,6 +51,13 @@ def test_impossible_widths(checkpoint, width):
     edit(path, lambda config: config["per_layer_config"]["0"].update(qk_head_dim=width))
     with pytest.raises(ValueError, match=r"qk_head_dim of layer 0.*Mend per_layer_config in config.json"):
         AutoConfig.from_pretrained(path)
+
+
+def test_what_the_stock_config_refuses_is_refused(tmp_path):
+    grown(4, "phi3").save_pretrained(tmp_path)
+    edit(tmp_path, lambda config: config["rope_parameters"].update(rope_type="round"))
+    with pytest.raises(StrictDataclassClassValidationError, match=r"must be one of.*got round"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch
 import transformers
 from conftest import LONG
 from families import COMMON, tokens
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS, evil_pickle, evil_text
 from safetensors import safe_open
@@ -244,7 +244,7 @@ def as_stock(ours, stock) -> bool:
 
 
 def test_configs_with_anything_in_them(stock_and_grown, record_property):
-    counts, problems = {"error": 0, "right": 0}, []
+    counts, problems = {"error": 0, "right": 0, "stock": 0}, []
 
     @fuzz
     @given(st.sampled_from(sorted(SIZES)), edits())
@@ -255,10 +255,14 @@ def test_configs_with_anything_in_them(stock_and_grown, record_property):
             )
             fields = sorted(set(json.loads((grown / "config.json").read_text())) - set(OURS))
             changes = [((fields[p % len(fields)],) if isinstance(p, int) else p, value) for p, value in changes]
+            # transformers calls a dtype for each part deprecated, which no test may let pass.
+            assume(not any(path[-1] == "dtype" and isinstance(value, dict) for path, value in changes))
             edit(grown / "config.json", changes)
             edit(stock / "config.json", [change for change in changes if change[0][0] not in OURS])
             ours, theirs = outcome(grown), outcome(stock)
-            if isinstance(ours, Exception):
+            if str(json.loads((grown / "config.json").read_text()).get("model_type")) in SIZES:
+                counts["stock"] += 1  # transformers builds what the file names, and says which weights are at random
+            elif isinstance(ours, Exception):
                 counts["error"] += 1
                 if not isinstance(ours, CLEAR) and type(ours) is not type(theirs):
                     problems.append((family, changes, "an unclear error", repr(ours)[:300], repr(theirs)[:300]))
@@ -270,7 +274,9 @@ def test_configs_with_anything_in_them(stock_and_grown, record_property):
     check()
     assert not problems, "\n".join(map(str, problems))
     record_property(
-        "cases", f"{sum(counts.values())} config.json with junk: {counts['error']} errors, {counts['right']} right"
+        "cases",
+        f"{sum(counts.values())} config.json with junk: {counts['error']} errors, {counts['right']} right, "
+        f"{counts['stock']} that name a stock family",
     )
 
 
