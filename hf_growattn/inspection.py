@@ -14,7 +14,7 @@ from .views import FactoredMatrix, attention_views
 
 FULL = 0.9  # of its width: a head whose effective rank is beyond has hardly a direction to spare
 
-STARVED = 0.04  # nats a token of `starved_gain`: parts 18 of 20 models and texts right, scripts/bench/instrument.py
+STARVED = 0.025  # nats a token of `starved_gain`: parts 18 of 20 models and texts right, scripts/bench/instrument.py
 
 
 @torch.no_grad()

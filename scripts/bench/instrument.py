@@ -27,6 +27,7 @@ from hf_growattn import Grower, GrowthConfig
 
 WIDTHS = (2, 4, 16)  # of the heads of the Llamas that are trained here
 REACH = 0.7
+MEASURED = 0.01  # of the weights: what `growattn measure` asks for unless told otherwise
 WORTH = 0.01  # nats a token, a hundredth of the perplexity: a smaller lead is none that anyone would care for
 
 
@@ -104,9 +105,9 @@ def left_out(values: list[float], pays: list[bool]) -> float:
 
 
 def measured_before(model: str, text: str, seed: int, setting: dict) -> dict:
-    """What `Grower.measure` says of the batches that growth will measure, for `collect`."""
+    """What `growattn measure` would say of the batches that growth will measure, for `collect`."""
     run = Run(FROZEN[GUIDED], False, model, text, 0.0, seed, Setting(**setting))
-    report = Grower(run.model.requires_grad_(True), GrowthConfig(budget=run.budget, seed=seed)).measure(run.measured())
+    report = Grower(run.model.requires_grad_(True), GrowthConfig(budget=MEASURED, seed=seed)).measure(run.measured())
     return {"measured": asdict(report)}
 
 
@@ -155,8 +156,10 @@ def write(pairs: list[dict], seeds: list[int], setting: Setting, seconds: float,
     head = ["measured before training", "Spearman (90 % interval)", "threshold", "right side of it, left out"]
     tokens = setting.steps * setting.batch_size * setting.block_size
     text = (
-        f"Each training saw {tokens:,} tokens, some of which growth measured first. The lead is how much lower the "
-        "held-out loss ends by growth than by LoRA, nats a token, mean over the seeds with its standard error; growth "
+        f"Each training saw {tokens:,} tokens, some of which growth measured first. What is measured before is what a "
+        f"budget of {MEASURED:.0%} of the weights would buy, as `growattn measure` asks for by default. The lead is "
+        "how much lower the held-out loss ends by growth than by LoRA, nats a token, mean over the seeds with its "
+        "standard error; growth "
         f"pays where that is above two of them and above {WORTH} nats. The threshold parts best those pairs from the "
         "others; the last column of the table above says how often one made from all other pairs is right. Starved "
         "gain is the validated gain, nats a token, of all layers and kinds, each weighted by its starvation. The "
