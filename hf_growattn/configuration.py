@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.configuration_utils import strict
 
 from .architectures import ARCHITECTURES
 

@@ -94,10 +94,10 @@ def test_imports_point_one_way(name):
 
 
 @pytest.mark.parametrize("name", TRAVELLING)
-def test_travelling_files_need_nothing_that_transformers_does_not_bring(name):
+def test_travelling_files_need_torch_and_transformers_only(name):
     inside, outside = _imports(ROOT / "hf_growattn" / f"{name}.py")
     assert inside <= set(TRAVELLING)
-    assert outside - set(sys.stdlib_module_names) <= {"torch", "transformers", "huggingface_hub"}
+    assert outside - set(sys.stdlib_module_names) <= {"torch", "transformers"}
 
 
 def test_files_are_read_in_one_sitting():

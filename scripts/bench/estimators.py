@@ -21,9 +21,9 @@ from hf_growattn.plan import strength_of
 from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
 from hf_growattn.trial import Change, StepSearch, Trial
 
-OURS = "whitened"
-FROZEN = "whitened, old dims frozen"
-ROWS = (OURS, FROZEN, *(name for name in ESTIMATORS if name != OURS))
+OURS = {"whitened": True, "whitened, old dims frozen": False}  # and what each takes as `old_dims_train`
+OTHERS = [name for name in ESTIMATORS if name not in OURS]
+ROWS = [*OURS, *OTHERS]
 CHOICES = {"patterns": [PATTERNS], "messages": [MESSAGES], "both": [PATTERNS, MESSAGES]}
 
 
@@ -32,8 +32,8 @@ def gradients_of(estimator: str, model, growth, dims: int) -> list[Gradient]:
     halves = halves_of(growth)
     with undisturbed(model):
         blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], growth, 0.05)
-        if estimator in (OURS, FROZEN):
-            return exact_gradients(model, blocks, halves, dims, old_dims_train=estimator == OURS)
+        if estimator in OURS:
+            return exact_gradients(model, blocks, halves, dims, old_dims_train=OURS[estimator])
         return compared_gradients(estimator, model, blocks, halves, dims, 0.05, seed=0)
 
 
@@ -80,11 +80,11 @@ def median(values: list[float]) -> float:
 def claim(runs: list[dict], columns: list[str]) -> str:
     """In how many columns each of ours gains more than all that are not ours, and where one of those gains more."""
     parts = []
-    for ours in (OURS, FROZEN):
+    for ours in OURS:
         won, lost = 0, []
         for name in columns:
             own = median(gains(runs, ours, name))
-            other = max((e for e in ROWS if e not in (OURS, FROZEN)), key=lambda e: median(gains(runs, e, name)))
+            other = max(OTHERS, key=lambda e: median(gains(runs, e, name)))
             theirs = median(gains(runs, other, name))
             won += own >= theirs
             lost += [f"{name}: {other} {theirs:.4f}, ours {own:.4f}"] if own < theirs else []
@@ -99,7 +99,7 @@ def draw(runs: list[dict], columns: list[str], plt):
     for panel, name in zip(panels, columns):
         for place, estimator in enumerate(ROWS):
             values = gains(runs, estimator, name)
-            panel.barh(place, median(values), color="C0" if estimator in (OURS, FROZEN) else "0.7")
+            panel.barh(place, median(values), color="C0" if estimator in OURS else "0.7")
             panel.plot([min(values), max(values)], [place, place], color="black", linewidth=1)
         panel.set(title=name, xlabel="fall of the loss, nats", yticks=range(len(ROWS)), yticklabels=ROWS)
     panels[0].invert_yaxis()
@@ -121,7 +121,7 @@ def main() -> None:
         own = [run for run in runs if run["estimator"] == estimator]
         seconds, peak = spread([run["seconds"] for run in own], 0), spread([run["peak_bytes"] / 1e6 for run in own], 0)
         rows.append([estimator, *(spread(gains(runs, estimator, name), 4) for name in columns), seconds, peak])
-    before = spread([run["before"] for run in runs if run["estimator"] == OURS], 4)
+    before = spread([run["before"] for run in runs if run["estimator"] == ROWS[0]], 4)
     page.Page(
         name="estimators",
         title="Ways to choose directions",
