@@ -1,52 +1,52 @@
-"""Attention that grows: widen the heads of Hugging Face models where the loss asks for it."""
+"""Attention that grows: widen the heads of Hugging Face models where the loss asks for it.
+
+`patch_model` makes a model growable, `Grower.grow` widens it, by four calls, each giving one value back: a batch
+is measured (`measure.passes` runs the model, whose `extension` is a `measure.probe`; `measure.gradients` reads it), new
+dims are planned (`grow.plan`), tried beside the weights (`grow.trial`), and those that lower the loss kept in wider
+weights (`growable.widths`). Each room, a sub-package, says in its first lines what lives there. Import from here alone:
+what lies deeper may move.
+"""
 
 import importlib
-import sys
-from pathlib import Path
 
-# The command `growattn` imports what it needs itself, so that its help and its completion are there without torch.
-if Path([*sys.argv, ""][0]).name not in ("growattn", "growattn.exe"):
-    from .architectures import Architecture
-    from .attention import GrowableAttention
-    from .cards import model_card
-    from .export import ExportReport, export_model
-    from .growth import Grower
-    from .pages import save_report
-    from .patch import patch_model, register_architecture, unpatch_model
-    from .plan import GrowthConfig
-    from .report import GrowthReport, TrimReport
-    from .trim import trim_model
-    from .views import attention_views
+from .growable.registration import register_when_imported
 
-__all__ = [
-    "Architecture",
-    "ExportReport",
-    "GrowableAttention",
-    "Grower",
-    "GrowthCallback",
-    "GrowthConfig",
-    "GrowthReport",
-    "TrimReport",
-    "attention_views",
-    "export_model",
-    "model_card",
-    "patch_model",
-    "register_architecture",
-    "save_report",
-    "trim_model",
-    "unpatch_model",
-]
 __version__ = "0.1.0"
 
-# Found when they are asked for, since they import what few need: transformers' Trainer, and peft, which is optional.
-_ON_DEMAND = {
-    "GrowthCallback": "trainer",
-    "GrowAttnConfig": "peft_method",
-    "initialize_growattn_weights": "peft_method",
+# Where each public name is found when it is asked for.
+_PLACES = {
+    "Architecture": "model.architectures",
+    "ExportReport": "interop.export",
+    "GrowAttnConfig": "interop.peft_method",
+    "GrowableAttention": "growable.attention",
+    "Grower": "grow.growth",
+    "GrowthCallback": "training.trainer",
+    "GrowthConfig": "grow.plan",
+    "GrowthReport": "report.report",
+    "TrimReport": "report.report",
+    "attention_views": "measure.views",
+    "export_model": "interop.export",
+    "freeze_old_dims": "grow.frozen",
+    "initialize_growattn_weights": "interop.peft_method",
+    "model_card": "interop.cards",
+    "patch_model": "growable.patching",
+    "register_architecture": "growable.patching",
+    "save_report": "report.pages",
+    "trim_model": "grow.trim",
+    "unpatch_model": "growable.patching",
 }
+# Of these, `from hf_growattn import *` takes all but those that need peft.
+__all__ = [name for name, place in _PLACES.items() if place != "interop.peft_method"]
 
 
 def __getattr__(name: str):
-    if name in _ON_DEMAND:
-        return getattr(importlib.import_module(f".{_ON_DEMAND[name]}", __name__), name)
+    if name in _PLACES or name.startswith("GrowAttn"):  # a model class, which the Auto classes look for here
+        return getattr(importlib.import_module(f".{_PLACES.get(name, 'growable.models')}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})
+
+
+register_when_imported()

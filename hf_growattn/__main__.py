@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command line; interrupted while it is still being loaded, it ends as it does later."""
     try:
-        from .cli import app
+        from .cli.commands import app
 
         app()
     except KeyboardInterrupt:

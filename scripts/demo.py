@@ -8,15 +8,17 @@ import argparse
 from pydoc_data import topics
 
 import torch
+from datasets import Dataset
 from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers import logging as transformers_logging
 
-from hf_growattn.arguments import GrowthArguments
-from hf_growattn.finetuning import FinetuneArguments, run
-from hf_growattn.texts import blocks_of
-
 DATASET = "the English that every CPython carries, its own documentation (pydoc_data.topics)"
+OPTIONS = """
+--packing --packing_strategy wrapped --max_length 128 --per_device_train_batch_size 16 --per_device_eval_batch_size 16
+--learning_rate 3e-3 --lr_scheduler_type cosine --warmup_steps 0.05 --weight_decay 0.01 --no_gradient_checkpointing
+--eval_steps 0.0833 --logging_steps 0.05 --save_strategy no --budget 8% --compare
+"""
 
 
 def english() -> list[str]:
@@ -34,7 +36,11 @@ def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    """Train the tokenizer and the model, and hand them to the fine-tuning script."""
+    """Train the tokenizer and the model, and fine-tune it as `growattn finetune` does."""
+    from hf_growattn.training.data import prepared, split
+    from hf_growattn.training.finetuning import run
+    from hf_growattn.training.recipe import read
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="scripts/output/demo", help="folder for all that is made")
     parser.add_argument("--steps", type=int, default=300, help="training steps, growth half-way")
@@ -57,20 +63,12 @@ def main() -> None:
     )
     torch.manual_seed(arguments.seed)
     model = LlamaForCausalLM(config)
-    blocks = blocks_of(texts, tokenizer, 128)
-    print(f"{blocks.numel():,} tokens of English, {model.num_parameters():,} parameters, heads {config.head_dim} wide.")
-    training = FinetuneArguments(
-        output_dir=arguments.output,
-        max_steps=arguments.steps,
-        per_device_train_batch_size=16,
-        per_device_eval_batch_size=16,
-        learning_rate=3e-3,
-        eval_steps=1 / 12,
-        save_strategy="no",
-        seed=arguments.seed,
-    )
-    growth = GrowthArguments(budget="8%", growth_batches=min(32, arguments.steps), compare=True)
-    run(model, tokenizer, blocks, DATASET, growth, training)
+    print(f"{len(texts)} articles, {model.num_parameters():,} parameters, heads {config.head_dim} wide.")
+    chosen = f"--max_steps {arguments.steps} --seed {arguments.seed} --growth_batches {min(32, arguments.steps)}"
+    named = ["--output_dir", arguments.output, "--dataset_name", DATASET]
+    recipe = read([*OPTIONS.split(), *chosen.split(), *named], usage="demo.py")
+    rows = prepared(Dataset.from_dict({"text": texts}), None, tokenizer, recipe.training)
+    run(model, tokenizer, split(rows, recipe.training), recipe)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from texts import blocks_of, load_texts
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -30,8 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedul
 from transformers import logging as transformers_logging
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.ranks import alone
-from hf_growattn.texts import blocks_of, load_texts
+from hf_growattn.measure.ranks import alone
 
 OPTIMIZER_FILE = "optimizer.pt"
 

@@ -6,4 +6,5 @@ if [ "${1:-}" = "--lowest" ]; then
 fi
 source "$(dirname "$0")/setup.sh" test
 ruff check . && ruff format --check .
+[ -n "${CONSTRAINTS:-}" ] || basedpyright  # types are those of the newest versions
 exec python -m pytest -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"

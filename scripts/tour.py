@@ -24,8 +24,9 @@ from urllib.parse import urlsplit
 
 import torch
 from accelerate import Accelerator
-from demo import blocks_of, english, train_tokenizer
+from demo import english, train_tokenizer
 from peft import PeftModel, get_peft_model
+from texts import blocks_of
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, PrinterCallback, Trainer, TrainingArguments
 from transformers import logging as transformers_logging
@@ -305,9 +306,9 @@ if urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname in ("127.0.0.1", "localh
 # %% [markdown]
 # ## Where to go from here
 #
-# `scripts/finetune.py` does all this for a model and a text of yours, and `scripts/bench/README.md` says when growth is
+# `growattn finetune` does all this for a model and a text of yours, and `scripts/bench/README.md` says when growth is
 # worth it and when it is not. On a model as young as this one, ordinary training is far from done, and growth adds
 # little; it pays where heads are too narrow for the task.
 
 # %%
-print(f"Look at {output / 'report.html'}, then try: python scripts/finetune.py --model gpt2 --dataset my_text.txt")
+print(f"Look at {output / 'report.html'}, then try: growattn finetune gpt2 my_text.txt -o grown")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ DATA = Path(os.environ.get("GROWATTN_TEST_DATA", ROOT.parent / "shared" / "data"
 # The files that take longest, begun first: with two workers, a long one that begins last would leave the other idle.
 LONGEST = ("attention", "benchmarks", "training", "contract", "finetune", "hub", "project", "export", "plan", "tour")
 
+sys.path += [str(ROOT / "scripts" / "bench"), str(ROOT / "scripts")]  # for directions that are there to compare
 torch.set_num_threads(1)  # models this small are slower on more
 
 

@@ -3,6 +3,9 @@
 Weights are drawn wide enough for attention to be far from uniform, and biases are not zero.
 """
 
+import random
+from pathlib import Path
+
 import torch
 from transformers import (
     AutoConfig,
@@ -58,6 +61,10 @@ VARIANTS = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "granite": _of("granite", GROUPED, attention_multiplier=0.4, attention_bias=True),
+    "cohere2": _of(
+        "cohere2", GROUPED, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], logit_scale=1.0
+    ),
+    "starcoder2": _of("starcoder2", GROUPED, sliding_window=WINDOW, residual_dropout=0.1),
     "olmo2": _of("olmo2", GROUPED),
     "smollm3": _of("smollm3", GROUPED, no_rope_layers=[1, 0]),
     "stablelm": _of("stablelm", GROUPED, use_qkv_bias=True),
@@ -108,6 +115,16 @@ def word_tokenizer():
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def save_with_text(folder: Path, words: int) -> None:
+    """Leave a tiny Llama with its tokenizer in `model`, and in `text.txt` words of which each has one successor."""
+    word_tokenizer().save_pretrained(folder / "model")
+    build("llama-2").save_pretrained(folder / "model")
+    draw, ids = random.Random(0), []
+    for index in range(words):
+        ids.append(draw.randrange(2, VOCABULARY) if index % 12 == 0 else 2 + 5 * ids[-1] % 95)
+    (folder / "text.txt").write_text(" ".join(f"w{index}" for index in ids))
 
 
 def tokens(batch: int = 3, length: int = 17, seed: int = 3) -> torch.Tensor:

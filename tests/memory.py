@@ -12,10 +12,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
-from hf_growattn.blocks import measure_moments
-from hf_growattn.gradients import sketched_gradients
-from hf_growattn.modeling import attentions
-from hf_growattn.probe import MESSAGES, PATTERNS, undisturbed
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.gradients import sketched_gradients
+from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.measure.passes import undisturbed
 
 BATCH, TOKENS, HEADS = 1, 2048, 8
 

@@ -6,12 +6,13 @@ import pickle
 import pytest
 import torch
 from families import FAMILIES, build, lm_batches, padded, tokens
-from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, LlamaConfig
+from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, GenerationConfig, LlamaConfig
+from transformers.integrations.executorch import convert_and_export_with_cache
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_growattn import GrowableAttention, Grower, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
+from hf_growattn.growable.models import attentions
 
 
 def widened(variant: str, qk_dims: int = 6, v_dims: int = 0, attention: str = "sdpa", **kwargs):
@@ -139,10 +140,34 @@ def test_compiled_decoding(variant):
 def test_compiles_to_one_graph(variant):
     model = widened(variant, 4, 2)
     batch = padded()
-    expected = model(**batch, use_cache=False).logits
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")  # decoding, above, generates code too
-    torch.testing.assert_close(compiled(**batch, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+    for options in ({}, {"use_cache": False}):  # the cache of the default call copies the config in the graph
+        expected = model(**batch, **options).logits
+        torch.testing.assert_close(compiled(**batch, **options).logits, expected, rtol=1e-4, atol=1e-4)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@COMPILED
+@torch.no_grad()
+def test_exports_to_one_graph(variant, strict):
+    model = widened(variant, 4, 2)
+    exported = torch.export.export(model, (), {"input_ids": tokens(), "use_cache": False}, strict=strict)
+    torch.testing.assert_close(exported.module()(input_ids=tokens(), use_cache=False).logits, model(tokens()).logits)
+
+
+@pytest.mark.parametrize("qk_dims, v_dims, states", [(0, 0, None), (3, 0, "keys"), (0, 3, "values")])
+def test_export_with_a_cache_that_has_one_width(qk_dims, v_dims, states):
+    model = widened("llama-2", qk_dims, v_dims)
+    options = dict(cache_implementation="static", cache_config={"batch_size": 1, "max_cache_len": 8})
+    model.generation_config = GenerationConfig(use_cache=True, max_length=8, **options)
+    if states is None:
+        exported = convert_and_export_with_cache(model).module()
+        logits = exported(input_ids=torch.tensor([[5]]), cache_position=torch.tensor([0]))
+        torch.testing.assert_close(logits, model(torch.tensor([[5]])).logits)
+    else:
+        with pytest.raises(Exception, match=f"built for {states} 16 wide.* 19 wide.*export_model"):
+            convert_and_export_with_cache(model)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -7,7 +7,7 @@ from test_growth import fingerprint, same
 from transformers import AutoModel, BertConfig, BertModel
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
+from hf_growattn.growable.models import attentions
 
 BATCH = lm_batches(1)[0]
 
@@ -71,9 +71,12 @@ def test_a_loss_that_is_not_finite(value):
 
 def test_frozen_weights():
     model = patch_model(build("llama-2"))
-    attentions(model)[1].q_proj.requires_grad_(False)
-    refused(model, [BATCH], r"q_proj.weight of layer 1 is frozen.*requires_grad_\(True\)")
-    assert Grower(model, GrowthConfig(qk_dims=2, layers=[0])).grow([BATCH]).applied
+    for role in ("q_proj", "v_proj"):
+        getattr(attentions(model)[1], role).requires_grad_(False)
+    match = r"rewrites existing weights, and {}_proj of layer 1 is frozen.*requires_grad_\(True\)"
+    refused(model, [BATCH], match.format("q"), GrowthConfig(qk_dims=2, update_existing=True))
+    refused(model, [BATCH], match.format("v"), GrowthConfig(v_dims=2, method="refactor"))
+    assert Grower(model, GrowthConfig(qk_dims=2, update_existing=True, layers=[0])).grow([BATCH]).applied
 
 
 def test_inference_mode_and_inference_tensors():

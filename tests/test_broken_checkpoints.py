@@ -1,17 +1,20 @@
 """A checkpoint that is not whole is refused with the fix in the message, and nothing is half-loaded."""
 
 import json
+import os
 import shutil
+import tracemalloc
 
 import pytest
 import torch
 from families import HEADS, build, tokens
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from safetensors.torch import load_file, save_file
 from test_saving import grown
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_growattn import patch_model
-from hf_growattn.modeling import attentions
+from hf_growattn.growable.models import attentions
 
 VARIANTS = ["llama-2", "gpt2-2"]
 
@@ -30,9 +33,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def checkpoint(saved, tmp_path):
-    """A copy without checksums, as another program would write one: what it holds is all there is to go by."""
-    without = shutil.ignore_patterns("checksums.json")
-    return lambda name: shutil.copytree(saved / name, tmp_path / name, ignore=without)
+    return lambda name: shutil.copytree(saved / name, tmp_path / name)
 
 
 def edit(path, change, name="config.json"):
@@ -128,6 +129,61 @@ def test_an_index_that_names_no_file(checkpoint):
     )
     with pytest.raises(OSError, match=r"is not whole.*model-x.safetensors.*again"):
         AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_weights_that_someone_edits_load_as_they_are(checkpoint):
+    path = checkpoint("llama-2-4")
+    weights = {name: -value for name, value in load_file(path / "model.safetensors").items()}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+
+
+def test_an_extra_file_of_weights_is_not_read(saved, checkpoint):
+    path = checkpoint("llama-2-4")
+    shutil.copy(saved / "llama-2-9" / "model.safetensors", path / "model-00001-of-00001.safetensors")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(path).eval()(tokens()).logits, grown(4)(tokens()).logits)
+
+
+@pytest.mark.parametrize("name", ["/{}", "../{}", "sub/../../{}", "..", "", "..\\{}", "C:{}"])
+def test_an_index_that_names_files_elsewhere(saved, checkpoint, name):
+    """The file is there, and it would fit."""
+    path, weight = checkpoint("llama-2-4-shards"), "model.layers.1.self_attn.o_proj.weight"
+    shard = shard_of(path, weight)
+    outside = shutil.move(shard, path.parent / "outside.safetensors")
+    name = name.format(str(outside).lstrip("/") if name == "/{}" else "outside.safetensors")
+    (path / "sub").mkdir()
+    edit(path, lambda index: index["weight_map"].update({weight: name}), "model.safetensors.index.json")
+    with pytest.raises(OSError, match=r"index.json names .* which does not lie beside it.*again"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "weights.safetensors"])
+def test_what_is_no_ordinary_file_is_not_waited_for(checkpoint, name):
+    """Opening a pipe waits for a writer. The last one is a shard, of a name that transformers would not give."""
+    path = checkpoint("llama-2-4-shards")
+    if name == "weights.safetensors":
+        weight = WEIGHTS["llama-2"].format(0)
+        edit(path, lambda index: index["weight_map"].update({weight: name}), "model.safetensors.index.json")
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    with pytest.raises(OSError, match=rf"{name} is no ordinary file.*again"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("length", [2_900_000_000, 2**63, 100_000_001])
+def test_a_false_header_is_not_read(checkpoint, length):
+    """3 GB of nothing, whose first bytes say that nearly all of it is the header."""
+    path = checkpoint("llama-2-4")
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(3_000_000_000)
+
+    tracemalloc.start()
+    with pytest.raises(OSError, match=r"is not whole.*[Hh]eader.*again"):
+        AutoModelForCausalLM.from_pretrained(path)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
 
 
 WEIGHTS = {"llama-2": "model.layers.{}.self_attn.k_proj.weight", "gpt2-2": "transformer.h.{}.attn.c_attn.weight"}

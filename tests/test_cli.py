@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,29 +11,23 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import ROOT
-from families import VOCABULARY, build, tokens, word_tokenizer
+from families import VOCABULARY, build, save_with_text, tokens, word_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_growattn import inspection
 from hf_growattn.__main__ import main
-from hf_growattn.arguments import budget_of
-from hf_growattn.cli import app
-from hf_growattn.texts import load_texts, sampled_batches
+from hf_growattn.cli import inspection
+from hf_growattn.cli.commands import app
+from hf_growattn.training.arguments import budget_of
 
-SMALL = "--batches 4 --batch-size 5 --block-size 16".split()
+SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     """A folder with a tiny model and its tokenizer, and a text in which each word has one successor."""
     folder = tmp_path_factory.mktemp("given")
-    word_tokenizer().save_pretrained(folder / "model")
-    build("llama-2").save_pretrained(folder / "model")
-    draw, ids = random.Random(0), []
-    for index in range(1200):
-        ids.append(draw.randrange(2, VOCABULARY) if index % 12 == 0 else 2 + 5 * ids[-1] % 95)
-    (folder / "text.txt").write_text(" ".join(f"w{index}" for index in ids))
+    save_with_text(folder, words=1200)
     return folder
 
 
@@ -127,7 +120,7 @@ def test_grow_leaves_a_model_that_loads(given, grown):
 def test_grow_leaves_a_page_where_matplotlib_is(grown, monkeypatch, given, tmp_path):
     pytest.importorskip("matplotlib")
     assert "</html>" in (grown[0] / "report.html").read_text()
-    monkeypatch.setattr("hf_growattn.outcome.drawable", lambda: False)
+    monkeypatch.setattr("hf_growattn.training.outcome.drawable", lambda: False)
     done = call("grow", given / "model", given / "text.txt", "-o", tmp_path / "out", "--budget", "5%", *SMALL)
     assert done.exit_code == 0 and "pip install matplotlib" in done.stderr, done.output
     assert not (tmp_path / "out" / "report.html").exists() and (tmp_path / "out" / "model.safetensors").exists()
@@ -136,7 +129,7 @@ def test_grow_leaves_a_page_where_matplotlib_is(grown, monkeypatch, given, tmp_p
 def test_where_nothing_holds_nothing_is_written(given, tmp_path, monkeypatch):
     """A text of random words: what one half of it teaches does not hold on the other; here, by a step that fails."""
     monkeypatch.setattr(
-        "hf_growattn.growth.StepSearch.run", lambda search, *_: ([0.0] * len(search.trial.changes), 9.0)
+        "hf_growattn.grow.growth.StepSearch.run", lambda search, *_, **__: ([0.0] * len(search.trial.changes), 9.0)
     )
     done = call("grow", given / "model", given / "text.txt", "-o", tmp_path / "out", "--budget", "5%", *SMALL)
     assert done.exit_code == 3, done.output
@@ -160,8 +153,10 @@ def test_export_and_card(given, grown, tmp_path):
 
 def test_finetune_prints_what_it_leaves(given, tmp_path, monkeypatch):
     """Options of growth and of Trainer, in both spellings; on standard output the figures alone."""
-    monkeypatch.setattr("hf_growattn.finetuning.reloaded_difference", lambda *_: 0.0)  # test_finetune.py does it
-    options = "--v-dims 4 --growth_batches 4 --grow_steps 2 --max_steps 4 --block-size 16 --use_cpu".split()
+    monkeypatch.setattr(
+        "hf_growattn.training.finetuning.reloaded_difference", lambda *_: 0.0
+    )  # test_finetune.py does it
+    options = "--v-dims 4 --growth_batches 4 --grow_steps 2 --max_steps 4 --max-length 16 --use_cpu".split()
     words = ["finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options]
     done = call(*words, "--json")
     assert done.exit_code == 0, done.stderr
@@ -173,17 +168,18 @@ def test_finetune_prints_what_it_leaves(given, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_training_says_how_to_go_on(given, tmp_path, monkeypatch):
-    from hf_growattn.finetuning import MeasuredGrowth, last_checkpoint
+    from hf_growattn.training.finetuning import MeasuredGrowth
+    from hf_growattn.training.recipe import last_checkpoint
 
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    options = "--grow_steps 3 --max_steps 4 --save_steps 2 --eval_strategy no --block_size 16 --use_cpu".split()
+    options = "--grow_steps 3 --max_steps 4 --save_steps 2 --eval_strategy no --max_length 16 --use_cpu".split()
     words = ["finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options]
     with monkeypatch.context() as patch:
         patch.setattr(MeasuredGrowth, "_held_out", interrupt)  # at the growth, after step 3
         done = call(*words)
-    monkeypatch.setattr("hf_growattn.finetuning.reloaded_difference", lambda *_: 0.0)
+    monkeypatch.setattr("hf_growattn.training.finetuning.reloaded_difference", lambda *_: 0.0)
     last = tmp_path / "out" / "checkpoint-2"
     assert done.exit_code == 130, done.output
     assert done.stderr.endswith(f"Interrupted: {last} is whole; go on with --resume_from_checkpoint True.\n")
@@ -202,7 +198,8 @@ def test_evaluate_shows_models_side_by_side(given, grown):
     figures = told["models"][str(grown[0])]
     assert told["base"] == str(given / "model") and figures["text.txt"]["perplexity"]["difference"] < 0
     assert figures["model"]["parameters"]["difference"] == grown[1]["added_parameters"]
-    assert "out - base" in call(*options).stdout
+    shown = call(*options).stdout
+    assert "out - base" in shown and "nats a byte" not in shown  # one tokenizer for both
 
 
 def test_push_writes_a_folder_to_look_at(grown, tmp_path):
@@ -214,12 +211,13 @@ def test_push_writes_a_folder_to_look_at(grown, tmp_path):
 
 
 def test_push_without_a_token_names_the_fix(grown, monkeypatch):
-    monkeypatch.setattr("hf_growattn.checkpoints.get_token", lambda: None)
+    monkeypatch.setattr("hf_growattn.interop.checkpoints.get_token", lambda: None)
     assert "hf auth login" in only_line(call("push", grown[0], "me/grown"))
 
 
 def test_errors_name_the_fix(given, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     (tmp_path / "short.txt").write_text("w2 w3 w4")
     (tmp_path / "bad.jsonl").write_text('{"words": "w2"}\n')
     (tmp_path / "broken.jsonl").write_text("w2\n")
@@ -236,15 +234,15 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
         ("inspect", tmp_path / "bert"): "does not know the model type 'bert'",
         ("inspect", "no/such-model"): "Check the name and the network",
         ("measure", "no/such-model", text): "Check the name and the network",
-        ("measure", model, tmp_path / "nowhere.txt"): "check the path of the text",
-        ("measure", model, tmp_path / "short.txt"): "too few for blocks of 128",
-        ("measure", model, tmp_path / "bad.jsonl"): 'each must have its text under "text"',
+        ("measure", model, tmp_path / "nowhere.txt"): "check the path of the data",
+        ("measure", model, tmp_path / "short.txt"): "too few to hold any out: at least 20",
+        ("measure", model, tmp_path / "bad.jsonl"): "has no column text, but words",
         ("measure", model, tmp_path / "broken.jsonl"): "write one entry in a line",
         ("measure", model, tmp_path / "latin.txt"): "not text in UTF-8",
-        ("measure", model, tmp_path / "empty"): "no .txt files",
+        ("measure", model, tmp_path / "empty"): "There are no .txt, .jsonl, .csv or .parquet files",
         ("export", model, "-o", tmp_path / "out"): "which did not grow",
-        ("finetune", model, tmp_path / "nowhere.txt", "-o", tmp_path / "out"): "check the path of the text",
-        ("finetune", model, text, "-o", tmp_path / "out", "--block_size", 4096): "blocks of 128 or fewer",
+        ("finetune", model, tmp_path / "nowhere.txt", "-o", tmp_path / "out"): "check the path of the data",
+        ("finetune", model, text, "-o", tmp_path / "out", "--max_length", 4096): "choose --max_length 128 or less",
         ("evaluate", model, "--text", text, "--device", "none"): "The device none cannot be used",
         ("evaluate", model, tmp_path / "empty", "--text", text): "There is no checkpoint in",
         ("card", tmp_path / "nowhere", "me/grown"): "Check the name",
@@ -260,7 +258,7 @@ def test_wrong_usage_is_told_before_anything_is_loaded(tmp_path):
         "measure m d --budget 2.5": "out of range",
         "measure m d --budget nan": "out of range",
         "measure m d --budget much": "is no number",
-        "measure m d --batches 1": "--batches",
+        "measure m d --growth_batches many": "growth_batches",
         f"grow m d -o {tmp_path}": "not empty",
         f"grow m d -o {tmp_path}/there": "is a file",
         f"grow m d -o {tmp_path}/there/inside": "nothing can be written in",
@@ -269,7 +267,7 @@ def test_wrong_usage_is_told_before_anything_is_loaded(tmp_path):
         "push m a/b/c": "Repo id",
         f"push m me/m --dry-run {tmp_path}": "not empty",
         "finetune m d": "--output",
-        "finetune --budget 2% m d -o out": "name MODEL and DATA first",
+        "finetune --budget 2% m d -o out": "Name MODEL and DATA first",
         f"finetune m d -o {tmp_path}": "not empty",
         "finetune m d -o out --buget 2%": "unknown: --buget 2%",
         "finetune m d -o out --grow_every 0": "every must be",
@@ -283,10 +281,9 @@ def test_wrong_usage_is_told_before_anything_is_loaded(tmp_path):
 
 
 def test_what_a_model_cannot_take_is_told(given, tmp_path):
-    done = call("measure", given / "model", given / "text.txt", "--budget", "1")
-    assert done.exit_code == 2 and "buy nothing" in " ".join(done.stderr.replace("│", " ").split()), done.output
-    done = call("measure", given / "model", given / "text.txt", "--block_size", "4096")  # as Trainer would spell it
-    assert done.exit_code == 2 and "blocks of 128 or fewer" in " ".join(done.stderr.replace("│", " ").split())
+    words = ["measure", given / "model", given / "text.txt", *SMALL]
+    assert "buy nothing" in only_line(call(*words, "--budget", "1"))
+    assert "choose --max_length 128 or less" in only_line(call(*words, "--max-length", "4096"))
     build("gpt2-2").save_pretrained(tmp_path)
     assert "has no tokenizer that can be loaded" in only_line(call("measure", tmp_path, given / "text.txt", *SMALL))
     larger = word_tokenizer()
@@ -308,32 +305,11 @@ def test_budgets_as_people_write_them():
     assert [type(budget_of(text)) for text in ("1%", "20000")] == [float, int]
 
 
-def test_texts_from_files_and_folders(tmp_path):
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "c.txt").write_text("two\n")
-    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n\n{"text": "two\u2028lines"}\n')
-    (tmp_path / "list.json").write_text('[{"text": "one"}]')
-    assert load_texts(str(tmp_path)) == ["one", "two\n"] and load_texts(str(tmp_path / "a.txt")) == ["one"]
-    assert load_texts(str(tmp_path / "lines.jsonl")) == ["one", "two\u2028lines"]
-    assert load_texts(str(tmp_path / "list.json")) == ["one"]
-
-
-def test_batches_come_from_all_over_a_long_text():
-    """Of a text of 95 words, each in a stretch of its own, many are drawn though few tokens are."""
-    text = " ".join(f"w{index} " * 3000 for index in range(2, VOCABULARY))
-    batches = sampled_batches([text], word_tokenizer(), batches=8, batch_size=8, block_size=128)
-    assert [tuple(batch.shape) for batch in batches] == [(8, 128)] * 8
-    assert len(torch.cat(batches).unique()) >= 5
-    short = sampled_batches(["w2 " * 400], word_tokenizer(), batches=8, batch_size=8, block_size=16)
-    assert [len(batch) for batch in short] == [8, 8, 8]  # 25 rows are all there is
-
-
 def test_an_interrupted_save_leaves_nothing(given, tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_growattn.checkpoints.figures_of", interrupted)  # the weights are written by then
+    monkeypatch.setattr("hf_growattn.interop.figures.figures_of", interrupted)  # the weights are written by then
     done = call("grow", given / "model", given / "text.txt", "-o", tmp_path / "out", "--budget", "5%", *SMALL)
     assert done.exit_code == 130 and "nothing was written" in done.stderr, done.output
     assert not list(tmp_path.iterdir())
@@ -343,7 +319,7 @@ def test_a_fault_of_ours_shows_where_when_asked(monkeypatch):
     def broken(*_):
         raise RuntimeError("on\npurpose")
 
-    monkeypatch.setattr("hf_growattn.checkpoints.load_growable", broken)
+    monkeypatch.setattr("hf_growattn.interop.checkpoints.load_growable", broken)
     assert only_line(call("inspect", "m")) == "Error: RuntimeError: on purpose (growattn --debug shows where)"
     done = call("--debug", "inspect", "m")
     assert isinstance(done.exception, RuntimeError)
@@ -352,7 +328,13 @@ def test_a_fault_of_ours_shows_where_when_asked(monkeypatch):
 def test_ctrl_c_on_a_real_process(given, tmp_path):
     """While it measures: an exit code of its own, one line, no traceback, no file."""
     output = tmp_path / "out"
-    words = [given / "model", given / "text.txt", "-o", output, "--batches", 20, "--batch-size", 1, "--block-size", 16]
+    words = [
+        given / "model",
+        given / "text.txt",
+        "-o",
+        output,
+        *"--growth_batches 20 --per_device_train_batch_size 1 --max_length 16".split(),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "hf_growattn", "grow", *map(str, words)],
@@ -373,7 +355,7 @@ def test_ctrl_c_on_a_real_process(given, tmp_path):
 
 
 def test_ctrl_c_while_it_is_being_loaded(monkeypatch, capsys):
-    monkeypatch.setattr("hf_growattn.cli.app", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("hf_growattn.cli.commands.app", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130 and capsys.readouterr().err == "Interrupted: nothing was written.\n"

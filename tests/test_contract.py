@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from compared import ComparedGrower
 from conftest import real_batches, real_model
 from families import EAGER_ONLY, HEADS, VARIANTS, build, lm_batches, padded, tokens
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_model
-from hf_growattn.architectures import ARCHITECTURES
-from hf_growattn.modeling import attentions
+from hf_growattn.growable.models import attentions
+from hf_growattn.model.architectures import ARCHITECTURES
 
 MODELS = [*VARIANTS, "stories260K"]
 MODELS_BY_ATTENTION = [
@@ -39,7 +40,7 @@ def grow_unevenly(model, name: str, optimizer=None):
     last = model.config.num_hidden_layers - 1
     reports = [
         Grower(model, GrowthConfig(qk_dims=4, v_dims=2), optimizer).grow(batches_for(name)),
-        Grower(model, GrowthConfig(qk_dims=3, layers=[last], estimator="random"), optimizer).grow(batches_for(name)),
+        ComparedGrower(model, GrowthConfig(qk_dims=3, layers=[last]), optimizer).grow(batches_for(name)),
     ]
     assert [a.qk_head_dim for a in attentions(model)].count(attentions(model)[0].qk_head_dim) == last
     return reports
@@ -165,7 +166,7 @@ def test_a_second_model_is_untouched(name):
     before, dumped = second(tokens()).logits, second.config.to_json_string()
     patch_model(first)
     patch_model(shared)
-    assert Grower(shared, GrowthConfig(qk_dims=4, layers=[0], estimator="random")).grow(batches_for(name)).applied
+    assert ComparedGrower(shared, GrowthConfig(qk_dims=4, layers=[0])).grow(batches_for(name)).applied
     assert [type(module) for module in second.modules()] == classes
     assert second.config.to_json_string() == dumped
     assert torch.equal(second(tokens()).logits, before)
@@ -267,7 +268,7 @@ def test_checkpoints_are_safetensors_with_a_config_of_our_own(reloaded):
     assert [config["per_layer_config"][str(layer)]["v_head_dim"] for layer in range(5)] == [18] * 5
     widths = [config["per_layer_config"][str(layer)]["qk_head_dim"] for layer in range(5)]
     assert widths == [20, 20, 20, 20, 23]
-    assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.partial"))
+    assert not list(folder.rglob("*.bin")) and not list(folder.rglob(".*"))
 
 
 @pytest.mark.parametrize("name", ["llama-2", "stories260K", "gpt2-2"])

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compared import logit_variance, whiten
 from hypothesis import given
 from hypothesis import strategies as st
 from test_functional import always, normal, seeds, spd
 from torch.testing import assert_close
 
-from hf_growattn import functional as F
+from hf_growattn.measure import functional as F
 
 sizes = st.integers(1, 6)
 
@@ -27,7 +28,7 @@ def logit_gradient(logits, *rest):
 
 def steepest(cross, roots, dims):
     """The project's step of rank `dims` and size 1 for one head: (a, b)."""
-    whitened = F.whiten(cross[None], roots[1], roots[1], 1)
+    whitened = whiten(cross[None], roots[1], roots[1], 1)
     new_a, new_b = F.step_factors(*F.best_directions(whitened, dims), roots[1], roots[1], 1)
     return (new_a @ new_b.mT)[0]
 
@@ -77,7 +78,7 @@ def test_000_remark_2_1_the_error_is_the_whitened_tail_and_what_x_cannot_reach()
     inverse, roots = torch.linalg.pinv(x), F.square_roots(F.moment_sum(x[None]))
     error = (wanted + x @ steepest(x.T @ wanted @ x, roots, rank) @ x.T).square().sum()
     draft = torch.linalg.svdvals(inverse @ wanted @ inverse.T)[rank:].square().sum()
-    whitened = torch.linalg.svdvals(F.whiten((x.T @ wanted @ x)[None], roots[1], roots[1], 1)[0])
+    whitened = torch.linalg.svdvals(whiten((x.T @ wanted @ x)[None], roots[1], roots[1], 1)[0])
     unreachable = (wanted - x @ inverse @ wanted @ inverse.T @ x.T).square().sum()
     assert_close(error, whitened[rank:].square().sum() + unreachable)
     assert (draft / error - 1).abs() > 0.5 and unreachable > 0.5 * error
@@ -113,7 +114,7 @@ def test_000_s1_the_scale_stays_in_the_gradient_and_stays_when_the_head_widens()
     wider = torch.cat((w_q, zeros), -1) @ torch.cat((w_k, normal(5, 4, seed=11)), -1).T
     assert_close(loss(wider, scale), loss(pattern, scale), rtol=1e-12, atol=0)
     assert (loss(wider, 8**-0.5) - loss(pattern, scale)).abs() > 1e-2
-    assert F.logit_variance(4, 4, 0.0) == 1 and F.logit_variance(4, 4, 0.0, recompute_scale=True) == 0.5
+    assert logit_variance(4, 4, 0.0) == 1 and logit_variance(4, 4, 0.0, recompute_scale=True) == 0.5
 
 
 def test_000_and_001_moments_are_pooled_and_the_gradient_is_masked():
@@ -238,7 +239,7 @@ def layers(draw):
     root_b = F.square_roots(spd(b, spread, seed + 1))
     cross, w_a = normal(heads, a, b, seed=seed + 2), normal(heads, a, k, seed=seed + 3)
     w_b = normal(groups, b, k, seed=seed + 4)
-    whitened = F.whiten(cross, root_a[1], root_b[1], groups)
+    whitened = whiten(cross, root_a[1], root_b[1], groups)
     stacked, shared = F.stack_groups(F.apply_root(root_a[0], w_a), groups), root_b[0] @ w_b
     names = "heads groups a b k p seed root_a root_b cross whitened stacked shared"
     return SimpleNamespace(**{name: value for name, value in locals().items() if name in names.split()})
@@ -293,7 +294,7 @@ def test_000_remark_1_2_a_bias_is_one_more_row_of_every_formula(seed, d, k, head
     assert_close(augmented[:, None] @ joined[0] @ joined[1].mT @ augmented[:, None].mT, queries @ keys.mT)
     cross = (augmented.mT @ g @ augmented).sum(1)  # (heads, d + 1, d + 1)
     roots = F.square_roots(F.ridged(F.moment_sum(augmented), 0.05))
-    u, sigma, v = F.best_directions(F.whiten(cross, roots[1], roots[1], heads), p)
+    u, sigma, v = F.best_directions(whiten(cross, roots[1], roots[1], heads), p)
     sides = [F.split_bias(side, d) for side in F.step_factors(u, sigma, v, roots[1], roots[1], heads)]
     queries, keys = (x[:, None] @ w.mT + b[:, None] for w, b in sides)
     assert_close((g * (queries @ keys.mT).transpose(0, 1)).sum(), -F.first_order_gain(sigma).sum())
@@ -384,8 +385,8 @@ def test_004_proposition_5_var_qk_is_d_k_and_what_each_scale_makes_of_new_dims(d
     q, k = normal(2, 40_000, d_k + new)
     q[:, d_k:] *= variance**0.5
     scale = (d_k + new if recompute else d_k) ** -0.5
-    expected = F.logit_variance(d_k, new, variance, recompute_scale=recompute)
+    expected = logit_variance(d_k, new, variance, recompute_scale=recompute)
     assert (scale * (q * k).sum(-1)).var().item() == pytest.approx(expected, rel=0.05)
     assert (q[:, :d_k] * k[:, :d_k]).sum(-1).var().item() == pytest.approx(d_k, rel=0.05)
-    kept, grown = F.logit_variance(d_k, new, variance), 1 + new * variance / d_k
+    kept, grown = logit_variance(d_k, new, variance), 1 + new * variance / d_k
     assert kept == pytest.approx(grown) and expected == pytest.approx(grown * d_k * scale**2)

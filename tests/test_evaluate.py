@@ -1,4 +1,4 @@
-"""Evaluation, by its script and in the library: figures are those of a plain loop, and errors name the fix."""
+"""Evaluation, by its command and in the library: figures are those of a plain loop, and errors name the fix."""
 
 import importlib.util
 import json
@@ -16,8 +16,10 @@ from families import VOCABULARY, word_tokenizer
 from test_export import llama, widened
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import evaluation, export_model, harness
-from hf_growattn.checkpoints import load_config, load_tokenizer
+from hf_growattn import export_model
+from hf_growattn.cli import evaluation, harness
+from hf_growattn.interop.checkpoints import load_config, load_tokenizer
+from hf_growattn.training.recipe import Training
 
 BLOCK = 64  # what these models read at once; the text is longer
 TEXT = " ".join(f"w{random.Random(1).randrange(2, VOCABULARY) if i % 7 else 2 + i % 90}" for i in range(301))
@@ -73,12 +75,13 @@ def given(tmp_path_factory):
     return folder
 
 
-def evaluate(folder, *options) -> tuple[dict, str]:
-    command = [sys.executable, ROOT / "scripts" / "evaluate.py", *options, "--json", folder / "figures.json"]
+def evaluate(folder, *options) -> dict:
+    command = [sys.executable, "-m", "hf_growattn", "evaluate", *options, "--json"]
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    settings["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "figures.json").read_text()), done.stdout
+    return json.loads(done.stdout)
 
 
 def ids_of(text: str) -> list[int]:
@@ -100,9 +103,8 @@ def choice_of(model, row: dict) -> int:
 def test_stock_grown_and_exported_side_by_side(given):
     names = ["base", "grown", "exported"]
     tasks = ["choose.jsonl", "from.yaml", "go_on.jsonl"]
-    told, out = evaluate(given, "grown", "exported", "--base", "base", "--text", "text.txt", "--tasks", *tasks)
-    assert list(told["models"]) == names and all(f"{name} - base" in out for name in names[1:])
-    assert "nats a byte" not in out  # one tokenizer for all
+    told = evaluate(given, "grown", "exported", "--base", "base", "--text", "text.txt", "--task", *tasks)
+    assert list(told["models"]) == names
     for name in names:
         model, figures = AutoModelForCausalLM.from_pretrained(given / name).eval(), told["models"][name]
         right = [choice_of(model, row) == row["gold"] for row in questions()]
@@ -134,14 +136,18 @@ def test_every_token_of_a_text_is_scored_once(prefix, length):
             for t in range(max(done, 0 if prefix else 1), start + body)
         ]
         done, start = start + body, min(start + body // 2, length - body)
-    scored = evaluation.block_nats(model, ids, prefix, block, batch_size=4)
+    row = {"input_ids": prefix + ids, "labels": prefix + ids}
+    scored = evaluation.block_nats(model, [row], *(prefix or [None]), block, batch_size=4)
     assert sum(count for _, count in scored) == len(expected) == length - (not prefix)
     assert sum(total for total, _ in scored) == pytest.approx(sum(expected), rel=1e-5)  # fp32
 
 
 def test_other_tokenizers_compare_by_bytes():
     model, tokenizer = llama(), word_tokenizer()
-    one = evaluation.text_figures(model, tokenizer, [TEXT], BLOCK, 8)
+    ids = [*ids_of(TEXT), tokenizer.eos_token_id]
+    rows, training = [{"input_ids": ids, "labels": ids}], Training("unused")
+    sizes = evaluation.sizes_of([{"text": TEXT}], training)
+    one = evaluation.text_figures(model, tokenizer, rows, sizes, BLOCK, 8)
     other = {name: evaluation.Figure(figure.value + 1, figure.without, "other") for name, figure in one.items()}
     assert one["nats a byte"].value * len(TEXT) == pytest.approx(one["nats a token"].value * 301)  # of 302, "<eos>" too
     assert one["nats a word"].value == pytest.approx(one["nats a token"].value)
@@ -221,7 +227,7 @@ def test_tasks_that_cannot_be_loaded(monkeypatch, given, tmp_path):
         load([str(given / "choose.jsonl")] * 2, False)
     told = YAML.format(path="-").replace("metric: acc,", "metric: somebodys, hf_evaluate: true,")
     (tmp_path / "scored.yaml").write_text(told)
-    with pytest.raises(ValueError, match="somebodys is code from the Hub: say --trust-remote-code"):
+    with pytest.raises(ValueError, match="somebodys is code from the Hub: say --trust_remote_code"):
         load([str(tmp_path / "scored.yaml")], False)
 
 

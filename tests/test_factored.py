@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from hf_growattn.views import FactoredMatrix
+from hf_growattn.measure.views import FactoredMatrix
 
 # fp64: sums in another order, and nothing else.
 EXACT = dict(rtol=1e-10, atol=1e-10)

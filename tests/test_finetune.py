@@ -1,8 +1,7 @@
-"""Fine-tuning as a user runs it: real processes on a tiny model and a tiny text, by the script and by `growattn`."""
+"""Fine-tuning as a user runs it: real processes on a tiny model and a tiny text, alone and by both launchers."""
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -11,41 +10,39 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from families import VOCABULARY, build, word_tokenizer
+from families import save_with_text
 from safetensors.torch import load_file
 
-from hf_growattn import finetuning
+from hf_growattn.cli.commands import app
+from hf_growattn.training import finetuning
+from hf_growattn.training.recipe import read
 
-OPTIONS = "--block_size 16 --growth_batches 4 --learning_rate 1e-3 --max_steps 24 --save_steps 6 --use_cpu".split()
+OPTIONS = (
+    "--max_length 16 --growth_batches 4 --learning_rate 1e-3 --max_steps 24 --save_steps 6 --logging_steps 2".split()
+)
+TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=2"
+ACCELERATE = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory) -> list:
-    """The options that name a tiny model with its tokenizer, and a text in which each word has one successor."""
+    """A tiny model with its tokenizer, and a text in which each word has one successor; then options."""
     folder = tmp_path_factory.mktemp("given")
-    word_tokenizer().save_pretrained(folder / "model")
-    build("llama-2").save_pretrained(folder / "model")
-    draw, ids = random.Random(0), []
-    for index in range(2400):
-        ids.append(draw.randrange(2, VOCABULARY) if index % 12 == 0 else 2 + 5 * ids[-1] % 95)
-    (folder / "text.txt").write_text(" ".join(f"w{index}" for index in ids))
-    return ["--model", folder / "model", "--dataset", folder / "text.txt", *OPTIONS]
+    save_with_text(folder, words=2400)
+    return [folder / "model", folder / "text.txt", *OPTIONS]
 
 
-def start(given: list, output: Path, *options, processes: int = 1) -> subprocess.Popen:
-    command = [sys.executable, ROOT / "scripts" / "finetune.py", *given, "--output_dir", output, *options]
-    if processes > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        _, model, _, text, *rest = given
-        command = [*launcher, "-m", "hf_growattn", "finetune", model, text, "-o", output, *rest, *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+def start(given: list, output: Path, *options, launcher: str = "") -> subprocess.Popen:
+    command = [sys.executable, *launcher.split(), "-m", "hf_growattn", "finetune", *given, "-o", output, *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"HF_HUB_OFFLINE": "1"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     return subprocess.Popen([str(word) for word in command], env=environment, cwd=ROOT, **pipes)
 
 
-def finetune(given: list, output: Path, *options, processes: int = 1) -> tuple[dict, str]:
+def finetune(given: list, output: Path, *options, launcher: str = "") -> tuple[dict, str]:
     """Run to the end, and return the figures and what was printed."""
-    process = start(given, output, *options, processes=processes)
+    process = start(given, output, *options, launcher=launcher)
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
     return json.loads((output / "figures.json").read_text()), out
@@ -102,7 +99,7 @@ def test_two_processes_with_trainers_own_options(given, tmp_path):
     options += (
         " --gradient_checkpointing --grow_every 4 --max_growths 2 --budget 0.02 --total_budget 0.03 --max_steps 10"
     )
-    figures, out = finetune(given, tmp_path, *options.split(), processes=2)
+    figures, out = finetune(given, tmp_path, *options.split(), launcher=TORCHRUN)
     assert [growth["step"] for growth in figures["growths"]] == [4, 8]
     added = figures["after"]["parameters"] - figures["before"]["parameters"]
     assert 0 < added <= 0.03 * figures["before"]["parameters"]
@@ -113,8 +110,29 @@ def test_two_processes_with_trainers_own_options(given, tmp_path):
 
 @pytest.fixture
 def main():
-    """What the script calls, in this process, on a command line."""
-    return lambda *options: finetuning.main([*map(str, options)], "finetune.py")
+    """What `growattn finetune` calls, in this process, on a command line."""
+    return lambda *options: finetuning.main(read([*map(str, options)], "finetune"))
+
+
+def test_two_processes_without_an_accelerator_train_as_one(given, main, monkeypatch, tmp_path):
+    """Without being told to use CPUs: two processes with 4 rows each are one with 8, in one folder."""
+    options = [*given, *"--v_dims 4 --max_steps 6 --save_strategy no --per_device_eval_batch_size 1".split()]
+    two, out = finetune(options, tmp_path / "two", "--per_device_train_batch_size", "4", launcher=ACCELERATE)
+    assert out.count("Reloaded in a fresh process") == out.count("validated gain") == 1
+    monkeypatch.setattr(finetuning, "reloaded_difference", lambda *_: 0.0)
+    one = main(*options, "--per_device_train_batch_size", "8", "--output_dir", tmp_path / "one")
+    for losses in ("training", "held_out"):
+        assert two["with_growth"][losses] == [pytest.approx(pair, rel=1e-4) for pair in one["with_growth"][losses]]
+    assert two["after"] == one["after"] and two["after"]["v_head_dim"] == [20, 20]
+
+
+def test_several_processes_that_cannot_train_as_one_are_refused(main, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)  # as on a Mac, where no backend joins processes
+    with pytest.raises(SystemExit):
+        main("none", "none", "--output_dir", "none")
+    assert "2 processes were started, and each would train by itself" in capsys.readouterr().err
 
 
 def test_a_training_that_never_grew_is_saved(given, main, tmp_path):
@@ -128,7 +146,16 @@ def test_a_training_that_never_grew_is_saved(given, main, tmp_path):
 def test_lora(given, main, monkeypatch, tmp_path, capsys):
     """Adapters grow along; a resumed training ends as the unbroken one, in one plain merged checkpoint."""
     pytest.importorskip("peft")
-    options = [*given, "--output_dir", tmp_path, "--lora_rank", "4", "--v_dims", "2", "--save_steps", "9"]
+    options = [
+        *given,
+        "--output_dir",
+        tmp_path,
+        *"--use_peft --lora_r 4 --lora_dropout 0".split(),
+        "--v_dims",
+        "2",
+        "--save_steps",
+        "9",
+    ]
     main(*options, "--compare")
     figures, weights = json.loads((tmp_path / "figures.json").read_text()), load_file(tmp_path / "model.safetensors")
     assert "largest difference of the logits 0.00e+00" in capsys.readouterr().out
@@ -152,24 +179,17 @@ def test_lora(given, main, monkeypatch, tmp_path, capsys):
         ("--growth_batches 0", "batches must be"),
         ("--grow_every 0", "every must be"),
         ("--grow_at noon", "invalid choice"),
-        ("--output_dir nowhere --resume_from_checkpoint True", "no checkpoint to resume from"),
+        ("--resume_from_checkpoint True", "no checkpoint to resume from"),
     ],
 )
 def test_bad_combinations_are_told_before_anything_is_loaded(main, capsys, options, message):
-    with pytest.raises(SystemExit):
-        main("--model", "none", "--dataset", "none", *options.split())
-    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        app(["finetune", "none", "none", "-o", "nowhere", *options.split()])
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 def test_help_lists_the_options(main, capsys):
     with pytest.raises(SystemExit, match="0"):
-        main("--help")
-    assert "--grow_steps" in (told := capsys.readouterr().out) and "--learning_rate" in told
-
-
-def test_epochs_on_the_command_line_are_not_outvoted_by_the_default_steps(tmp_path):
-    common = dict(output_dir=str(tmp_path), use_cpu=True)
-    assert finetuning.FinetuneArguments(**common).half_of(80) == 200
-    assert finetuning.FinetuneArguments(**common, max_steps=10).half_of(80) == 5
-    epochs = finetuning.FinetuneArguments(**common, num_train_epochs=4, gradient_accumulation_steps=2)
-    assert epochs.max_steps == -1 and epochs.half_of(80) == 10  # 5 steps an epoch
+        app(["finetune", "--help_all"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--learning_rate" in told and "--grow-steps int" in told and "(default: 0.1)" in told

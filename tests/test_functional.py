@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from hf_growattn import functional as F
+from hf_growattn.measure import functional as F
 
 always = settings(deadline=None, max_examples=50, derandomize=True, database=None)
 seeds = st.integers(0, 2**31)

@@ -8,12 +8,14 @@ from conftest import real_batches
 from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.blocks import measure_moments
-from hf_growattn.functional import step_factors
-from hf_growattn.gradients import exact_gradients
-from hf_growattn.modeling import attentions
-from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
-from hf_growattn.trial import Change, StepSearch, Trial
+from hf_growattn.grow.search import StepSearch
+from hf_growattn.grow.trial import Change, Trial
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.functional import step_factors
+from hf_growattn.measure.gradients import exact_gradients
+from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.measure.passes import mean_loss, undisturbed
 
 FIXED = dict(qk_dims=4, v_dims=4)
 
@@ -187,16 +189,12 @@ def test_no_grid_ends_the_search():
         assert step == pytest.approx(best, rel=0.3) and loss < 1.1
 
 
-def test_each_kind_and_then_each_layer_finds_its_own_step():
+def test_each_kind_finds_its_own_step():
     best, kinds = [1.0, 2.0, 3e-4, 6e-4], [PATTERNS, PATTERNS, MESSAGES, MESSAGES]
     curve = _Curve(best, kinds)
-    steps, loss = StepSearch(curve, curve.measure).run()
+    steps, _ = StepSearch(curve, curve.measure).run()
     assert steps[0] == steps[1] and steps[2] == steps[3] and steps[0] == pytest.approx(1.2, rel=0.5)
     assert steps[2] == pytest.approx(3.6e-4, rel=0.5)
-    refined, lower = StepSearch(curve, curve.measure).run(refine=True)
-    assert lower < loss
-    for step, wanted in zip(refined, best):
-        assert step == pytest.approx(wanted, rel=0.5)
 
 
 def test_the_search_starts_where_the_linear_model_is_trusted():
@@ -221,7 +219,7 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
         stacked, shared = step_factors(*args)
         return stacked, -shared
 
-    monkeypatch.setattr("hf_growattn.functional.step_factors", uphill)
+    monkeypatch.setattr("hf_growattn.measure.functional.step_factors", uphill)
     report = Grower(model, GrowthConfig(**FIXED), optimizer).grow(lm_batches())
     assert not report.applied and report.predicted_gain == 0
     assert report.loss_after == report.loss_before and report.added_parameters == 0
@@ -239,7 +237,7 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
 )
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
 def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, monkeypatch):
-    import hf_growattn.growth as growth
+    import hf_growattn.grow.growth as growth
 
     model = patch_model(build("llama-5-bias")).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -250,7 +248,7 @@ def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, mon
 
     def failing(*args, **kwargs):
         if phase == "Trial":
-            monkeypatch.setattr("hf_growattn.widths._resize", _fail_at(5, error))
+            monkeypatch.setattr("hf_growattn.growable.widths._resize", _fail_at(5, error))
             return original(*args, **kwargs)
         if phase == "StepSearch":
             search = original(*args, **kwargs)
@@ -287,7 +285,7 @@ def _raise(error):
 
 
 def _fail_at(call, error):
-    from hf_growattn.widths import _resize
+    from hf_growattn.growable.widths import _resize
 
     calls = []
 

@@ -16,10 +16,11 @@ from hub_server import Hub, Repository, card_errors
 from huggingface_hub import HfApi, ModelCard
 from typer.testing import CliRunner
 
-from hf_growattn import Grower, GrowthConfig, model_card, outcome, patch_model
-from hf_growattn.cards import source_of
-from hf_growattn.cli import app
-from hf_growattn.modeling import attentions
+from hf_growattn import Grower, GrowthConfig, model_card, patch_model
+from hf_growattn.cli.commands import app
+from hf_growattn.growable.models import attentions
+from hf_growattn.interop.figures import source_of
+from hf_growattn.training import outcome
 
 TOKEN = "hf_neverToBeSeenAnywhere"
 BASE_CARD = b"---\nlicense: other\nlicense_name: tiny-licence\nlicense_link: https://example.com/l\n---\n# Base\n"
@@ -179,7 +180,7 @@ def test_the_command_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown,
 
 
 def test_the_stock_form(hub, checkpoint, grown, tmp_path):
-    pytest.importorskip("hf_growattn.export", reason="the stock form needs the export")
+    pytest.importorskip("hf_growattn.interop.export", reason="the stock form needs the export")
     done = command(hub, tmp_path, checkpoint[0], "me/stock", "--form", "stock")
     assert done.returncode == 0, done.stderr
     assert not json.loads(hub.files("me/stock")["config.json"])["model_type"].startswith("growattn")
@@ -248,14 +249,19 @@ def test_a_card_of_a_model_that_is_not_growable():
 
 
 def test_local_names_do_not_travel(here, grown, tmp_path):
-    """A base or a text in a folder is told by its last name; a grown checkpoint is no base, but leads to one."""
+    """A base or a text in a folder is told by its last name; a grown checkpoint is no base, but leads to one.
+
+    Figures may come from anywhere, so of a folder that they alone name no licence is read.
+    """
     model, _ = grown
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "README.md").write_bytes(BASE_CARD)
     figures = {"base_model": str(tmp_path / "base"), "dataset": str(tmp_path / "secret.txt"), "growths": []}
     text = str(model_card(model, "me/grown", figures=figures))
     assert str(tmp_path) not in text and "`base`" in text and "secret.txt" in text and "base_model" not in text
-    assert "license: other" in text and card_errors(text) == []
+    assert "license" not in text and card_errors(text) == []
+    text = str(model_card(model, "me/grown", figures=figures, base_model=str(tmp_path / "base")))
+    assert "license: other" in text and "`base`" in text and card_errors(text) == []
     (tmp_path / "figures.json").write_text(json.dumps({"base_model": str(tmp_path / "base")}))
     assert "`base`" in str(model_card(model, "me/grown", base_model=str(tmp_path)))
     model.save_pretrained(tmp_path / "stage")
@@ -315,8 +321,10 @@ def test_a_wheel_carries_the_template(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     assert [path.name for path in (tmp_path / "site" / "hf_growattn" / "model_cards").iterdir()] == ["template.md"]
+    parts = (path.relative_to(ROOT) for path in (ROOT / "hf_growattn").rglob("*"))
+    assert all((tmp_path / "site" / part).is_file() for part in parts if part.suffix in (".py", ".html", ".json"))
     code = """
-import hf_growattn.cards, transformers
+import hf_growattn.interop.cards, transformers
 config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 model = hf_growattn.patch_model(transformers.LlamaForCausalLM(config))
 print(hf_growattn.__file__, hf_growattn.model_card(model, "me/grown"))

@@ -15,8 +15,9 @@ from test_layering import TRAVELLING
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from hf_growattn import Grower, GrowthConfig, modeling, patch_model, unpatch_model
-from hf_growattn.modeling import attentions
+from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
+from hf_growattn.growable import models as modeling
+from hf_growattn.growable.models import attentions
 
 CODE = {f"growattn/{name}.py" for name in TRAVELLING}
 COMMIT = "0123456789" * 4
@@ -33,7 +34,9 @@ def grown(variant: str, auto_class=AutoModelForCausalLM):
 
 
 def is_the_librarys(code) -> bool:
-    return all(path.read_bytes() == (ROOT / "hf_growattn" / path.name).read_bytes() for path in code.glob("*.py"))
+    return all(
+        path.read_bytes() == (ROOT / "hf_growattn" / "model" / path.name).read_bytes() for path in code.glob("*.py")
+    )
 
 
 def put_in_hub_cache(home, repo: str, checkpoint):
@@ -111,7 +114,7 @@ def test_what_is_saved_there_is_whole_and_grows_here(without_library, family):
         first, second = (json.loads((path / "config.json").read_text()) for path in (folder / family, again))
         assert second["auto_map"] == first["auto_map"] and second["per_layer_config"] == first["per_layer_config"]
         model = auto_class.from_pretrained(again).eval()
-        assert type(model).__module__ == "hf_growattn.modeling"
+        assert type(model).__module__ == "hf_growattn.growable.models"
         torch.testing.assert_close(model(tokens())[0], expected[name]["output"], rtol=1e-6, atol=1e-6)
     model = AutoModelForCausalLM.from_pretrained(folder / f"{family}-again")
     report = Grower(model, GrowthConfig(qk_dims=2)).grow(lm_batches())

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
+from compared import ComparedGrower
 from families import build, lm_batches
 from optimizers import BOUNDED, LR, OPTIMIZERS, SCALED, SCHEDULERS, step_scheduler
 from torch import nn
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
-from hf_growattn.optimizer import check_optimizers, follow_resized
+from hf_growattn.grow.optimizer import check_optimizers, follow_resized
+from hf_growattn.growable.models import attentions
 
 ROLES = ("query", "key", "value", "output")
 
@@ -116,7 +117,7 @@ def test_a_factored_state_follows_its_axis_and_no_other(kind, names, variant, mo
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_carried_state_steps_on_and_is_saved_and_loaded(name):
     model, optimizers = trained("gpt2-2", OPTIMIZERS[name], steps=2)
-    Grower(model, GrowthConfig(qk_dims=4, v_dims=2, layers=[0], estimator="random"), optimizers).grow(lm_batches(2))
+    ComparedGrower(model, GrowthConfig(qk_dims=4, v_dims=2, layers=[0]), optimizers).grow(lm_batches(2))
     weights = [attentions(model)[0].weight_of(role) for role in ROLES]
     before = [weight.clone() for weight in weights]
     for batch in lm_batches(2):
@@ -175,7 +176,7 @@ def test_gradients_of_equal_size_move_new_columns_no_more_than_old_ones(name, va
 
     for _ in range(20):
         update()
-    Grower(model, GrowthConfig(qk_dims=4, v_dims=4, estimator="random"), optimizers).grow(lm_batches(2))
+    ComparedGrower(model, GrowthConfig(qk_dims=4, v_dims=4), optimizers).grow(lm_batches(2))
     for _ in range(5):
         updates = largest_updates(model, update)
         assert set(updates) == set(ROLES)

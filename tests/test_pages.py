@@ -12,7 +12,7 @@ import torch
 from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, save_report
-from hf_growattn.functional import step_factors
+from hf_growattn.measure.functional import step_factors
 
 ODD = "python <script>alert(1)</script> --name \"a&b\" 'c' {{ 7 * 7 }} </code>"
 EMPTY = GrowthReport(1.0, 1.0, [], 0, {1.0: float("inf")}, {})
@@ -29,7 +29,7 @@ def rolled_back():
     """A growth all of whose steps go uphill."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "hf_growattn.functional.step_factors",
+            "hf_growattn.measure.functional.step_factors",
             lambda *args: [s * (-1) ** i for i, s in enumerate(step_factors(*args))],
         )
         return Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, layers=[1])).grow(lm_batches())

@@ -12,13 +12,14 @@ from packaging.version import Version
 from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM
 
-import hf_growattn.functional as F
+import hf_growattn.measure.functional as F
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.adapters import plain
-from hf_growattn.blocks import measure_moments
-from hf_growattn.gradients import exact_gradients
-from hf_growattn.modeling import attentions
-from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
+from hf_growattn.growable.adapters import plain
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.gradients import exact_gradients
+from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.measure.passes import mean_loss, undisturbed
 
 peft = pytest.importorskip("peft")
 # What peft asks of transformers is not ours to mend.
@@ -343,7 +344,7 @@ def test_nothing_is_left_of_a_growth_that_finds_nothing(monkeypatch):
         stacked, shared = step_factors(*args)
         return stacked, -shared
 
-    monkeypatch.setattr("hf_growattn.functional.step_factors", uphill)
+    monkeypatch.setattr("hf_growattn.measure.functional.step_factors", uphill)
     assert not Grower(model, GROWTH, optimizer).grow(BATCHES).applied
     assert same(fingerprint(model.get_base_model(), optimizer), before)
     sizes_are_true(model)

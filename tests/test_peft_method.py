@@ -17,8 +17,8 @@ from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
-from hf_growattn.probe import mean_loss, undisturbed
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure.passes import mean_loss, undisturbed
 
 peft = pytest.importorskip("peft")
 from hf_growattn import GrowAttnConfig, initialize_growattn_weights  # noqa: E402  they import peft
@@ -272,7 +272,7 @@ def test_the_guided_start_is_what_growth_finds(variant):
 def test_a_guided_start_that_finds_nothing_leaves_the_adapter(monkeypatch):
     model = adapted(LLAMA)
     before = fingerprint(model.get_base_model())
-    monkeypatch.setattr("hf_growattn.growth.StepSearch.run", lambda *args: ([0.0], 0.0))
+    monkeypatch.setattr("hf_growattn.grow.growth.StepSearch.run", lambda *args: ([0.0], 0.0))
     assert not initialize_growattn_weights(model, BATCHES).applied
     assert same(fingerprint(model.get_base_model()), before)
     with pytest.raises(ValueError, match="There are no batches"):

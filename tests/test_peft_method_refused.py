@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 
 import hf_growattn
 from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights
-from hf_growattn.modeling import attentions
+from hf_growattn.growable.models import attentions
 
 REFUSED = {
     "nothing to add": (lambda: adapted(LLAMA, qk_dims=0), ValueError, "give qk_dims, v_dims or both"),
@@ -42,7 +42,11 @@ REFUSED = {
         "'default' is a LoraConfig",
     ),
     "merged": (lambda: initialize_growattn_weights(merged_for_a_while(), BATCHES), ValueError, "unmerge_adapter"),
-    "not finite": (lambda: broken().merge_and_unload(safe_merge=True), ValueError, "NaN or infinite.*'default'"),
+    "not finite, in peft's own words": (
+        lambda: broken().merge_and_unload(safe_merge=True),
+        ValueError,
+        "^NaNs detected in the merged weights. The adapter default seems to be broken",
+    ),
 }
 
 
@@ -84,7 +88,7 @@ def test_a_peft_too_old_or_absent_is_named(version, monkeypatch):
             raise importlib.metadata.PackageNotFoundError
         return version if name == "peft" else of(name)
 
-    monkeypatch.delitem(sys.modules, "hf_growattn.peft_method")
+    monkeypatch.delitem(sys.modules, "hf_growattn.interop.peft_method")
     monkeypatch.setattr(importlib.metadata, "version", pretended)
     with pytest.raises(
         ImportError, match=r"peft>=0.18[\s\S]*GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'"

@@ -7,7 +7,7 @@ from test_growth import fingerprint, same
 from test_peft import BATCHES, GPT2, GROWTH, LLAMA, adapted, lora, peft, pytestmark  # noqa: F401  the mark counts here too
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
+from hf_growattn.growable.models import attentions
 
 REFUSED = {
     "DoRA": (lambda: lora(LLAMA, use_dora=True), r"variant of LoRA \(DoraLinearVariant\).*merge_and_unload"),
@@ -36,7 +36,7 @@ def test_quantized_bases_are_refused():
     model = adapted(LLAMA)
     inside = attentions(model)[0].q_proj.base_layer
     inside.weight = torch.nn.Parameter(inside.weight.to(torch.int8), requires_grad=False)
-    refused(model, GROWTH, "q_proj.base_layer.weight of layer 0 has dtype torch.int8.*quantized")
+    refused(model, GROWTH, "q_proj of layer 0 is in torch.int8, quantized. Load the model without quantization")
 
 
 def test_prompts_are_refused():

@@ -2,18 +2,20 @@
 
 import pytest
 import torch
+from compared import ComparedGrower, compared_gradients
 from conftest import data_path, real_batches, real_model
 from families import build, lm_batches
 from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn import functional as F
-from hf_growattn.blocks import measure_moments
-from hf_growattn.gradients import sketched_gradients, tangent_steps, whole_gradients
-from hf_growattn.modeling import attentions
-from hf_growattn.plan import candidates, strength_of
-from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
-from hf_growattn.trial import Change, Trial
+from hf_growattn.grow.plan import candidates, strength_of
+from hf_growattn.grow.trial import Change, Trial
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure import functional as F
+from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.gradients import sketched_gradients, tangent_steps, whole_gradients
+from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.measure.passes import mean_loss, undisturbed
 
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
 DIM = {"patterns": 6 * (48 + 1), "messages": 4 * 48 + 2 * (48 + 1)}
@@ -111,7 +113,6 @@ def test_widths_stay_below_their_limits():
         (dict(qk_dims=2, multiple_of=0), "multiple_of must be"),
         (dict(qk_dims=2, max_qk_head_dim=0), "max_qk_head_dim must be"),
         (dict(qk_dims=2, method="replace"), "append, refactor"),
-        (dict(qk_dims=2, estimator="best"), "whitened, pooled-truncated"),
         (dict(qk_dims=2, update_existing=True, old_dims_train=False), "Drop one"),
         (dict(qk_dims=2, ridge=0), "ridge must be positive"),
         (dict(qk_dims=2, layers=[]), "layers must be"),
@@ -129,6 +130,8 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     trial = Trial([Change(gradient, 4, torch.zeros(4)) for gradient in gradients])
     trial.take([1.0] * len(trial.changes))
     torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
+    trial.keep()
+    torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
     model(**batches[0]).loss.backward()
     layer = attentions(model)[1]
     rms = [
@@ -142,6 +145,12 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     assert not layer.weight_of("output")[:, 16:].any() and layer.weight_gradient("output")[:, 16:].abs().sum() > 0
 
 
+def new_factors(trial, block):
+    """The new dims that a trial holds beside a block: stacked (H, a, n), shared (G, b, n)."""
+    beside = trial.beside[block.attention]
+    return [F.join_bias(beside.weights[role], beside.biases[role]) for role in block.kind.roles]
+
+
 def test_a_new_pair_has_one_length_on_both_sides_but_its_shared_side_is_never_smaller_than_the_old_weights():
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
     gradients = sketched(model, batches, 4)
@@ -149,18 +158,18 @@ def test_a_new_pair_has_one_length_on_both_sides_but_its_shared_side_is_never_sm
     blocks, products = [gradient.block for gradient in gradients], {}
     for step in (1e-3, 1e9):
         trial.take([step] * len(gradients))
-        products[step] = [block.old_factors() for block in blocks]
-        products[step] = [stacked[..., 16:] @ shared[..., 16:].mT / step for stacked, shared in products[step]]
-        for block in blocks:
-            stacked, shared = block.old_factors()
-            old, new = shared[..., :16].square().mean().sqrt(), shared[..., 16:].square().mean(-2).sqrt()
+        found = [new_factors(trial, block) for block in blocks]
+        products[step] = [stacked @ shared.mT / step for stacked, shared in found]
+        for block, (stacked, shared) in zip(blocks, found):
+            old, new = block.old_factors()[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()
+            assert new.shape == (4, 4)
             if step < 1:
                 torch.testing.assert_close(new, old.expand_as(new))
-                assert (stacked[..., 16:].norm(dim=-2) < 0.1 * shared[..., 16:].norm(dim=-2)).all()
+                assert (stacked.norm(dim=-2) < 0.1 * shared.norm(dim=-2)).all()
             else:
                 assert (new > old).all()
-                lengths = [side[..., 16:].norm(dim=-2) for side in block.whitened_factors()]
-                torch.testing.assert_close(*lengths, rtol=1e-3, atol=0)
+                whitened = F.apply_root(block.roots.stacked_root, stacked), block.roots.shared_root @ shared
+                torch.testing.assert_close(*(side.norm(dim=-2) for side in whitened), rtol=1e-3, atol=0)
     for small, large in zip(*products.values()):
         torch.testing.assert_close(small, large, rtol=1e-3, atol=1e-5 * large.abs().max().item())
 
@@ -178,25 +187,24 @@ def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors
     logits = model(**batches[0]).logits
     patterns = [F.product_norm(*block.whitened_factors()) for block in blocks]
     changes = [Change(g, 4, strength_of(g), step, refactor=True) for g, step in zip(gradients, existing)]
-    trial = Trial(changes)
-    trial.take([0.0] * len(changes))
-    torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-6, atol=1e-6)
-    for block, norm in zip(blocks, patterns):
-        stacked, shared = block.whitened_factors()
-        torch.testing.assert_close(F.product_norm(stacked, shared), norm)
-        # Balanced: both sides have the singular values as their Gram matrix.
-        torch.testing.assert_close(stacked.mT @ stacked, shared.mT @ shared, rtol=1e-6, atol=1e-9)
-        grams = stacked.mT @ stacked
-        torch.testing.assert_close(grams, torch.diag_embed(grams.diagonal(dim1=-2, dim2=-1)), rtol=1e-6, atol=1e-9)
-    step = 1e-3
-    trial.take([step] * len(changes))
-    for block, change in zip(blocks, changes):
-        # ... and after it they are the best of the stepped product.
-        stacked, shared = block.whitened_factors()
-        assert stacked.shape[-1] == 20 and change.refactor
-        torch.testing.assert_close(stacked.mT @ stacked, shared.mT @ shared, rtol=1e-6, atol=1e-9)
-    trial.undo()
-    torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=0, atol=0)
+    for step in (0.0, 1e-3):
+        trial = Trial(changes)
+        trial.take([step] * len(changes))
+        if step == 0:
+            torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-6, atol=1e-6)
+        trial.keep()
+        for block, norm, change in zip(blocks, patterns, changes):
+            # The best of the stepped product, and balanced: both sides have the singular values as their Gram matrix.
+            stacked, shared = block.whitened_factors()
+            assert stacked.shape[-1] == 20 and change.refactor
+            if step == 0:
+                torch.testing.assert_close(F.product_norm(stacked, shared), norm)
+                grams = stacked.mT @ stacked
+                diagonal = torch.diag_embed(grams.diagonal(dim1=-2, dim2=-1))
+                torch.testing.assert_close(grams, diagonal, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(stacked.mT @ stacked, shared.mT @ shared, rtol=1e-6, atol=1e-9)
+        trial.undo()
+        torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=0, atol=0)
 
 
 def test_refactoring_grows_gpt2_and_starts_its_momentum_anew():
@@ -258,9 +266,9 @@ def test_updating_the_existing_weights_moves_them_with_the_rest():
 
 
 @pytest.mark.parametrize("estimator", ["pooled-truncated", "per-sequence", "gradient"])
-def test_other_estimators_grow_too(estimator):
-    model = patch_model(build("llama-2"))
-    report = grow(model, qk_dims=2, v_dims=2, estimator=estimator)
+def test_directions_may_be_plugged_in(estimator):
+    grower = ComparedGrower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, v_dims=2), estimator=estimator)
+    report = grower.grow(lm_batches(6))
     assert report.applied and report.loss_after < report.loss_before
     assert all(layer.width == (16, 18) for layer in report.layers)
 
@@ -268,7 +276,7 @@ def test_other_estimators_grow_too(estimator):
 def test_random_dims_change_nothing_yet():
     model, batches = patch_model(build("llama-5-bias")), lm_batches()
     logits = model(**batches[0]).logits
-    report = grow(model, batches, qk_dims=4, v_dims=4, estimator="random")
+    report = ComparedGrower(model, GrowthConfig(qk_dims=4, v_dims=4)).grow(batches)
     assert report.applied and report.loss_after == report.loss_before
     torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
     assert all(a.weight_of("key")[:, 16:].any() and a.weight_of("value")[:, 16:].any() for a in attentions(model))
@@ -279,8 +287,6 @@ def test_whitened_directions_gain_most_in_their_metric(estimator):
     """At equal length in the metric no estimator promises more than the whitened one."""
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
     halves = halved(batches)
-    from hf_growattn.estimators import compared_gradients
-
     with undisturbed(model):
         blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
         whole = whole_gradients(model, blocks, halves)

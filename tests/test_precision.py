@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from compared import ComparedGrower
 from families import build, lm_batches
 from torch._dynamo.testing import CompileCounter
 
@@ -116,7 +117,7 @@ def test_compiled_code_is_made_anew_once_for_each_growth(variant):
     for _ in range(3):
         train(compiled, optimizer, autocast(torch.bfloat16), identity)
         frames.append(counter.frame_count)
-        assert Grower(compiled, GrowthConfig(qk_dims=1, estimator="random"), optimizer).grow(lm_batches()).applied
+        assert ComparedGrower(compiled, GrowthConfig(qk_dims=1), optimizer).grow(lm_batches()).applied
     train(compiled, optimizer, autocast(torch.bfloat16), identity)
     frames.append(counter.frame_count)
     assert [later - earlier for earlier, later in itertools.pairwise(frames)] == [frames[0]] * 3

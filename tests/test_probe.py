@@ -3,21 +3,25 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from compared import whiten
 from conftest import real_batches, real_model
 from families import build, lm_batches, padded, tokens
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from hf_growattn import functional as F
 from hf_growattn import patch_model
-from hf_growattn.blocks import measure_moments
-from hf_growattn.gradients import exact_gradients, sketched_gradients, tangent_steps
-from hf_growattn.modeling import attentions
-from hf_growattn.probe import MESSAGES, PATTERNS, KindProbe, Probe, batch_loss, undisturbed
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure import functional as F
+from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.gradients import exact_gradients, sketched_gradients, tangent_steps
+from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.measure.passes import batch_loss, undisturbed
+from hf_growattn.measure.probe import KindProbe, Probe
 
 VARIANTS = ["llama-2", "llama-5-bias", "gpt2-2", "gpt2-5-scaled"]
 
@@ -125,7 +129,7 @@ def test_exact_directions_are_those_of_the_whitened_gradient(variant):
     for block, gradient in zip(blocks, gradients):
         layer, roots = attentions(model).index(block.attention), block.roots
         whole = [
-            F.whiten(
+            whiten(
                 cut(part[block.kind.name][layer], block), roots.stacked_whitening, roots.shared_whitening, block.groups
             )
             for part in parts
@@ -163,7 +167,7 @@ def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
             continue
         layer = attentions(model).index(block.attention)
         cross = cut(expected[block.kind.name][layer], block)
-        whole = F.whiten(cross, block.roots.stacked_whitening, block.roots.shared_whitening, block.groups)
+        whole = whiten(cross, block.roots.stacked_whitening, block.roots.shared_whitening, block.groups)
         stacked, shared = block.whitened_factors()
         tangent = whole - F.bottleneck(whole, F.column_basis(stacked), F.column_basis(shared))
         moved = step.stacked @ shared.mT + stacked @ step.shared.mT
@@ -194,11 +198,10 @@ def test_sketch_keeps_the_gain(name, every, old_dims_train):
     halves = halved([{"input_ids": x, "labels": x} for x in real_batches(4, name, size=4)])
     with undisturbed(model):
         blocks, _ = measured(model, halves[0] + halves[1])
-        exact = exact_gradients(model, blocks, halves, dims=16, old_dims_train=old_dims_train)
+        blocks = [replace(block, old_dims_train=old_dims_train) for block in blocks]
+        exact = exact_gradients(model, blocks, halves, dims=16)
         for dims in every:
-            sketched = sketched_gradients(
-                model, blocks, halves, dims, oversampling=16, seed=dims, old_dims_train=old_dims_train
-            )
+            sketched = sketched_gradients(model, blocks, halves, dims, oversampling=16, seed=dims)
             for kind in (PATTERNS, MESSAGES):
                 pairs = [(s, e) for s, e in zip(sketched, exact) if s.block.kind is kind]
                 kept = torch.cat(
@@ -221,7 +224,8 @@ def test_beside_old_dims_that_train_new_ones_leave_out_what_those_can_follow():
     with undisturbed(model):
         blocks, _ = measured(model, batches)
         beyond = exact_gradients(model, blocks, halved(batches), dims=4)
-        alone = exact_gradients(model, blocks, halved(batches), dims=4, old_dims_train=False)
+        frozen = [replace(block, old_dims_train=False) for block in blocks]
+        alone = exact_gradients(model, frozen, halved(batches), dims=4)
     for block, one, other in zip(blocks, beyond, alone):
         old = F.column_basis(block.whitened_factors()[1])
         follows = [(old.mT @ gradient.v).norm() / gradient.v.norm() for gradient in (one, other)]

@@ -35,7 +35,7 @@ def test_the_readme_example_runs(tmp_path, monkeypatch):
 
 
 def test_the_readme_names_every_family_and_is_short():
-    from hf_growattn.architectures import ARCHITECTURES
+    from hf_growattn.model.architectures import ARCHITECTURES
 
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 200
@@ -52,8 +52,8 @@ def test_the_lowest_versions_are_those_of_the_ranges():
         assert f"{version}.".startswith(f"{ranges[name]}."), line
 
 
-def run(script, *arguments):
-    command = [sys.executable, ROOT / "scripts" / script, *arguments]
+def run(*arguments):
+    command = [sys.executable, *arguments]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # models this small are slower on more
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=one_thread)
     assert done.returncode == 0, done.stderr
@@ -61,7 +61,7 @@ def run(script, *arguments):
 
 
 def test_the_demo_in_a_short_form(tmp_path):
-    out = run("demo.py", "--steps", "2", "--output", tmp_path)
+    out = run("scripts/demo.py", "--steps", "2", "--output", tmp_path)
     assert "patterns" in out and "Reloaded in a fresh process: largest difference of the logits 0.00e+00" in out
     figures = json.loads((tmp_path / "figures.json").read_text())
     (growth,) = figures["growths"]
@@ -77,7 +77,9 @@ def test_fine_tuning_any_model_on_any_text(tmp_path):
     (tmp_path / "texts").mkdir()
     file, output = tmp_path / "texts" / "play.txt", tmp_path / "out"
     file.write_text(text)
-    options = ["--output_dir", output, "--max_steps", "2", "--growth-batches", "2", "--qk-dims", "8"]
-    out = run("finetune.py", "--model", data_path("models", "stories260K"), "--dataset", file, *options)
+    options = ["--output_dir", output, "--max_steps", "2", *"--growth-batches 2 --qk-dims 8 --max_length 128".split()]
+    finetune = ["-m", "hf_growattn", "finetune"]
+    out = run(*finetune, data_path("models", "stories260K"), file, *options)
     assert "Held-out loss" in out and "8 -> 16" in out and (output / "model.safetensors").exists()
-    assert "16 -> 24" in run("finetune.py", "--model", output, "--dataset", file.parent, *options)
+    options[1] = tmp_path / "again"
+    assert "16 -> 24" in run(*finetune, output, file.parent, *options)

@@ -9,8 +9,8 @@ from own_family import OwnAttention, OwnConfig, OwnForCausalLM
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_growattn import Architecture, Grower, GrowthConfig, patch_model, register_architecture
-from hf_growattn.architectures import ARCHITECTURES
-from hf_growattn.modeling import attentions
+from hf_growattn.growable.models import attentions
+from hf_growattn.model.architectures import ARCHITECTURES
 
 ROW = Architecture(
     "own",

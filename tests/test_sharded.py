@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
-from hf_growattn.sharding import refuse_sharded
+from hf_growattn.grow.sharding import refuse_sharded
+from hf_growattn.growable.models import attentions
 
 STEPS, GROW_AT, ROWS, TOKENS, RATE, SEED = 20, 12, 4, 32, 3e-3, 5
 
@@ -88,9 +88,8 @@ def test_the_loss_falls_before_and_after_the_growth(run):
 
 def test_two_processes_train_as_one_does(run):
     """Within 1e-5 of a loss near 6, of which rounding takes 1e-6; gradients summed, not averaged, differ by 4e-3."""
+    from texts import blocks_of, load_texts
     from transformers import AutoTokenizer, get_cosine_schedule_with_warmup
-
-    from hf_growattn.texts import blocks_of, load_texts
 
     blocks = blocks_of(load_texts(str(run.text)), AutoTokenizer.from_pretrained(run.model), TOKENS)
     torch.manual_seed(SEED)

@@ -10,7 +10,7 @@ from training import Rows
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
+from hf_growattn.growable.models import attentions
 
 CONFIG = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4)
 

@@ -10,10 +10,11 @@ from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_model
-from hf_growattn.blocks import Block, Roots, measure_moments
-from hf_growattn.modeling import attentions
-from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
-from hf_growattn.trim import Cuts, NewDims
+from hf_growattn.grow.trim import Cuts, NewDims
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure.blocks import Block, Roots, measure_moments
+from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.measure.passes import mean_loss, undisturbed
 
 STOCK, QK, V = 16, 4, 3  # widths of the tiny models, and what they grow by here
 ROLES = ("query", "key", "value", "output")
@@ -189,7 +190,7 @@ def test_what_must_stay_stays_to_the_bit(variant):
 @pytest.mark.parametrize("call", [0, 1, 5])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_leaves_everything_as_it_was(call, error, monkeypatch):
-    import hf_growattn.trim as trim
+    import hf_growattn.grow.trim as trim
 
     model, batches = grown("llama-5-bias").train(), lm_batches()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -225,12 +226,12 @@ def test_state_and_gradients_of_dims_that_stay_go_along(variant, name, axis):
     attention = attentions(model)[0]
     parameter = getattr(attention, name).weight
     old = {"grad": parameter.grad, **optimizer.state[parameter]}
-    old = {key: attention._weight_view("key", old[key]).clone() for key in ("grad", "exp_avg", "exp_avg_sq")}
+    old = {key: attention.view_of("key", old[key]).clone() for key in ("grad", "exp_avg", "exp_avg_sq")}
     trim_model(model, optimizer=optimizer)
     parameter = getattr(attention, name).weight
     new = {"grad": parameter.grad, **optimizer.state[parameter]}
     for key, before in old.items():
-        after = attention._weight_view("key", new[key])
+        after = attention.view_of("key", new[key])
         assert torch.equal(after[:, :STOCK], before[:, :STOCK])
         assert torch.equal(after[0, STOCK:], before[0, [STOCK + 1, STOCK + 3]])
         assert torch.equal(after[1, STOCK:], before[1, [STOCK, STOCK + 2]])
@@ -254,7 +255,7 @@ def test_training_goes_on(variant, dead):
             assert partly
             for attention, role in partly:  # dims factored anew start without momentum
                 momentum = optimizer.state[attention.projection_of(role).weight]["exp_avg"]
-                assert dead == bool(attention._weight_view(role, momentum)[:, STOCK:].any())
+                assert dead == bool(attention.view_of(role, momentum)[:, STOCK:].any())
             before = attention.weight_of(role).clone()
         total = sum(model(**batch).loss for batch in batches) / len(batches)
         total.backward()

@@ -8,8 +8,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
 
 from hf_growattn import patch_model
-from hf_growattn.modeling import attentions
-from hf_growattn.views import attention_views
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure.views import attention_views
 
 ROLES = ("query", "key", "value", "output")
 # Each way to lay heads out and to place them, without sliding windows.

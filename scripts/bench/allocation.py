@@ -60,18 +60,9 @@ def draw(runs: list[dict], plt):
     return figure
 
 
-def main() -> None:
-    """Grow, and write the page."""
-    parser = task_parser(__doc__)
-    parser.add_argument("--dims", type=int, default=2, help="dims of each kind in the uniform growth")
-    arguments, task = chosen(parser)
-    setting = {"data": task.name, "batches": task.batches, "dims": arguments.dims}
-    one = partial(collect, partial(measure, task), kept=arguments.output / "allocation.jsonl")
-    runs = one([setting | {"seed": seed, "growth": row} for seed in arguments.seeds for row in (NONE, UNIFORM)])
-    budget = max(run["parameters"] for run in runs)
-    jobs = [setting | {"seed": seed, "growth": row, "budget": budget} for seed in arguments.seeds for row in KINDS]
-    runs += one(jobs)
-    rows = []
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    setting, runs, rows = figures["setting"], figures["runs"], []
     for row in ROWS:
         own = [run for run in runs if run["growth"] == row]
         cells = [[run["parameters"] for run in own], [run["seconds"] for run in own]]
@@ -79,21 +70,34 @@ def main() -> None:
         lead = "" if row == ALLOCATED else spread(above(runs, row), 4)
         rows.append([row, spread(losses(runs, row), 4), lead, *(spread(values, 0) for values in cells), peaks])
     head = ["growth", "held-out loss", "above the allocated one by", "added parameters", "seconds", "peak, MB"]
-    page.Page(
-        name="allocation",
+    return page.Page(
         title="What a budget buys",
         claim=claim(runs),
         summary=page.table(head, rows),
         text=(
-            f"{task.name}, median (range) over the seeds. The budget is what {arguments.dims} dims of each kind add to "
-            f"every head. A growth measures {task.batches} batches of {task.batch_size} x {task.blocks.shape[1]} "
-            "tokens; held out are as many. Nothing is trained. Seconds and memory count loading the model and its "
-            "held-out loss too."
+            f"{setting['data']}, median (range) over the seeds. The budget is what {setting['dims']} dims of each kind "
+            f"add to every head. A growth measures {setting['batches']} batches of {setting['batch_size']} x "
+            f"{setting['block_size']} tokens; held out are as many. Nothing is trained. Seconds and memory count "
+            "loading the model and its held-out loss too."
         ),
-        figures={"runs": runs},
-        seeds=arguments.seeds,
-        seconds=sum(run["seconds"] for run in runs),
-    ).write(arguments.output, partial(draw, runs))
+        draw=partial(draw, runs),
+    )
+
+
+def main() -> None:
+    """Grow, and write the page."""
+    parser = task_parser(__doc__)
+    parser.add_argument("--dims", type=int, default=2, help="dims of each kind in the uniform growth")
+    arguments, task = chosen(parser)
+    setting = task.setting() | {"dims": arguments.dims}
+    one = partial(collect, partial(measure, task), kept=arguments.output / "allocation.jsonl")
+    runs = one([setting | {"seed": seed, "growth": row} for seed in arguments.seeds for row in (NONE, UNIFORM)])
+    budget = max(run["parameters"] for run in runs)
+    jobs = [setting | {"seed": seed, "growth": row, "budget": budget} for seed in arguments.seeds for row in KINDS]
+    runs += one(jobs)
+    needed = page.kept(runs, "seed", "growth", "loss", "parameters", "seconds", "peak_bytes")
+    seconds = sum(run["seconds"] for run in runs)
+    page.publish("allocation", {"setting": setting, "runs": needed}, arguments.seeds, arguments.output, seconds)
 
 
 if __name__ == "__main__":

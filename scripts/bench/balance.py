@@ -17,8 +17,8 @@ from tasks import TextTask, chosen, held_out, task_parser, train
 from torch import Tensor
 
 from hf_growattn import Grower, GrowthConfig
-from hf_growattn.functional import stack_groups
-from hf_growattn.trial import _Write
+from hf_growattn.grow.trial import _Write
+from hf_growattn.measure.functional import stack_groups
 
 OURS = _Write._split
 
@@ -81,16 +81,39 @@ def leads(runs: list[dict], other: str) -> list[float]:
     return [loss - mine for mine, loss in zip(ours, theirs)]
 
 
-def draw(runs: list[dict], plt):
+def draw(steps: int, runs: list[dict], plt):
     """A line from the growth to the end of training for each run."""
     figure, panel = plt.subplots(figsize=(5, 3), layout="constrained")
     for color, split in zip(("C0", "C1", "C2"), SPLITS):
         for number, run in enumerate(run for run in runs if run["split"] == split):
             label = split if number == 0 else None
-            panel.plot([0, run["steps"]], [run["at growth"], run["trained"]], "o-", color=color, label=label)
+            panel.plot([0, steps], [run["at growth"], run["trained"]], "o-", color=color, label=label)
     panel.set(xlabel="training steps after the growth", ylabel="held-out loss, nats a token")
     panel.legend()
     return figure
+
+
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    setting, runs, rows = figures["setting"], figures["runs"], []
+    for split in SPLITS:
+        own = [run for run in runs if run["split"] == split]
+        cells = [spread([run[name] for run in own], 4) for name in ("at growth", "trained")]
+        seconds, peak = spread([run["seconds"] for run in own], 0), spread([run["peak_bytes"] / 1e6 for run in own], 0)
+        rows.append([split, *cells, seconds, peak])
+    return page.Page(
+        title="How to split the magnitude of new factors",
+        claim=claim(runs),
+        summary=page.table(["split", "held-out loss at growth", "after training", "seconds", "peak, MB"], rows),
+        text=(
+            f"{setting['data']}, median (range) over the seeds: every layer grows by {setting['dims']} dims of each "
+            f"kind, then all weights train for {setting['steps']} steps of {setting['batch_size']} x "
+            f"{setting['block_size']} tokens (AdamW, {setting['learning_rate']}, not swept, cosine). Same model, "
+            "directions, step and batches for all rows; the product of the factors is the same, so they differ after "
+            "training alone."
+        ),
+        draw=partial(draw, setting["steps"], runs),
+    )
 
 
 def main() -> None:
@@ -100,31 +123,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="training steps after the growth")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     arguments, task = chosen(parser)
-    setting = {"data": task.name, "batches": task.batches, "dims": arguments.dims}
-    setting |= {"steps": 2 if arguments.quick else arguments.steps, "learning_rate": arguments.learning_rate}
+    setting = task.setting() | {"dims": arguments.dims, "learning_rate": arguments.learning_rate}
+    setting |= {"steps": 2 if arguments.quick else arguments.steps}
     jobs = [setting | {"seed": seed, "split": split} for seed in arguments.seeds for split in SPLITS]
     runs = collect(partial(measure, task), jobs, arguments.output / "balance.jsonl")
-    rows = []
-    for split in SPLITS:
-        own = [run for run in runs if run["split"] == split]
-        cells = [spread([run[name] for run in own], 4) for name in ("at growth", "trained")]
-        seconds, peak = spread([run["seconds"] for run in own], 0), spread([run["peak_bytes"] / 1e6 for run in own], 0)
-        rows.append([split, *cells, seconds, peak])
-    page.Page(
-        name="balance",
-        title="How to split the magnitude of new factors",
-        claim=claim(runs),
-        summary=page.table(["split", "held-out loss at growth", "after training", "seconds", "peak, MB"], rows),
-        text=(
-            f"{task.name}, median (range) over the seeds: every layer grows by {arguments.dims} dims of each kind, "
-            f"then all weights train for {setting['steps']} steps of {task.batch_size} x {task.blocks.shape[1]} tokens "
-            f"(AdamW, {arguments.learning_rate}, not swept, cosine). Same model, directions, step and batches for all "
-            "rows; the product of the factors is the same, so they differ after training alone."
-        ),
-        figures={"runs": runs},
-        seeds=arguments.seeds,
-        seconds=sum(run["seconds"] for run in runs),
-    ).write(arguments.output, partial(draw, runs))
+    needed = page.kept(runs, "seed", "split", "at growth", "trained", "seconds", "peak_bytes")
+    seconds = sum(run["seconds"] for run in runs)
+    page.publish("balance", {"setting": setting, "runs": needed}, arguments.seeds, arguments.output, seconds)
 
 
 if __name__ == "__main__":

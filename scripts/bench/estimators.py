@@ -6,20 +6,23 @@ Every row has the same model, growth batches, held-out batches, ridge and step s
 growth. All estimators see the whole gradient, so the table compares them and not their sketches.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import page
+from compared import ESTIMATORS, compared_gradients
 from runs import collect, spread
 from tasks import TextTask, chosen, held_out, task_parser
 
-from hf_growattn.batches import halves_of
-from hf_growattn.blocks import measure_moments
-from hf_growattn.estimators import ESTIMATORS, compared_gradients
-from hf_growattn.gradients import Gradient, exact_gradients
-from hf_growattn.modeling import attentions
-from hf_growattn.plan import strength_of
-from hf_growattn.probe import MESSAGES, PATTERNS, mean_loss, undisturbed
-from hf_growattn.trial import Change, StepSearch, Trial
+from hf_growattn.grow.batches import halves_of
+from hf_growattn.grow.plan import strength_of
+from hf_growattn.grow.search import StepSearch
+from hf_growattn.grow.trial import Change, Trial
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.gradients import Gradient, exact_gradients
+from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.measure.passes import mean_loss, undisturbed
 
 OURS = {"whitened": True, "whitened, old dims frozen": False}  # and what each takes as `old_dims_train`
 OTHERS = [name for name in ESTIMATORS if name not in OURS]
@@ -33,7 +36,8 @@ def gradients_of(estimator: str, model, growth, dims: int) -> list[Gradient]:
     with undisturbed(model):
         blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], growth, 0.05)
         if estimator in OURS:
-            return exact_gradients(model, blocks, halves, dims, old_dims_train=OURS[estimator])
+            blocks = [replace(block, old_dims_train=OURS[estimator]) for block in blocks]
+            return exact_gradients(model, blocks, halves, dims)
         return compared_gradients(estimator, model, blocks, halves, dims, 0.05, seed=0)
 
 
@@ -106,41 +110,44 @@ def draw(runs: list[dict], columns: list[str], plt):
     return figure
 
 
-def main() -> None:
-    """Measure, and write the page."""
-    parser = task_parser(__doc__)
-    parser.add_argument("--dims", type=int, nargs="+", default=[2, 8])
-    arguments, task = chosen(parser)
-    dims = [1] if arguments.quick else arguments.dims
-    setting = {"data": task.name, "batches": task.batches, "dims": dims}
-    jobs = [setting | {"seed": seed, "estimator": e} for seed in arguments.seeds for e in ROWS]
-    runs = collect(partial(measure, task), jobs, arguments.output / "estimators.jsonl")
-    columns = [column(choice, number) for choice in CHOICES for number in dims]
-    rows = []
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    setting, runs, rows = figures["setting"], figures["runs"], []
+    columns = [column(choice, number) for choice in CHOICES for number in setting["dims"]]
     for estimator in ROWS:
         own = [run for run in runs if run["estimator"] == estimator]
         seconds, peak = spread([run["seconds"] for run in own], 0), spread([run["peak_bytes"] / 1e6 for run in own], 0)
         rows.append([estimator, *(spread(gains(runs, estimator, name), 4) for name in columns), seconds, peak])
     before = spread([run["before"] for run in runs if run["estimator"] == ROWS[0]], 4)
-    page.Page(
-        name="estimators",
+    return page.Page(
         title="Ways to choose directions",
         claim=claim(runs, columns),
         summary=page.table(["estimator", *columns, "seconds", "peak, MB"], rows),
         text=(
-            f"{task.name}: fall of the held-out loss right after growth, in nats a token, median (range) over the "
-            f"seeds; {before} before. Every layer grows by so many dims of the kinds named, along directions from "
-            f"{task.batches} batches of {task.batch_size} x {task.blocks.shape[1]} tokens, by a step that the same "
-            "search finds; held out are as many. Nothing is trained. Seconds and memory are those of a whole row. "
-            '"whitened" is ours, with the whole gradient; "old dims frozen" is ours with `old_dims_train=False`, which '
-            "leaves in what the old dims could follow if they trained; "
+            f"{setting['data']}: fall of the held-out loss right after growth, in nats a token, median (range) over "
+            f"the seeds; {before} before. Every layer grows by so many dims of the kinds named, along directions from "
+            f"{setting['batches']} batches of {setting['batch_size']} x {setting['block_size']} tokens, by a step that "
+            "the same search finds; held out are as many. Nothing is trained. Seconds and memory are those of a whole "
+            'row. "whitened" is ours, with the whole gradient; "old dims frozen" is ours with `old_dims_train=False`, '
+            "which leaves in what the old dims could follow if they trained; "
             '"per-sequence" and "pooled-truncated" are the drafts\' own; "gradient" is GradMax\'s; "random" leaves the '
             "function as it is, as Net2Net does."
         ),
-        figures={"runs": runs},
-        seeds=arguments.seeds,
-        seconds=sum(run["seconds"] for run in runs),
-    ).write(arguments.output, partial(draw, runs, columns))
+        draw=partial(draw, runs, columns),
+    )
+
+
+def main() -> None:
+    """Measure, and write the page."""
+    parser = task_parser(__doc__)
+    parser.add_argument("--dims", type=int, nargs="+", default=[2, 8])
+    arguments, task = chosen(parser)
+    setting = task.setting() | {"dims": [1] if arguments.quick else arguments.dims}
+    jobs = [setting | {"seed": seed, "estimator": e} for seed in arguments.seeds for e in ROWS]
+    runs = collect(partial(measure, task), jobs, arguments.output / "estimators.jsonl")
+    needed = page.kept(runs, "seed", "estimator", "before", "losses", "seconds", "peak_bytes")
+    seconds = sum(run["seconds"] for run in runs)
+    page.publish("estimators", {"setting": setting, "runs": needed}, arguments.seeds, arguments.output, seconds)
 
 
 if __name__ == "__main__":

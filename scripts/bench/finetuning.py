@@ -16,10 +16,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import finetuning_page
+import page
 import torch
-from finetuning_page import write
 from finetuning_run import SOURCES, Row, Run, Setting, as_batch, cosine, data
-from page import RESULTS
 from runs import collect
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -54,6 +54,13 @@ FULL = {
 PEFT = [name for name, row in FROZEN.items() if row.adapter and not row.growths]
 FROZEN_TABLE, FULL_TABLE = "frozen base", "full fine-tuning"
 TABLES = {FROZEN_TABLE: FROZEN, FULL_TABLE: FULL}
+NAMES = {
+    "growth": GUIDED,
+    "peft": PEFT,
+    "patterns": (PATTERNS, LORA_QK),
+    "none": ["no growth"],
+    "shown": [GUIDED, "growth in two steps", RANDOM, LORA, "PiSSA"],
+}
 RATES = {FROZEN_TABLE: (0.01, 0.02, 0.04), FULL_TABLE: (0.002, 0.004, 0.008)}
 
 
@@ -98,6 +105,11 @@ def job(table: str, model: str, text: str, row: str, rate: float, seed: int, set
     """The arguments of `measure`."""
     names = {"table": table, "model": model, "text": text, "row": row}
     return names | {"rate": rate, "seed": seed, "setting": asdict(setting)}
+
+
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    return finetuning_page.page_of(figures, NAMES)
 
 
 def gpt2(tokenizer) -> GPT2LMHeadModel:
@@ -155,7 +167,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=[*FROZEN, *FULL], help="these rows, on every text")
     parser.add_argument("--steps", type=int, default=Setting.steps, help="batches that every row sees")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--quick", action="store_true", help="tiny random models and few steps: shows that it runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -198,9 +210,14 @@ def main() -> None:
                 if row in led or table == FULL_TABLE or row in (PATTERNS, LORA_QK)
             ]
             runs += collect(measure, jobs, kept)
-    names = {"growth": GUIDED, "peft": PEFT, "patterns": (PATTERNS, LORA_QK), "none": ["no growth"]}
-    shown = [GUIDED, "growth in two steps", RANDOM, LORA, "PiSSA"]
-    write(arguments.output, runs, sweeps, asdict(setting), seeds, names | {"shown": shown})
+    which, costs = ("table", "model", "text", "row", "seed"), ("steps", "seconds", "growth_seconds", "peak_bytes")
+    needed = page.kept(runs, *which, "added", *costs, "at_growth", "loss", "curve")
+    drawn = {FROZEN_TABLE, models[0], *NAMES["shown"]}
+    for run in needed:
+        if not {run["table"], run["model"], run["row"]} <= drawn:
+            del run["curve"]
+    figures = {"setting": asdict(setting), "sweeps": sweeps, "runs": needed}
+    page.publish("finetuning", figures, seeds, arguments.output, sum(run["seconds"] for run in runs))
 
 
 def leading(lowest: dict[str, float]) -> list[str]:

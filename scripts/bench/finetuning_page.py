@@ -3,7 +3,6 @@
 import math
 import statistics
 from functools import partial
-from pathlib import Path
 
 from page import Page, Reach, table
 from runs import spread
@@ -139,9 +138,10 @@ def reaches(frozen: list[Results], full: list[Results], main: str, grown: list[s
 
 def sweep_table(sweep: dict) -> str:
     """Loss at each learning rate."""
-    rates = sorted({rate for losses in sweep["losses"].values() for rate in losses})
+    found = {row: {float(rate): loss for rate, loss in losses.items()} for row, losses in sweep["losses"].items()}
+    rates = sorted({rate for losses in found.values() for rate in losses})
     lines = []
-    for row, losses in sweep["losses"].items():
+    for row, losses in found.items():
         best = min(losses.values())
         lines.append(
             [
@@ -172,18 +172,15 @@ def draw(results: Results, shown: list[str], plt):
     return figure
 
 
-def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, seeds: list[int], names: dict) -> None:
-    """Write the page.
+def page_of(figures: dict, names: dict) -> Page:
+    """The page, out of its figures.
 
     Args:
-        output: folder of the page.
-        runs: figures of the trainings.
-        sweeps: losses by learning rate, from which the rates were chosen, for each table and model.
-        setting: as a dict.
-        seeds: of the runs.
+        figures: `setting`, `sweeps` with the losses by learning rate of each table, model and text, and `runs`.
         names: `growth`, the row that the aims are about; `peft`, all rows of peft's alone; `patterns`, what may only
             change patterns; `none`, what full fine-tuning is without growth; `shown`, what the picture shows.
     """
+    setting, sweeps, runs = figures["setting"], figures["sweeps"], figures["runs"]
     groups = {"peft": names["peft"], "none": names["none"]}
     models = list(dict.fromkeys(run["model"] for run in runs))
     frozen = [Results(runs, "frozen base", model, groups) for model in models]
@@ -240,15 +237,11 @@ def write(output: Path, runs: list[dict], sweeps: list[dict], setting: dict, see
         "## Learning rates",
         *(sweep_table(sweep) for sweep in sweeps if sweep["losses"]),
     ]
-    kept = [{key: value for key, value in run.items() if key != "setting"} for run in runs]
-    Page(
-        name="finetuning",
+    return Page(
         title="Fine-tuning beside LoRA and its kin",
         claim=" ".join(claims),
         summary=first.summary(),
         text="\n\n".join(text),
-        figures={"setting": setting, "sweeps": sweeps, "runs": kept},
-        seeds=seeds,
-        seconds=sum(run["seconds"] for run in runs),
-        reaches=reaches(frozen, full, names["growth"], grown, len(seeds)),
-    ).write(output, partial(draw, first, names["shown"]))
+        draw=partial(draw, first, names["shown"]),
+        reaches=reaches(frozen, full, names["growth"], grown, len({run["seed"] for run in runs})),
+    )

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from compared import grower
 from peft import (
     AdaLoraConfig,
     LoraConfig,
@@ -15,14 +16,12 @@ from peft import (
     initialize_lora_eva_weights,
     preprocess_loraga,
 )
-from tasks import held_out, texts_of
+from tasks import blocks_of, held_out, texts_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.adapters import plain
-from hf_growattn.modeling import attentions
-from hf_growattn.texts import blocks_of
+from hf_growattn import GrowthConfig, freeze_old_dims, patch_model
+from hf_growattn.growable.models import attentions
 
 ALL = ("query", "key", "value", "output")
 
@@ -138,7 +137,6 @@ class Run:
         self.at_once = max(self.setting.measured // max(len(self.row.growths), 1), 1)
         self.seen, self.curve, self.reports, self.optimizer = 0, [], [], None
         self.steps = 0
-        self.freezing = []  # hooks that keep old entries as they are
         self.trained = self.model  # the model, or peft's wrapper around it
 
     def batch(self) -> dict[str, torch.Tensor]:
@@ -165,33 +163,20 @@ class Run:
     def grow(self) -> None:
         """One growth by the real Grower, with the defaults; with a frozen base only its new entries train."""
         row, number = self.row, len(self.row.growths)
-        if row.config.get("estimator") == "random":
+        options = dict(row.config)
+        estimator = options.pop("estimator", "whitened")
+        if estimator == "random":
             wanted, batches = {"qk_dims": self.setting.dims, "v_dims": self.setting.dims}, self.measured()[:1]
         else:
             wanted, batches = {"budget": int(self.budget * row.share / number)}, self.measured()
-        while self.freezing:
-            self.freezing.pop().remove()
-        for projection in projections(self.model, ALL).values():
-            projection.requires_grad_(True)
         trains = {"old_dims_train": self.full or row.adapter is not None}  # LoRA moves the old dims
-        config = GrowthConfig(**wanted, **trains | row.config, seed=self.seed)
-        self.reports.append(Grower(self.model, config, self.optimizer).grow(batches))
+        config = GrowthConfig(**wanted, **trains | options, seed=self.seed)
+        self.reports.append(grower(self.model, config, self.optimizer, estimator).grow(batches))
         self.note()
-        if not self.full:
-            self.freeze_old()
 
     def masks(self) -> dict[nn.Parameter, torch.Tensor]:
         """The new entries of every parameter that growth resized."""
         return dict(chain.from_iterable(attention.new_entries().items() for attention in attentions(self.model)))
-
-    def freeze_old(self) -> None:
-        """Let the new entries of the projections train and nothing else of the base."""
-        masks = self.masks()
-        for projection in projections(self.model, ALL).values():
-            for parameter in plain(projection).parameters():  # those that a later growth resizes train too, by zero
-                parameter.requires_grad_(True)
-                mask = partial(torch.mul, masks.get(parameter, torch.zeros(())))
-                self.freezing.append(parameter.register_hook(mask))
 
     def adapt(self) -> None:
         """Put peft's adapter on, at the rank that comes nearest to the budget, by its own initialiser."""
@@ -215,7 +200,7 @@ class Run:
         if row.adapter == "EVA":
             initialize_lora_eva_weights(self.trained, self.measured(), show_progress_bar=False)
         if row.growths:
-            self.freeze_old()
+            freeze_old_dims(self.model)
 
     def weights(self) -> list[nn.Parameter]:
         """What the optimizer holds."""
@@ -231,7 +216,7 @@ class Run:
             self.grow()
         if self.row.adapter:
             self.adapt()
-        if self.trains:
+        if self.trains and (self.weights() or growths):  # a growth of a frozen base may have found nothing
             left = self.setting.steps - (self.at_once * len(growths) if self.row.aside else 0)
             self.optimizer = torch.optim.AdamW(self.weights(), lr=self.rate, weight_decay=0)
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(cosine, left))

@@ -17,21 +17,23 @@ from pathlib import Path
 
 import page
 import torch
+from compared import grower
 from runs import collect, spread
 from tasks import texts_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
-from hf_growattn.texts import blocks_of
+from hf_growattn import GrowthConfig, patch_model
+from hf_growattn.growable.models import attentions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from demo import english, train_tokenizer
+from texts import blocks_of
 
 NARROW, GUIDED, RANDOM, FULL = "narrow throughout", "guided growth", "random growth", "full width from scratch"
 UNROTATED = "full width from scratch, new dims unrotated"
-ESTIMATORS = {NARROW: None, GUIDED: "whitened", RANDOM: "random", FULL: None, UNROTATED: None}
+ROWS = (NARROW, GUIDED, RANDOM, FULL, UNROTATED)
+GROWN = {GUIDED: "whitened", RANDOM: "random"}  # by their estimators
 RATES = (0.004, 0.008, 0.016, 0.032)  # and beyond, where the best is an end
 TUNING_SEED = 100
 TOKENS = 128  # of a block
@@ -119,7 +121,7 @@ class Pretraining:
     """One row with one seed; `spent` counts its FLOPs."""
 
     def __init__(self, setting: Setting, text: str, row: str, seed: int, rate: float):
-        self.setting, self.seed, self.rate, self.estimator = setting, seed, rate, ESTIMATORS[row]
+        self.setting, self.seed, self.rate, self.row = setting, seed, rate, row
         self.model = build(setting, setting.widths[-1 if row == FULL else 0], seed)
         if row == UNROTATED:
             widen(self.model, setting.widths[-1] - setting.widths[0])
@@ -168,7 +170,7 @@ class Pretraining:
 
     def grow(self, dims: int) -> dict:
         """Widen every head's queries, keys and values by the real Grower; its passes cost what full width costs."""
-        config = GrowthConfig(qk_dims=dims, v_dims=dims, estimator=self.estimator, seed=self.seed)
+        config = GrowthConfig(qk_dims=dims, v_dims=dims, seed=self.seed)
         batches = [self.batch(self.setting.growth_rows) for _ in range(self.setting.growth_batches)]
         cost = 0
 
@@ -177,7 +179,7 @@ class Pretraining:
             cost += self.full_pass * inputs[0].shape[:-1].numel() * (3 if torch.is_grad_enabled() else 1)
 
         watch = self.model.lm_head.register_forward_hook(count)
-        report = Grower(self.model, config, self.optimizer).grow(batches)
+        report = grower(self.model, config, self.optimizer, GROWN[self.row]).grow(batches)
         watch.remove()
         self.spent += cost
         self.growing += cost
@@ -189,7 +191,7 @@ def measure(setting: dict, text: str, row: str, seed: int, rate: float) -> dict:
     """Train one row with one seed and learning rate."""
     pretraining = Pretraining(Setting(**setting), text, row, seed, rate)
     widths, reports = pretraining.setting.widths, []
-    if pretraining.estimator:
+    if row in GROWN:
         for share, old, new in zip(pretraining.setting.grown_at, widths, widths[1:]):
             pretraining.train(share)
             reports.append(pretraining.grow(new - old))
@@ -205,7 +207,7 @@ def measure(setting: dict, text: str, row: str, seed: int, rate: float) -> dict:
         "tokens": pretraining.tokens,
         "parameters": pretraining.model.num_parameters(),
         "gains": [report["loss_before"] - report["loss_after"] for report in reports],
-        **({"report": reports[0]} if pretraining.estimator == "whitened" else {}),
+        **({"report": reports[0]} if row == GUIDED else {}),
     }
 
 
@@ -216,7 +218,7 @@ def of_row(runs: list[dict], row: str, key: str) -> list:
 
 def claim(runs: list[dict]) -> str:
     """Who wins at equal FLOPs, with the rows that beat guided growth first."""
-    losses = {row: of_row(runs, row, "loss") for row in ESTIMATORS}
+    losses = {row: of_row(runs, row, "loss") for row in ROWS}
     medians = {row: statistics.median(values) for row, values in losses.items()}
     noise = max(max(values) - min(values) for values in losses.values())
     listed = ", ".join(f"{row} {medians[row]:.3f}" for row in sorted(medians, key=medians.get))
@@ -232,7 +234,7 @@ def summary(runs: list[dict]) -> str:
     """The table that people read first."""
     least = min(run["parameters"] for run in runs)
     lines = []
-    for row in ESTIMATORS:
+    for row in ROWS:
         values = partial(of_row, runs, row)
         lines.append(
             [
@@ -252,19 +254,19 @@ def summary(runs: list[dict]) -> str:
     return page.table([*head, "peak MB", "learning rate"], lines)
 
 
-def text(setting: Setting, name: str, swept: list[dict], runs: list[dict]) -> str:
+def text(setting: Setting, name: str, tokens: int, swept: list[dict], runs: list[dict]) -> str:
     """How it was done, and the sweep."""
     widths = " to ".join(map(str, setting.widths))
     shares = " and ".join(f"{share:.0%}" for share in setting.grown_at)
     gains = [spread(list(of_one), 4) for of_one in zip(*of_row(runs, GUIDED, "gains"))]
     rates = sorted({run["rate"] for run in swept})
     found = {(run["row"], run["rate"]): f"{run['loss']:.3f}" for run in swept}
-    sweep = page.table(["row", *rates], [[row, *(found.get((row, rate), "") for rate in rates)] for row in ESTIMATORS])
+    sweep = page.table(["row", *rates], [[row, *(found.get((row, rate), "") for rate in rates)] for row in ROWS])
     return f"""
 ## How
 
 Llama, d = {setting.d}, {setting.layers} layers, {setting.heads} heads, MLP {setting.mlp} wide, tied embeddings, a
-byte-level BPE of {VOCABULARY} tokens trained on the text ({name}, {BLOCKS[name].numel():,} tokens), sequences of
+byte-level BPE of {VOCABULARY} tokens trained on the text ({name}, {tokens:,} tokens), sequences of
 {TOKENS} tokens, {setting.batch_size} a step. Queries, keys and values of all heads and layers are grown from {widths}
 after {shares} of the FLOPs, by `Grower` with the optimizer that training goes on with; full width from scratch is a
 stock Llama of the last width, which rotates all of it; grown models rotate the dims that they began with, as does the
@@ -288,7 +290,7 @@ Held-out loss on seed {TUNING_SEED}, which is not among those reported; the best
 def draw(runs: list[dict], plt):
     """Held-out loss over FLOPs; thin lines are single seeds."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for number, row in enumerate(ESTIMATORS):
+    for number, row in enumerate(ROWS):
         for index, run in enumerate(run for run in runs if run["row"] == row):
             shares, losses = zip(*run["curve"])
             flops = [share * run["budget"] / 1e12 for share in shares]
@@ -298,6 +300,18 @@ def draw(runs: list[dict], plt):
     axes.set(xlabel="TFLOPs spent", ylabel="held-out loss, nats a token", ylim=(min(losses) * 0.99, max(losses) * 1.01))
     axes.legend()
     return figure
+
+
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    runs = figures["runs"]
+    return page.Page(
+        title="Growing a model up",
+        claim=claim(runs),
+        summary=summary(runs),
+        text=text(Setting(**figures["setting"]), figures["text"], figures["tokens"], figures["sweep"], runs),
+        draw=partial(draw, runs),
+    )
 
 
 def main() -> None:
@@ -323,27 +337,24 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     kept = arguments.output / "growing_up.jsonl"
     shared = {"setting": json_of(setting), "text": name}
-    swept, wanted = [], dict.fromkeys(ESTIMATORS, RATES[:1] if arguments.quick else RATES)
+    swept, wanted = [], dict.fromkeys(ROWS, RATES[:1] if arguments.quick else RATES)
     while any(wanted.values()):
         jobs = [{**shared, "row": row, "seed": TUNING_SEED, "rate": rate} for row in wanted for rate in wanted[row]]
         swept += collect(measure, jobs, kept, arguments.processes)
-        losses = {row: {run["rate"]: run["loss"] for run in swept if run["row"] == row} for row in ESTIMATORS}
+        losses = {row: {run["rate"]: run["loss"] for run in swept if run["row"] == row} for row in ROWS}
         best = {row: min(of_row, key=of_row.get) for row, of_row in losses.items()}
         for row, rate in best.items():
             ends = {} if arguments.quick else {min(losses[row]): rate / 2, max(losses[row]): rate * 2}
             wanted[row] = [ends[rate]] if rate in ends else []
-    jobs = [{**shared, "row": row, "seed": seed, "rate": best[row]} for seed in seeds for row in ESTIMATORS]
+    jobs = [{**shared, "row": row, "seed": seed, "rate": best[row]} for seed in seeds for row in ROWS]
     runs = collect(measure, jobs, kept, arguments.processes)
-    page.Page(
-        name="growing_up",
-        title="Growing a model up",
-        claim=claim(runs),
-        summary=summary(runs),
-        text=text(setting, name, swept, runs),
-        figures={"sweep": swept, "runs": runs},
-        seeds=seeds,
-        seconds=sum(run["seconds"] for run in swept + runs),
-    ).write(arguments.output, partial(draw, runs))
+    costs = ("budget", "flops", "growth_flops", "steps", "tokens", "parameters", "seconds", "peak_bytes")
+    figures = shared | {
+        "tokens": BLOCKS[name].numel(),
+        "sweep": page.kept(swept, "row", "rate", "loss"),
+        "runs": page.kept(runs, "row", "seed", "rate", "loss", "gains", *costs, "curve"),
+    }
+    page.publish("growing_up", figures, seeds, arguments.output, sum(run["seconds"] for run in swept + runs))
 
 
 def json_of(setting: Setting) -> dict:

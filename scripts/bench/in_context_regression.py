@@ -164,10 +164,9 @@ def summary(found: list[dict], setting: Setting) -> str:
     return page.table([*head, "error at the end", "seconds", "peak MB", "learning rates"], lines)
 
 
-def by_examples(found: list[dict], setting: Setting, seeds: list[int]) -> str:
-    """Error by number of examples, with least squares."""
+def by_examples(found: list[dict], setting: Setting, exact: list[list[float]]) -> str:
+    """Error by number of examples, with that of least squares for each seed."""
     counts = [count for count in SHOWN if count < setting.points - 1] + [setting.points - 1]
-    exact = [least_squares(setting, seed, setting.held_out) for seed in seeds]
     lines = []
     for name in (*CHANGES, SCRATCH, "least squares"):
         curves = exact if name == "least squares" else [row["errors"] for row in found if row["row"] == name]
@@ -175,10 +174,9 @@ def by_examples(found: list[dict], setting: Setting, seeds: list[int]) -> str:
     return page.table(["examples", *counts], lines)
 
 
-def text(setting: Setting, swept: list[dict], found: list[dict], seeds: list[int]) -> str:
+def text(setting: Setting, swept: list[dict], found: list[dict], exact: list[list[float]]) -> str:
     """How it was done, and the further tables."""
-    growths = [row["report"] for row in found if "report" in row]
-    starved = [layer["starvation"] for report in growths for layer in report["layers"]]
+    starved = [starvation for row in found for starvation in row.get("starvation", [])]
     rates = sorted({row["rate"] for row in swept})
     ends = {(row["row"], row["rate"]): f"{row['error']:.3f}" for row in swept}
     lines = [[name, *(ends.get((name, rate), "") for rate in rates)] for name in ROWS]
@@ -210,7 +208,7 @@ what the process held before it; seconds are of both phases. Before phase two th
 
 ## Error by number of examples
 
-{by_examples(found, setting, seeds)}
+{by_examples(found, setting, exact)}
 
 ## Learning rates
 
@@ -222,7 +220,7 @@ largest or the smallest, one beyond it was tried.
 """
 
 
-def draw_page(found: list[dict], setting: Setting, seeds: list[int], plt):
+def draw_page(found: list[dict], exact: list[list[float]], plt):
     """Error over training, and over the number of examples."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for name in ROWS:
@@ -233,7 +231,6 @@ def draw_page(found: list[dict], setting: Setting, seeds: list[int], plt):
         (line,) = left.plot(steps, middle, style, label=name)
         by_count = [statistics.median(values) for values in zip(*(row["errors"] for row in rows))]
         right.plot(by_count, style, color=line.get_color())
-    exact = [least_squares(setting, seed, setting.held_out) for seed in seeds]
     right.plot([statistics.median(values) for values in zip(*exact)], "k:", label="least squares")
     left.set(xlabel="steps", ylabel="held-out squared error / dims")
     right.set(xlabel="examples in context", ylim=(0, 1.2))
@@ -243,6 +240,22 @@ def draw_page(found: list[dict], setting: Setting, seeds: list[int], plt):
 
 
 QUICK = Setting(dims=3, points=6, d=8, narrow=2, wide=4, steps=6, batch_size=4, growth_batches=2, held_out=16)
+
+
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    setting, swept, found, exact = (figures[name] for name in ("setting", "sweep", "runs", "least_squares"))
+    setting = Setting(**setting)
+    measured, judged = verdict(found)
+    aim = "In-context regression with narrow heads: better than every peft row by more than twice the seeds' range"
+    return page.Page(
+        title="In-context linear regression",
+        claim=claim(found),
+        summary=summary(found, setting),
+        text=text(setting, swept, found, exact),
+        draw=partial(draw_page, found, exact),
+        reaches=[page.Reach(aim, measured, judged)],
+    )
 
 
 def main() -> None:
@@ -260,19 +273,14 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     kept = arguments.output / "in_context_regression.jsonl"
     swept, found, seconds = run_all(setting, seeds, rates, kept, arguments.processes)
-    measured, judged = verdict(found)
-    aim = "In-context regression with narrow heads: better than every peft row by more than twice the seeds' range"
-    page.Page(
-        name="in_context_regression",
-        title="In-context linear regression",
-        claim=claim(found),
-        summary=summary(found, setting),
-        text=text(setting, swept, found, seeds),
-        figures={"setting": dataclasses.asdict(setting), "sweep": swept, "runs": found},
-        seeds=seeds,
-        seconds=seconds,
-        reaches=[page.Reach(aim, measured, judged)],
-    ).write(arguments.output, partial(draw_page, found, setting, seeds))
+    ends = ("phase_one", "at_start", "error", "errors", "growth_seconds", "starvation", "seconds", "peak_bytes")
+    figures = {
+        "setting": dataclasses.asdict(setting),
+        "sweep": page.kept(swept, "row", "rate", "error"),
+        "runs": page.kept(found, "row", "seed", "first_rate", "rate", "rank", "parameters", *ends, "curve"),
+        "least_squares": [least_squares(setting, seed, setting.held_out) for seed in seeds],
+    }
+    page.publish("in_context_regression", figures, seeds, arguments.output, seconds)
 
 
 if __name__ == "__main__":

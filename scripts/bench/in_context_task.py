@@ -1,7 +1,6 @@
 """The task of `in_context_regression.py`, its model, its two phases of training, and what phase two may change."""
 
 import copy
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -9,12 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from compared import grower
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
+from hf_growattn import GrowthConfig, patch_model
+from hf_growattn.growable.models import attentions
 
 STAY, GUIDED, RANDOM, SCRATCH = "stay narrow", "guided growth", "random growth", "wide heads from scratch"
 
@@ -164,11 +164,11 @@ def stay(training: Training) -> dict:
 def grow(training: Training, estimator: str = "whitened") -> dict:
     """Widen the queries and keys of every head by the real Grower, with the optimizer that training goes on with."""
     setting = training.setting
-    config = GrowthConfig(qk_dims=setting.wide - setting.narrow, estimator=estimator, seed=training.seed)
+    config = GrowthConfig(qk_dims=setting.wide - setting.narrow, seed=training.seed)
     start = time.perf_counter()
-    report = Grower(training.model, config, training.optimizer).grow(training.growth_batches())
+    report = grower(training.model, config, training.optimizer, estimator).grow(training.growth_batches())
     noted = {"growth_seconds": time.perf_counter() - start}
-    return noted | ({"report": dataclasses.asdict(report)} if estimator == "whitened" else {})
+    return noted | ({"starvation": [layer.starvation for layer in report.layers]} if estimator == "whitened" else {})
 
 
 def lora(training: Training, modules: list[str], frozen: bool) -> dict:

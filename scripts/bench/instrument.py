@@ -13,6 +13,7 @@ import math
 import random
 import statistics
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -131,8 +132,9 @@ def pair(runs: list[dict], model: str, text: str) -> dict:
     }
 
 
-def write(pairs: list[dict], seeds: list[int], setting: Setting, seconds: float, output: Path) -> None:
-    """The page."""
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    setting, pairs = figures["setting"], figures["pairs"]
     leads, pays = [p["lead"] for p in pairs], [p["pays"] for p in pairs]
     found = {}
     for name in PREDICTORS:
@@ -154,7 +156,7 @@ def write(pairs: list[dict], seeds: list[int], setting: Setting, seconds: float,
         for n, f in found.items()
     ]
     head = ["measured before training", "Spearman (90 % interval)", "threshold", "right side of it, left out"]
-    tokens = setting.steps * setting.batch_size * setting.block_size
+    tokens = setting["steps"] * setting["batch_size"] * setting["block_size"]
     text = (
         f"Each training saw {tokens:,} tokens, some of which growth measured first. What is measured before is what a "
         f"budget of {MEASURED:.0%} of the weights would buy, as `growattn measure` asks for by default. The lead is "
@@ -195,17 +197,14 @@ def write(pairs: list[dict], seeds: list[int], setting: Setting, seconds: float,
         )
         for name in ("validated gain a million weights", "starvation", "starved gain")
     ]
-    page.Page(
-        name="instrument",
+    return page.Page(
         title="What is measured beforehand",
         claim=claim,
         summary=page.table(head, rows),
         text=text + page.table(columns, lines),
-        figures={"pairs": pairs, "predictors": found},
-        seeds=seeds,
-        seconds=seconds,
+        draw=partial(draw, pairs, found),
         reaches=reaches,
-    ).write(output, lambda plt: draw(pairs, found, plt))
+    )
 
 
 def draw(pairs: list[dict], found: dict, plt):
@@ -276,7 +275,8 @@ def main() -> None:
             jobs = [shared | {"seed": seed} for seed in seeds]
             runs += collect(measured_before, jobs, arguments.output / "instrument.jsonl")
     pairs = [pair(runs, model, text) for model in models for text in texts]
-    write(pairs, seeds, setting, sum(run["seconds"] for run in runs), arguments.output)
+    figures = {"setting": asdict(setting), "pairs": pairs}
+    page.publish("instrument", figures, seeds, arguments.output, sum(run["seconds"] for run in runs))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from compared import grower
 from peft import LoraConfig, get_peft_model
 from transformers import SmolLM3Config, SmolLM3ForTokenClassification
 
-from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.modeling import attentions
+from hf_growattn import GrowthConfig, patch_model
+from hf_growattn.growable.models import attentions
 
 LORA = {"q,k": ["q_proj", "k_proj"], "q,k,v,o": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
@@ -169,10 +170,10 @@ class Run:
     def grow(self) -> dict:
         """Widen every head to `d` by the real Grower, with the optimizer that training goes on with."""
         setting, estimator = self.setting, self.row.change
-        config = GrowthConfig(qk_dims=setting.d - setting.r, estimator=estimator, seed=self.seed)
+        config = GrowthConfig(qk_dims=setting.d - setting.r, seed=self.seed)
         measured = [self.batch() for _ in range(max(self.row.batches, 1))]
         start = time.perf_counter()
-        report = Grower(self.model, config, self.optimizer).grow(measured)
+        report = grower(self.model, config, self.optimizer, estimator).grow(measured)
         return {"report": asdict(report), "growth_seconds": time.perf_counter() - start}
 
     def adapt(self) -> dict:

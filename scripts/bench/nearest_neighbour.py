@@ -25,6 +25,7 @@ GUIDED = {"guided growth": RANDOM, "guided growth after a quarter": f"{RANDOM} a
 COMPARED = {SCRATCH, *GUIDED, *GUIDED.values()}  # by the aims: their learning rates lie closer
 COLUMNS = ["row", "heads", "width of q and k", "parameters (added)", "batches", "learning rate, schedule"]
 COLUMNS += ["before the change", "after it", "at the end", "time, s", "peak, MB"]
+COSTS = ("first_seconds", "seconds", "peak_bytes")
 
 
 def main_rows(setting: Setting, batches: int = 256) -> dict[str, Row]:
@@ -60,36 +61,25 @@ TINY = Setting(d=8, points=4, queries=4, r=2, steps=8, held_out=2)
 QUICK = ((TINY, main_rows(TINY, 2)), (TINY, heads_rows(TINY, 2)))
 
 
-def best_of(done: list[dict]) -> float:
-    """The learning rate of the best run."""
-    return min(done, key=lambda run: run["error"])["learning_rate"]
+def best_of(done: list[dict]) -> dict:
+    """The best run."""
+    return min(done, key=lambda run: run["error"])
 
 
-class Table:
+class Tuning:
     """All runs of a setting: every row tuned on one seed, then trained on the others.
 
     Args:
         setting: the task.
         rows: by name.
         rates: learning rates to begin with; a single one is not tuned.
-        seeds: what the rows are trained on in the end.
         kept: the file that keeps the runs.
         folder: for what the runs share.
     """
 
-    def __init__(
-        self, setting: Setting, rows: dict[str, Row], rates: list[float], seeds: list[int], kept: Path, folder: Path
-    ):
+    def __init__(self, setting: Setting, rows: dict[str, Row], rates: list[float], kept: Path, folder: Path):
         self.setting, self.rows, self.rates, self.kept = setting, rows, rates, kept
         self.measure = partial(measure, folder=folder)
-        self.tuning, self.chosen, self.runs = {}, {}, {}
-        for name in rows:
-            self.tuning[name] = self.tuned(name)
-            best = min(self.tuning[name], key=lambda run: run["error"])
-            self.chosen[name] = {key: best[key] for key in ("learning_rate", "schedule")}
-        for seed in seeds:
-            for name in rows:
-                self.runs.setdefault(name, []).extend(self.collected(name, seed, [self.chosen[name]]))
 
     def collected(self, name: str, seed: int, choices: list[dict]) -> list[dict]:
         """The runs of a row."""
@@ -101,7 +91,7 @@ class Table:
         (first, *others), rates = SCHEDULES, self.rates
         while True:
             done = self.collected(name, TUNING_SEED, [{"learning_rate": r, "schedule": first} for r in rates])
-            best = best_of(done)
+            best = best_of(done)["learning_rate"]
             if len(rates) == 1:
                 return done
             if rates[0] < best < rates[-1]:
@@ -110,9 +100,33 @@ class Table:
         if name in COMPARED:
             finer = [round(best * factor, 6) for factor in (0.7, 1.4)]
             done += self.collected(name, TUNING_SEED, [{"learning_rate": r, "schedule": first} for r in finer])
-        return done + self.collected(
-            name, TUNING_SEED, [{"learning_rate": best_of(done), "schedule": s} for s in others]
-        )
+        best = best_of(done)["learning_rate"]
+        return done + self.collected(name, TUNING_SEED, [{"learning_rate": best, "schedule": s} for s in others])
+
+    def run(self, seeds: list[int]) -> tuple[dict, float]:
+        """Everything: what the page needs, and the seconds of all runs."""
+        tuning, found = {name: self.tuned(name) for name in self.rows}, {}
+        for seed in seeds:
+            for name in self.rows:
+                best = {key: best_of(tuning[name])[key] for key in ("learning_rate", "schedule")}
+                found.setdefault(name, []).extend(self.collected(name, seed, [best]))
+        needed = ("seed", "before", "at_change", "error", "rank", "width", "parameters", *COSTS, "curve")
+        figures = {
+            "setting": asdict(self.setting),
+            "rows": {name: asdict(row) for name, row in self.rows.items()},
+            "tuning": {n: page.kept(done, "learning_rate", "schedule", "error") for n, done in tuning.items()},
+            "runs": {name: page.kept(done, *needed) for name, done in found.items()},
+        }
+        done = [run for of_row in (*tuning.values(), *found.values()) for run in of_row]
+        return figures, sum(run["seconds"] for run in done)
+
+
+class Table:
+    """The figures of a setting, as `Tuning` leaves them."""
+
+    def __init__(self, figures: dict):
+        self.setting, self.tuning, self.runs = Setting(**figures["setting"]), figures["tuning"], figures["runs"]
+        self.rows = {name: Row(**row) for name, row in figures["rows"].items()}
 
     def errors(self, name: str) -> list[float]:
         """At the end, one for each seed."""
@@ -126,7 +140,7 @@ class Table:
         """A line for each row."""
         lines = []
         for name, row in self.rows.items():
-            of_row, choice, d = self.runs[name], self.chosen[name], self.setting.d
+            of_row, choice, d = self.runs[name], best_of(self.tuning[name]), self.setting.d
             parameters = of_row[0]["parameters"]
             added = parameters - 2 * row.heads * (row.width + d) * d
             measured = 1 if row.change == "random" else row.batches
@@ -255,6 +269,20 @@ The smaller setting:
 """
 
 
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    table, small = tables = [Table(of) for of in figures["tables"]]
+    aims = [(name, other, aim) for name in GUIDED for other, aim in ((SCRATCH, 0.75), (GUIDED[name], 0.5))]
+    return page.Page(
+        title="Nearest neighbour",
+        claim=claim(table, small),
+        summary=table.summary(),
+        text=text(table, small),
+        draw=partial(draw_curves, tables),
+        reaches=[*(reach(table, *aim) for aim in aims), *(lora_reach(table, name) for name in GUIDED)],
+    )
+
+
 def main() -> None:
     """Run the rows, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -268,21 +296,9 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     kept = arguments.output / "nearest_neighbour.jsonl"
     with tempfile.TemporaryDirectory() as folder:
-        table, small = tables = [Table(*of, rates, seeds, kept, Path(folder)) for of in tables]
-    figures = {f"d{t.setting.d}": {"setting": asdict(t.setting), "tuning": t.tuning, "runs": t.runs} for t in tables}
-    done = [run for t in tables for runs_of in (t.tuning, t.runs) for of_row in runs_of.values() for run in of_row]
-    aims = [(name, other, aim) for name in GUIDED for other, aim in ((SCRATCH, 0.75), (GUIDED[name], 0.5))]
-    page.Page(
-        name="nearest_neighbour",
-        title="Nearest neighbour",
-        claim=claim(table, small),
-        summary=table.summary(),
-        text=text(table, small),
-        figures=figures,
-        seeds=[TUNING_SEED, *seeds],
-        seconds=sum(run["seconds"] for run in done),
-        reaches=[*(reach(table, *aim) for aim in aims), *(lora_reach(table, name) for name in GUIDED)],
-    ).write(arguments.output, partial(draw_curves, tables))
+        done = [Tuning(*of, rates, kept, Path(folder)).run(seeds) for of in tables]
+    figures, seconds = {"tables": [of for of, _ in done]}, sum(seconds for _, seconds in done)
+    page.publish("nearest_neighbour", figures, [TUNING_SEED, *seeds], arguments.output, seconds)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from transformers import logging as transformers_logging
 from transformers.pytorch_utils import Conv1D
 
 from hf_growattn import patch_model
-from hf_growattn.modeling import attentions
+from hf_growattn.growable.models import attentions
 
 BATCH, POSITIONS, VOCABULARY = 1, 256, 512  # short turns: what else the machine does then hits both models alike
 HEAD, GROWN = 64, 80
@@ -187,7 +187,7 @@ def turns(ours: Callable, stock: Callable, seconds: float, least: int) -> dict:
         a, b = ([values[place] for values in spent[name]] for name in ("ours", "stock"))
         ratios = [x / y for x, y in zip(a, b)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        figures[clock] = {"ratio": middle, "quartiles": [low, high], "stock_seconds": statistics.median(b)}
+        figures[clock] = {"ratio": middle, "quartiles": [low, high]}
     return figures
 
 
@@ -209,7 +209,7 @@ def compare(family: Callable, size: Size, kinds: tuple[str, str], seconds: float
             figures[name] = turns(*both, seconds * part, least)
             if holds:
                 ours, stock = map(peak_of_tensors, both)
-                figures[name]["memory"] = {"ratio": ours / stock, "stock_bytes": stock}
+                figures[name]["memory"] = {"ratio": ours / stock}
     return figures
 
 
@@ -315,6 +315,20 @@ def draw(figures: dict, plt):
     return figure
 
 
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    models = figures["models"]
+    found = reaches(models)
+    return page.Page(
+        title="Patched and grown models beside stock ones",
+        claim=claim(models),
+        summary=summary(models),
+        text=tables(models, Size(**figures["size"]), found),
+        draw=partial(draw, models),
+        reaches=found,
+    )
+
+
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -329,23 +343,14 @@ def main() -> None:
     sizes, seconds, least = [Size(width) for width in arguments.widths], arguments.seconds, 5
     if arguments.quick:
         sizes, seconds, least = [Size(64, tokens=16, generated=4)], 0.0, 2
-    figures: dict[str, dict] = {}
+    models: dict[str, dict] = {}
     jobs = [(family, size, kind) for size in sizes for family in FAMILIES for kind in COMPARISONS]
     gc.freeze()  # what imports leave is no garbage, and looking through it takes long
     for family, size, kind in tqdm(jobs, disable=None):
         found = compare(FAMILIES[family], size, COMPARISONS[kind], seconds, least, arguments.seed)
-        figures.setdefault(f"{family}, d {size.width}", {})[kind] = found
-    found = reaches(figures)
-    page.Page(
-        name="overhead",
-        title="Patched and grown models beside stock ones",
-        claim=claim(figures),
-        summary=summary(figures),
-        text=tables(figures, sizes[0], found),
-        figures=figures,
-        seeds=[arguments.seed],
-        reaches=found,
-    ).write(arguments.output, partial(draw, figures))
+        models.setdefault(f"{family}, d {size.width}", {})[kind] = found
+    figures = {"size": asdict(sizes[0]), "models": models}
+    page.publish("overhead", figures, [arguments.seed], arguments.output)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,11 @@
-"""The page of a benchmark: its figures as JSON, its tables as Markdown, its picture as PNG, and how they were made."""
+"""The page of a benchmark: figures as JSON; tables as Markdown and a picture as PNG out of them; how they were made.
 
+    python scripts/bench/page.py
+
+writes all pages again, and the README, out of the figures that are there.
+"""
+
+import importlib
 import json
 import os
 import platform
@@ -7,7 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,8 +27,9 @@ README = Path(__file__).parent / "README.md"
 INTRODUCTION = """# Evidence
 
 Every section was written by the script that it names, out of the figures beside it; so was this page. Each script has
-`--help`, and `--quick`, which shows in a minute or two that it runs and nothing else. Spreads are ranges over the seeds
-unless said otherwise.
+`--help`, and `--quick`, which shows in a minute or two that it runs and nothing else; `python scripts/bench/page.py`
+writes all pages again. Spreads are ranges over the seeds unless said otherwise. What was measured before 2026-11-22
+19:30 UTC precedes a growth's shorter search and probe, which move the losses after it by a few thousandths.
 """
 # One line for each page, in the order of the README.
 PAGES = (
@@ -38,8 +45,13 @@ PAGES = (
     "estimators",
     "allocation",
     "balance",
+    "roads",
     "scale",
 )
+VERDICTS = ("reached", "missed", "undecided")
+POINTS = 40  # of a curve: more than a picture shows
+DIGITS = 9  # of a figure: those of an fp32, so that rounding moves nothing that a page prints
+WIDTH = 360  # of a line of JSON, which holds all of most runs
 
 _START = time.monotonic()
 
@@ -74,81 +86,144 @@ class Reach:
     Attributes:
         aim: in words, with its figure.
         measured: in words, with its figure and spread.
-        verdict: "reached", "missed" or "undecided".
+        verdict: one of `VERDICTS`.
     """
 
     aim: str
     measured: str
     verdict: str
 
+    def __post_init__(self):
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"the verdict of {self.aim!r} is {self.verdict!r}, none of {VERDICTS}")
+
 
 @dataclass
 class Page:
-    """What a benchmark has to say.
+    """What a benchmark has to say: what `page_of` of its script makes of its figures.
 
     Attributes:
-        name: of the files; `PAGES` says where the page stands in the README.
         title: of the page.
         claim: what the figures show, in a sentence or two, with what speaks against growth.
         summary: the table that the README shows, in Markdown.
         text: what was measured and how, with all other tables, in Markdown.
-        figures: everything that was measured, for JSON.
-        seeds: what the random numbers came from.
-        seconds: what the runs took; None for the time since this process began.
+        draw: is given matplotlib's pyplot and returns the picture.
         reaches: what was aimed at.
     """
 
-    name: str
     title: str
     claim: str
     summary: str
     text: str
-    figures: dict
-    seeds: list[int]
-    seconds: float | None = None
+    draw: Callable
     reaches: list[Reach] = field(default_factory=list)
 
-    def write(self, output: Path, draw: Callable) -> None:
-        """Print the page and write `<name>.json`, `.md` and `.png` into a folder, and the README of all pages.
 
-        Args:
-            output: the folder.
-            draw: is given matplotlib's pyplot and returns the figure.
-        """
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        seconds = time.monotonic() - _START if self.seconds is None else self.seconds
-        made = conditions(self.seeds) | {"minutes": round(seconds / 60, 1)}
-        page = "\n\n".join([f"# {self.title}", self.claim, self.summary, self.text.strip(), _how(made)])
-        output.mkdir(parents=True, exist_ok=True)
-        kept = {key: value for key, value in asdict(self).items() if key not in ("text", "seeds", "seconds")}
-        (output / f"{self.name}.json").write_text(json.dumps(made | kept, indent=1) + "\n")
-        (output / f"{self.name}.md").write_text(f"{page}\n\n![{self.title}]({self.name}.png)\n")
-        figure = draw(plt)
-        figure.savefig(output / f"{self.name}.png", dpi=110)
-        plt.close(figure)
-        print(page)
-        if output == RESULTS:
-            README.write_text(readme())
+def kept(runs: list[dict], *names: str) -> list[dict]:
+    """What a page needs of its runs: these of their figures, where they have them, and curves of at most `POINTS`."""
+    needed = [{name: run[name] for name in names if name in run} for run in runs]
+    return [run | ({"curve": thinned(run["curve"])} if "curve" in run else {}) for run in needed]
 
 
-def readme() -> str:
-    """The README of all benchmarks, from what they left in the folder of results."""
-    written = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in PAGES if _is_there(name)}
-    reaches = [[r["aim"], r["measured"], r["verdict"]] for made in written.values() for r in made["reaches"]]
-    parts = [INTRODUCTION, table(["aim", "measured", "verdict"], reaches)]
-    for name, made in written.items():
-        links = f"[All tables](results/{name}.md), [figures](results/{name}.json)."
-        picture = f"![{made['title']}](results/{name}.png)"
-        parts += [f"## {made['title']}", made["claim"], made["summary"], f"{_how(made)} {links}", picture]
+def thinned(curve: list) -> list:
+    """At most `POINTS` points of a curve, as far apart as can be, the first and the last among them."""
+    last = len(curve) - 1
+    return [curve[round(place * last / (POINTS - 1))] for place in range(POINTS)] if last >= POINTS else curve
+
+
+def publish(name: str, figures: dict, seeds: list[int], output: Path, seconds: float | None = None) -> None:
+    """Write figures into a folder as `<name>.json`, the page out of that file, and the README of all pages; print it.
+
+    Args:
+        name: of the benchmark's script and files; `PAGES` says where its page stands in the README.
+        figures: what the page needs, no more, for JSON; runs are those that are `kept`.
+        seeds: what the random numbers came from.
+        output: the folder.
+        seconds: what the runs took; None for the time since this process began.
+    """
+    seconds = time.monotonic() - _START if seconds is None else seconds
+    made = {"name": name, **conditions(seeds), "minutes": round(seconds / 60, 1), "figures": figures}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{name}.json").write_text(lines_of(rounded(made)) + "\n")
+    print(write(name, output))
+    if output == RESULTS:
+        README.write_text(readme())
+
+
+def rounded(value):
+    """The same with all floats at `DIGITS` digits."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(one) for one in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def lines_of(value, begin: str = "") -> str:
+    """JSON in lines of at most `WIDTH` characters, if no string is longer: a run takes one, or fills a few.
+
+    Args:
+        value: for JSON.
+        begin: what stands before it on its first line.
+    """
+    line = begin + json.dumps(value)
+    if len(line) < WIDTH or not isinstance(value, (dict, list)):
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 1)
+    starts = (
+        [f"{indent}{json.dumps(str(key))}: " for key in value] if isinstance(value, dict) else [indent] * len(value)
+    )
+    entries = value.values() if isinstance(value, dict) else value
+    innermost, lines = "{" not in line[len(begin) + 1 :], []
+    for start, entry in zip(starts, entries):
+        more = lines_of(entry, start)
+        if innermost and lines and len(lines[-1].rpartition("\n")[2]) + len(more) < WIDTH:
+            lines[-1] += ", " + more.lstrip()
+        else:
+            lines.append(more)
+    opening, closing = begin + line[len(begin)], indent[1:] + line[-1]
+    return "\n".join([opening, ",\n".join(lines), closing])
+
+
+def read(name: str, folder: Path = RESULTS) -> tuple[Page, dict]:
+    """The page that a benchmark's script makes of the figures in a folder, and all that the file says."""
+    made = json.loads((folder / f"{name}.json").read_text())
+    return importlib.import_module(name).page_of(made["figures"]), made
+
+
+def markdown(page: Page, made: dict) -> str:
+    """The text of a page."""
+    picture = f"![{page.title}]({made['name']}.png)"
+    parts = [f"# {page.title}", page.claim, page.summary, page.text.strip(), _how(made), picture]
     return "\n\n".join(parts) + "\n"
 
 
-def _is_there(name: str) -> bool:
-    return (RESULTS / f"{name}.json").exists()
+def write(name: str, folder: Path = RESULTS) -> str:
+    """Write a page and its picture, out of its figures; the text is returned."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    page, made = read(name, folder)
+    text = markdown(page, made)
+    (folder / f"{name}.md").write_text(text)
+    picture = page.draw(plt)
+    picture.savefig(folder / f"{name}.png", dpi=110)
+    plt.close(picture)
+    return text
+
+
+def readme() -> str:
+    """The README of all benchmarks, out of their figures."""
+    written = {name: read(name) for name in PAGES if (RESULTS / f"{name}.json").exists()}
+    reaches = [[r.aim, r.measured, r.verdict] for page, _ in written.values() for r in page.reaches]
+    parts = [INTRODUCTION, table(["aim", "measured", "verdict"], reaches)]
+    for name, (page, made) in written.items():
+        links = f"[All tables](results/{name}.md), [figures](results/{name}.json)."
+        picture = f"![{page.title}](results/{name}.png)"
+        parts += [f"## {page.title}", page.claim, page.summary, f"{_how(made)} {links}", picture]
+    return "\n\n".join(parts) + "\n"
 
 
 def _how(made: dict) -> str:
@@ -179,4 +254,6 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
+    for each in PAGES:
+        write(each)
     README.write_text(readme())

@@ -19,18 +19,20 @@ from pathlib import Path
 
 import page
 import torch
+from compared import compared_gradients
 from memory import peak_of_tensors
 from runs import collect, spread
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, blocks, gradients, patch_model
-from hf_growattn import functional as F
-from hf_growattn.blocks import measure_moments
-from hf_growattn.estimators import compared_gradients
-from hf_growattn.gradients import SKETCH_PASSES, exact_gradients, sketched_gradients
-from hf_growattn.modeling import attentions
-from hf_growattn.probe import MESSAGES, PATTERNS, backward, mean_loss, undisturbed
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure import blocks, gradients
+from hf_growattn.measure import functional as F
+from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.gradients import SKETCH_PASSES, exact_gradients, sketched_gradients
+from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.measure.passes import backward, mean_loss, undisturbed
 
 DIMS, OVERSAMPLING, RIDGE = 8, 16, 0.05
 LAYERS, BATCH = 2, 2  # of the growths; the ways to measure see one layer and two sequences
@@ -89,14 +91,14 @@ def growths(width: int, tokens: int, repeats: int, **_) -> dict:
         hook = embeddings.register_forward_hook(lambda module, args, output: output.requires_grad_())
         with undisturbed(model):
             mean_loss(model, both)
-            for _ in range(SKETCH_PASSES):
+            for _ in SKETCH_PASSES:
                 backward(model, both)
         hook.remove()
 
     def training() -> None:
         """The same with gradients of all weights, as a training step has them."""
         mean_loss(model, both)
-        for _ in range(2 * SKETCH_PASSES):
+        for _ in range(2 * len(SKETCH_PASSES)):
             model(**batch).loss.backward()
         model.zero_grad(set_to_none=True)
 
@@ -309,6 +311,33 @@ def draw(runs: list[dict], names: list[str], base: dict[str, int], plt):
     return figure
 
 
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    setting, runs, grown = figures["setting"], figures["ways"], figures["growths"]
+    base, repeats, names = setting["base"], setting["repeats"], list(dict.fromkeys(run["way"] for run in runs))
+    missing = "" if GROMO in names else "The package gromo is not installed, so its row is left out. "
+    return page.Page(
+        title="What measuring costs",
+        claim=claim(grown, runs, names, base),
+        summary=summary(runs, names, base),
+        text=(
+            f"One layer, heads 64 wide, two sequences of T tokens, patterns alone, {DIMS} dims; CPU time is the median "
+            f"of {repeats}, and memory the most bytes of tensors at a time, beside the model. By d at T = "
+            f"{base['tokens']}, by T at d = {base['width']}; in brackets the exponents of a power law through all "
+            f"points. {missing}gromo's is not the same job: for one Linear, d to d, in the place of the queries' "
+            "projection, it sums what its own growth of neurons starts from, S = X^T X and M = X^T dY, and chooses no "
+            "directions; the others do, for all heads, and say what they are worth on other batches, but for the one "
+            "to the letter, which says nothing of that.\n\n"
+            f"A growth of both kinds by {DIMS} dims beside training, {LAYERS} layers, batches of {BATCH} x "
+            f"{setting['grown_tokens']} tokens, AdamW: CPU time of the passes that measure against the same passes "
+            "without probes and against as many with gradients of all weights; how much of a growth is linear algebra; "
+            f"and the most bytes of tensors in a growth over those in a training step. Median (range) of "
+            f"{repeats}:\n\n{growth_table(grown)}"
+        ),
+        draw=partial(draw, runs, names, base),
+    )
+
+
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -324,38 +353,19 @@ def main() -> None:
     base = {"width": widths[1], "tokens": tokens[1]}
     arguments.output.mkdir(parents=True, exist_ok=True)
     kept = arguments.output / "probe_cost.jsonl"
-    present = importlib.util.find_spec("gromo") is not None
-    names = [way for way in WAYS if present or way != GROMO]
+    names = [way for way in WAYS if way != GROMO or importlib.util.find_spec("gromo")]
     sizes = dict.fromkeys([(w, base["tokens"]) for w in widths] + [(base["width"], t) for t in tokens])
     jobs = [dict(way=way, width=w, tokens=t, repeats=repeats) for w, t in sizes for way in names]
     gc.freeze()  # what imports leave is no garbage, and each process would look through it
     runs = collect(ways, jobs, kept)
     jobs = [dict(way="growth", width=width, tokens=grown_at[1], repeats=repeats) for width in grown_at[0]]
     grown = collect(growths, jobs, kept)
-    missing = "" if present else "The package gromo is not installed, so its row is left out. "
-    page.Page(
-        name="probe_cost",
-        title="What measuring costs",
-        claim=claim(grown, runs, names, base),
-        summary=summary(runs, names, base),
-        text=(
-            f"One layer, heads 64 wide, two sequences of T tokens, patterns alone, {DIMS} dims; CPU time is the median "
-            f"of {repeats}, and memory the most bytes of tensors at a time, beside the model. By d at T = "
-            f"{base['tokens']}, by T at d = {base['width']}; in brackets the exponents of a power law through all "
-            f"points. {missing}gromo's is not the same job: for one Linear, d to d, in the place of the queries' "
-            "projection, it sums what its own growth of neurons starts from, S = X^T X and M = X^T dY, and chooses no "
-            "directions; the others do, for all heads, and say what they are worth on other batches, but for the one "
-            "to the letter, which says nothing of that.\n\n"
-            f"A growth of both kinds by {DIMS} dims beside training, {LAYERS} layers, batches of {BATCH} x "
-            f"{grown_at[1]} tokens, AdamW: CPU time of the passes that measure against the same passes "
-            "without probes and against as many with gradients of all weights; how much of a growth is linear algebra; "
-            f"and the most bytes of tensors in a growth over those in a training step. Median (range) of "
-            f"{repeats}:\n\n{growth_table(grown)}"
-        ),
-        figures={"ways": runs, "growths": grown},
-        seeds=[0],
-        seconds=sum(run["seconds"] for run in [*runs, *grown]),
-    ).write(arguments.output, partial(draw, runs, names, base))
+    figures = {
+        "setting": {"base": base, "repeats": repeats, "grown_tokens": grown_at[1]},
+        "ways": page.kept(runs, "way", "width", "tokens", "cpu", "peak"),
+        "growths": page.kept(grown, "width", "times", "peaks"),
+    }
+    page.publish("probe_cost", figures, [0], arguments.output, sum(run["seconds"] for run in [*runs, *grown]))
 
 
 if __name__ == "__main__":

@@ -9,59 +9,24 @@ its models, which the others read from a folder that is deleted at the end.
 """
 
 import argparse
-import json
 import shutil
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import page
 import torch
-from page import RESULTS, Page, Reach, table
+from compared import grower
 from peft import LoraConfig, get_peft_model
+from recall_task import Setting, draw, pretrained, recall, train
 from runs import collect, spread
 from torch import nn
-from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model
-from hf_growattn.modeling import attentions
+from hf_growattn import GrowthConfig, GrowthReport
+from hf_growattn.growable.models import attentions
 
 TUNING_SEED = 100
-THETA = 254.0  # with 4 dims, the base at which no other offset up to 160 is close to that of the token before
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The task and its training.
-
-    Attributes:
-        hidden, head_dim: width of the model, and of the queries and keys of its one head a layer.
-        names, numbers: words of either kind.
-        few, many: pairs in the books of pretraining, which takes turns, and of fine-tuning.
-        pretraining, steps: optimizer steps; what a growth measures is taken off `steps`.
-        pairs: pairs in a batch, so that a batch has as many sequences as fit.
-        dims: that a growth adds to the queries and keys of each layer.
-        growth_batches: batches that a growth measures; random growth measures one.
-        asked: numbers of pairs that recall is measured at, on `held_out` books of 16 questions each.
-        rates: of learning, for rows that train all weights and for those that train added ones.
-    """
-
-    hidden: int = 64
-    head_dim: int = 4
-    names: int = 2048
-    numbers: int = 32
-    few: list[int] = field(default_factory=lambda: [2, 4, 8])
-    many: int = 32
-    pretraining: int = 150
-    pretraining_rate: float = 4e-3
-    steps: int = 120
-    pairs: int = 256
-    dims: int = 8
-    growth_batches: int = 16
-    asked: list[int] = field(default_factory=lambda: [2, 4, 8, 16, 32, 64])
-    held_out: int = 128
-    rates: dict[str, list[float]] = field(default_factory=lambda: {"all": [1e-3, 3e-3], "added": [3e-3, 1e-2]})
 
 
 QUICK = Setting(
@@ -109,103 +74,6 @@ ROWS = {
 PEFT = [name for name, row in ROWS.items() if row.adapter]
 
 
-def draw(setting: Setting, sequences: int, pairs: int, questions: int, generator: torch.Generator) -> dict:
-    """Books of pairs, each name once, and questions with their answers, on which alone the loss is."""
-    names = torch.rand(sequences, setting.names, generator=generator).argsort(1)[:, :pairs] + setting.numbers
-    book = torch.stack((names, torch.randint(setting.numbers, names.shape, generator=generator)), -1)
-    asked = torch.randint(pairs, (sequences, questions, 1), generator=generator).expand(-1, -1, 2)
-    asked = book.gather(1, asked)
-    answers = asked.masked_fill(torch.tensor([True, False]), -100)
-    ids = torch.cat((book, asked), 1).flatten(1)
-    return {"input_ids": ids, "labels": answers.flatten(1), "logits_to_keep": 2 * questions}
-
-
-@torch.no_grad()
-def build(setting: Setting, extra: int, seed: int) -> SmolLM3ForCausalLM:
-    """Two SmolLM3 layers, the second without rotation, started near an induction circuit, which is slow to form.
-
-    The first layer looks at the token before (its biases do) and passes it on turned; the second compares a token with
-    what is so turned, by a random projection as wide as its head. Values are as wide as the model.
-    """
-    torch.manual_seed(seed)
-    config = SmolLM3Config(
-        vocab_size=setting.names + setting.numbers,
-        hidden_size=setting.hidden,
-        intermediate_size=setting.hidden,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=setting.head_dim,
-        no_rope_layers=[1, 0],
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
-        attention_bias=True,
-        tie_word_embeddings=True,
-        initializer_range=setting.hidden**-0.5,
-        use_cache=False,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    )
-    model = patch_model(SmolLM3ForCausalLM(config))
-    before, match = layers = attentions(model)
-    for layer in layers:
-        layer.widen(qk_dims=extra, v_dims=setting.hidden - setting.head_dim)
-        nn.init.eye_(layer.projection_of("value").weight)
-    model.sync_config()
-    turn = torch.linalg.qr(torch.randn(setting.hidden, setting.hidden))[0]
-    size = 1.5 * setting.hidden**-0.5  # next to embeddings of this size without the factor
-    before.projection_of("output").weight.copy_(size * turn)
-    match.projection_of("output").weight.copy_(size * torch.eye(setting.hidden))
-    angles = THETA ** -(torch.arange(0, setting.head_dim, 2) / setting.head_dim)
-    there = torch.cat((angles**0, angles * 0))
-    ahead = torch.cat((angles.cos(), angles.sin()))  # by one position
-    for role, bias in (("query", there), ("key", ahead)):
-        nn.init.normal_(before.projection_of(role).weight, std=0.02)
-        before.projection_of(role).bias[: setting.head_dim] = 10 * bias
-    query = torch.randn(setting.head_dim + extra, setting.hidden) * 1.5 * setting.hidden**-0.5
-    match.projection_of("query").weight.copy_(query)
-    match.projection_of("key").weight.copy_(query @ turn.T)
-    for layer in model.model.layers:
-        layer.mlp.down_proj.weight.mul_(0.1)
-    return model.requires_grad_(True)
-
-
-def train(model: nn.Module, batches: list[Callable[[], dict]], rate: float) -> None:
-    """AdamW without decay and one cosine over the batches, a step for each."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    if not weights:
-        return  # a growth may find nothing that holds
-    optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
-    for batch in batches:
-        model(**batch()).loss.backward()
-        nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-
-
-def pretrained(setting: Setting, wide: bool, seed: int, folder: Path) -> SmolLM3ForCausalLM:
-    """The model of a seed, trained on short books by the first who asks."""
-    model = build(setting, setting.dims if wide else 0, seed)
-    kept = folder / f"{'wide' if wide else 'narrow'}-{seed}.pt"
-    if not kept.exists():
-        generator = torch.Generator().manual_seed(seed)
-        turns = [setting.few[step % len(setting.few)] for step in range(setting.pretraining)]
-        batches = [partial(draw, setting, setting.pairs // n, n, n, generator) for n in turns]
-        train(model, batches, setting.pretraining_rate)
-        torch.save(model.state_dict(), kept)
-    model.load_state_dict(torch.load(kept))
-    return model.eval()
-
-
-@torch.no_grad()
-def recall(setting: Setting, model: nn.Module, pairs: int, seed: int) -> float:
-    """Share of right numbers among the answers of held-out books."""
-    batch = draw(setting, setting.held_out, pairs, 16, torch.Generator().manual_seed(10_000 + seed))
-    answers = batch["labels"][:, 1:]
-    right = model(**batch).logits[:, :-1].argmax(-1) == answers
-    return right[answers >= 0].float().mean().item()
-
-
 def added_by_growth(setting: Setting) -> int:
     """Weights and biases of all new dims of both layers' queries and keys."""
     return 2 * 2 * setting.dims * (setting.hidden + 1)
@@ -219,10 +87,18 @@ def adapted(setting: Setting, model: nn.Module, rank: int = 0, **options) -> nn.
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, **options))
 
 
-def grow(setting: Setting, model: nn.Module, batches: list[dict], seed: int, dims: float, **options) -> GrowthReport:
+def grow(
+    setting: Setting,
+    model: nn.Module,
+    batches: list[dict],
+    seed: int,
+    dims: float,
+    estimator: str = "whitened",
+    **options,
+) -> GrowthReport:
     """Grow by a share of the setting's dims in every layer, or of as many weights where they are worth most."""
     spent = {"qk_dims": round(dims * setting.dims)} if dims else {"budget": added_by_growth(setting)}
-    return Grower(model, GrowthConfig(seed=seed, **spent, **options)).grow(batches)
+    return grower(model, GrowthConfig(seed=seed, **spent, **options), estimator=estimator).grow(batches)
 
 
 def train_new_dims_only(model: nn.Module, old: list[tuple[int, int]]) -> None:
@@ -297,9 +173,9 @@ def end_of(run: dict) -> float:
     return run["recall"][str(run["setting"]["many"])]
 
 
-def claim(setting: Setting, runs: dict[str, list[dict]]) -> tuple[str, list[Reach]]:
+def claim(setting: Setting, runs: dict[str, list[dict]]) -> tuple[str, list[page.Reach]]:
     """Who wins and who loses at the long books, and the reach: of equal dims everywhere, and of a budget."""
-    ends = {name: [end_of(run) for run in of_row] for name, of_row in runs.items()}
+    ends = {name: [run["recall"][str(setting.many)] for run in of_row] for name, of_row in runs.items()}
     middle = {name: statistics.median(values) for name, values in ends.items()}
     best = max(PEFT, key=middle.get)
     better = [name for name in ROWS if middle[name] > middle[GUIDED]]
@@ -316,13 +192,15 @@ def claim(setting: Setting, runs: dict[str, list[dict]]) -> tuple[str, list[Reac
         clear = gap > 2 * noise and min(ends[name]) > max(ends[best])
         verdict = "undecided" if len(ends[name]) < 3 else "reached" if clear else "missed"
         measured = f"{spread(ends[name], 3)} against {spread(ends[best], 3)} ({best})"
-        reaches.append(Reach(aim.format(name), measured, verdict))
+        reaches.append(page.Reach(aim.format(name), measured, verdict))
     return text, reaches
 
 
-def write(output: Path, setting: Setting, runs: dict[str, list[dict]], sweeps: dict, seeds: list[int]) -> None:
-    """The page."""
-    (said, reaches), summary, curves = claim(setting, runs), [], []
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    setting, sweeps, summary, curves = Setting(**figures["setting"]), figures["sweep"], [], []
+    runs = {row: [run for run in figures["runs"] if run["row"] == row] for row in ROWS}
+    said, reaches = claim(setting, runs)
     for name, of_row in runs.items():
         first, took = of_row[0], [[run[key] for run in of_row] for key in ("seconds", "peak_bytes")]
         recalled = [spread([run["recall"][str(n)] for run in of_row], 2) for n in setting.asked]
@@ -334,7 +212,8 @@ def write(output: Path, setting: Setting, runs: dict[str, list[dict]], sweeps: d
         curves.append([name, f"{first['rate']:.2g}", *recalled])
     head = ["row", "width of q, k", "added", "trained", "tokens", "recall at growth", f"recall of {setting.many}"]
     swept = [
-        [row, ", ".join(f"{r:.2g}: {end_of(found[r]):.2f}" for r in sorted(found))] for row, found in sweeps.items()
+        [row, ", ".join(f"{run['rate']:.2g}: {run['recall']:.2f}" for run in sweeps if run["row"] == row)]
+        for row in ROWS
     ]
     text = f"""A book is pairs of a name and a number, {setting.names} and {setting.numbers} words of one token; then
 names are asked for, and the number has to follow. The model is a stock SmolLM3 of two layers, {setting.hidden} wide,
@@ -352,16 +231,19 @@ as well as growth.
 
 ## Recall by number of pairs
 
-{table(["row", "rate", *setting.asked], curves)}
+{page.table(["row", "rate", *setting.asked], curves)}
 
 ## Recall of {setting.many} by learning rate, on the tuning seed
 
-{table(["row", "rate: recall"], swept)}"""
-    every = [run for of_row in [*runs.values(), *map(dict.values, sweeps.values())] for run in of_row]
-    figures = {"setting": asdict(setting), "runs": [{k: v for k, v in run.items() if k != "setting"} for run in every]}
-    shown, title = table([*head, "time, s", "peak, MB"], summary), "A phone book: where LoRA cannot follow"
-    page = Page("recall", title, said, shown, text, figures, seeds, sum(run["seconds"] for run in every), reaches)
-    page.write(output, partial(draw_page, setting, runs))
+{page.table(["row", "rate: recall"], swept)}"""
+    return page.Page(
+        title="A phone book: where LoRA cannot follow",
+        claim=said,
+        summary=page.table([*head, "time, s", "peak, MB"], summary),
+        text=text,
+        draw=partial(draw_page, setting, runs),
+        reaches=reaches,
+    )
 
 
 def draw_page(setting: Setting, runs: dict[str, list[dict]], plt):
@@ -383,19 +265,26 @@ def main() -> None:
     """Sweep the learning rates, run the rows, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: shows that it runs")
     arguments = parser.parse_args()
     setting, seeds = (QUICK, [TUNING_SEED]) if arguments.quick else (Setting(), arguments.seeds)
-    plain = json.loads(json.dumps(asdict(setting)))
+    plain = asdict(setting)
     folder, kept = arguments.output / "recall_models", arguments.output / "recall.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     sweeps = tuned(plain, folder, kept)
     rates = {name: best_rate(found) for name, found in sweeps.items()}
     jobs = [{"row": row, "rate": rates[row], "seed": seed, "setting": plain} for seed in seeds for row in ROWS]
-    made = collect(partial(measure, folder), jobs, kept)
-    write(arguments.output, setting, {row: [run for run in made if run["row"] == row] for row in ROWS}, sweeps, seeds)
+    runs = collect(partial(measure, folder), jobs, kept)
     shutil.rmtree(folder)
+    swept = [found[rate] for found in sweeps.values() for rate in sorted(found)]
+    counts, costs = ("widths", "added", "trained", "tokens"), ("seconds", "peak_bytes")
+    figures = {
+        "setting": plain,
+        "sweep": [{"row": run["row"], "rate": run["rate"], "recall": end_of(run)} for run in swept],
+        "runs": page.kept(runs, "row", "seed", "rate", *counts, "at_growth", "recall", *costs),
+    }
+    page.publish("recall", figures, seeds, arguments.output, sum(run["seconds"] for run in runs + swept))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,16 @@ from functools import partial
 
 import page
 import torch
+from compared import logit_variance
 from tasks import Batches, chosen, task_parser
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import GrowableAttention, Grower, GrowthConfig, patch_model
-from hf_growattn.functional import logit_variance
-from hf_growattn.modeling import attentions
-from hf_growattn.probe import set_extension, undisturbed
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure.extension import set_extension
+from hf_growattn.measure.passes import undisturbed
 
 KEPT = "kept (ours)"
 # The scale after growth, of the scale before it and both widths.
@@ -240,6 +241,25 @@ def draw(rows: list[dict], plt):
     return figure
 
 
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    setting, rows = figures["setting"], figures["rows"]
+    text = (
+        "Medians over the seeds. In brackets: what proposition 5 of draft 004 predicts. Variance and entropy are taken "
+        "over the keys that a query may attend to, and averaged over queries, heads and layers. Random new dims are as "
+        f"large as the old ones. A pretrained model grows on {setting['batches']} batches of "
+        f"{setting['batch_size']} x {setting['block_size']} tokens, with the scale kept; "
+        f"its loss is that of as many held-out ones, the other figures of {SEQUENCES} sequences of each.\n\n"
+    )
+    return page.Page(
+        title="The softmax scale as dims are added",
+        claim=claim(rows, setting["data"]),
+        summary=summary(rows, setting["data"]),
+        text=text + tables(rows),
+        draw=partial(draw, rows),
+    )
+
+
 def main() -> None:
     """Measure, and write the page."""
     arguments, task = chosen(task_parser(__doc__))
@@ -250,22 +270,7 @@ def main() -> None:
         model, batch = random_llama(seed)
         rows += of_model(model, batch, batch, seed, added, "Llama, random weights", ("zero", "random"))
         rows += of_model(task.load(seed), *task.data(seed), seed, added, task.name, ("zero", "random", "guided"))
-    text = (
-        "Medians over the seeds. In brackets: what proposition 5 of draft 004 predicts. Variance and entropy are taken "
-        "over the keys that a query may attend to, and averaged over queries, heads and layers. Random new dims are as "
-        f"large as the old ones. A pretrained model grows on {task.batches} batches of "
-        f"{task.batch_size} x {task.blocks.shape[1]} tokens, with the scale kept; "
-        f"its loss is that of as many held-out ones, the other figures of {SEQUENCES} sequences of each.\n\n"
-    )
-    page.Page(
-        name="scale",
-        title="The softmax scale as dims are added",
-        claim=claim(rows, task.name),
-        summary=summary(rows, task.name),
-        text=text + tables(rows),
-        figures={"rows": rows},
-        seeds=arguments.seeds,
-    ).write(arguments.output, partial(draw, rows))
+    page.publish("scale", {"setting": task.setting(), "rows": rows}, arguments.seeds, arguments.output)
 
 
 if __name__ == "__main__":

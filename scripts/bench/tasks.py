@@ -14,11 +14,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
 
 from hf_growattn import patch_model
-from hf_growattn.probe import mean_loss, undisturbed
-from hf_growattn.texts import blocks_of, load_texts
+from hf_growattn.measure.passes import mean_loss, undisturbed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from demo import english, train_tokenizer
+from texts import blocks_of, load_texts
 
 Batches = list[dict[str, torch.Tensor]]
 
@@ -82,6 +82,11 @@ class TextTask:
         texts = texts_of(self.text)
         self.blocks = blocks_of(texts, tokenizer, self.block_size)
         self.name = f"{Path(self.model).name} on {Path(self.text).name}"
+
+    def setting(self) -> dict:
+        """Its name and sizes, for JSON."""
+        sizes = {"batches": self.batches, "batch_size": self.batch_size, "block_size": self.blocks.shape[1]}
+        return {"data": self.name, **sizes}
 
     def load(self, seed: int) -> nn.Module:
         """A fresh patched copy of the model."""

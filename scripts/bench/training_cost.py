@@ -167,6 +167,32 @@ def draw(found: dict[int, dict[str, list[float]]], plt):
     return figure
 
 
+def page_of(figures: dict) -> page.Page:
+    """The page, out of its figures."""
+    setting, runs = figures["setting"], figures["runs"]
+    processes = dict.fromkeys(run["processes"] for run in runs)
+    found = {number: ratios(runs, number, setting["batches"]) for number in processes}
+    rows = [[number, *(spread(values, 2) for values in by_name.values())] for number, by_name in found.items()]
+    claims = [
+        f"with {number} process{'es' * (number > 1)} {spread(values['growth / step and batch'], 1)} training steps for "
+        f"each batch that it measures, and {spread(values['peak with growth / without'], 2)} times their memory"
+        for number, values in found.items()
+    ]
+    return page.Page(
+        title="A growth inside a Trainer",
+        claim=f"A growth takes {'; '.join(claims)}.",
+        summary=page.table(["processes", *next(iter(found.values()))], rows),
+        text=(
+            f"Llama with random weights, {LAYERS} layers, d {setting['width']}, {BATCH} x {setting['tokens']} tokens "
+            f"for each process and step, a growth of 8 dims of each kind on {setting['batches']} batches each, fp32, "
+            f"AdamW; median (range) of {setting['repeats']} runs in fresh processes, on CPUs unless there is a GPU. A "
+            "step is the median over a run. Memory is what a process holds at most over what it held when training "
+            "began."
+        ),
+        draw=partial(draw, found),
+    )
+
+
 def main() -> None:
     """Measure, and write the page; or be one of its trainings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,28 +221,11 @@ def main() -> None:
     ]
     arguments.output.mkdir(parents=True, exist_ok=True)
     runs = collect(launched, jobs, arguments.output / "training_cost.jsonl")
-    found = {number: ratios(runs, number, setting["batches"]) for number in processes}
-    rows = [[number, *(spread(values, 2) for values in by_name.values())] for number, by_name in found.items()]
-    claims = [
-        f"with {number} process{'es' * (number > 1)} {spread(values['growth / step and batch'], 1)} training steps for "
-        f"each batch that it measures, and {spread(values['peak with growth / without'], 2)} times their memory"
-        for number, values in found.items()
-    ]
-    page.Page(
-        name="training_cost",
-        title="A growth inside a Trainer",
-        claim=f"A growth takes {'; '.join(claims)}.",
-        summary=page.table(["processes", *next(iter(found.values()))], rows),
-        text=(
-            f"Llama with random weights, {LAYERS} layers, d {setting['width']}, {BATCH} x {setting['tokens']} tokens "
-            f"for each process and step, a growth of 8 dims of each kind on {setting['batches']} batches each, fp32, "
-            f"AdamW; median (range) of {repeats} runs in fresh processes, on CPUs unless there is a GPU. A step is the "
-            "median over a run. Memory is what a process holds at most over what it held when training began."
-        ),
-        figures={"runs": runs},
-        seeds=[0],
-        seconds=sum(run["seconds"] for run in runs),
-    ).write(arguments.output, partial(draw, found))
+    figures = {
+        "setting": setting | {"repeats": repeats},
+        "runs": page.kept(runs, "processes", "repeat", "grow", "step", "growth", "bytes"),
+    }
+    page.publish("training_cost", figures, [0], arguments.output, sum(run["seconds"] for run in runs))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,4 @@
+"""The command `growattn`: what its commands read, run and print.
+
+May import every other room.
+"""

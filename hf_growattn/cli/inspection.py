@@ -1,0 +1,142 @@
+"""What a checkpoint's heads use of their width, and what a measurement says, in figures and in words."""
+
+from collections.abc import Callable
+
+import torch
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from ..growable.models import is_grown
+from ..measure.kinds import KINDS
+from ..measure.views import FactoredMatrix, attention_views
+from ..model.configuration import PREFIX, layer_widths, stock_head_dim
+from ..report.report import GrowthReport
+
+FULL = 0.9  # of its width: a head whose effective rank is beyond has hardly a direction to spare
+
+STARVED = 0.025  # nats a token of `starved_gain`: parts 18 of 20 models and texts right, scripts/bench/instrument.py
+
+
+@torch.no_grad()
+def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None) -> dict:
+    """Gather the widths of a model's heads, and how much of them each head uses.
+
+    Args:
+        model: stock, patched or grown.
+        tick: called after each layer.
+
+    Returns:
+        What `json.dumps` takes. For each layer and kind: the width, the effective rank of every query head, and which
+        heads are full. Patterns of rotated heads are taken at equal positions; where a family normalises queries and
+        keys there is no pattern, and the ranks are None.
+
+    Raises:
+        ValueError: the family of the model is unknown, or its attention is quantized.
+    """
+    config, layers = model.config, []
+    growable = config.model_type.startswith(PREFIX)
+    for view in attention_views(model):
+        widths = layer_widths(config, view.layer_idx) if growable else (stock_head_dim(config),) * 2
+        layers.append(
+            {
+                "layer": view.layer_idx,
+                "heads": view.heads,
+                "key_value_heads": view.groups,
+                "patterns": _used(view.pattern, view.heads, widths[0]),
+                "messages": _used(view.message, view.heads, widths[1]),
+            }
+        )
+        tick()
+    return {
+        "model": config.name_or_path,
+        "class": type(model).__name__,
+        "family": config.model_type.removeprefix(PREFIX),
+        "parameters": model.num_parameters(),
+        "hidden_size": config.hidden_size,
+        "stock_width": stock_head_dim(config),
+        "grown": is_grown(model),
+        "layers": layers,
+    }
+
+
+def _used(matrix: Callable[[int], FactoredMatrix], heads: int, width: int) -> dict:
+    try:
+        ranks = [matrix(head).effective_rank.item() for head in range(heads)]
+    except ValueError:  # queries and keys are normalised: there is no pattern
+        return {"width": width, "effective_rank": None, "full_heads": None}
+    return {
+        "width": width,
+        "effective_rank": ranks,
+        "full_heads": [head for head, rank in enumerate(ranks) if rank >= FULL * width],
+    }
+
+
+def table_of(figures: dict) -> Table:
+    """What `inspected` gathered, for people."""
+    table = Table("layer", "kind", "width", "effective rank: mean (range)", "full heads")
+    for layer in figures["layers"]:
+        for kind in KINDS:
+            table.add_row(str(layer["layer"]), kind, *_cells(layer[kind], layer["heads"], figures["stock_width"]))
+    return table
+
+
+def _cells(used: dict, heads: int, stock: int) -> list[str]:
+    width = f"{stock} -> {used['width']}" if used["width"] > stock else str(stock)
+    ranks, full = used["effective_rank"], used["full_heads"]
+    if ranks is None:
+        return [width, "none: they are normalised", "-"]
+    named = "all" if len(full) == heads > 1 else ", ".join(map(str, full)) or "none"
+    return [width, f"{sum(ranks) / heads:.1f} ({min(ranks):.1f} to {max(ranks):.1f})", named]
+
+
+def starved_gain(report: GrowthReport) -> float:
+    """The validated gain of all layers, each weighted by its starvation: what only wider heads can give."""
+    return sum(layer.starvation * layer.predicted_gain for layer in report.layers)
+
+
+def worth_growing(report: GrowthReport) -> bool:
+    """Whether growth promises what LoRA cannot be expected to give as well."""
+    return report.found and starved_gain(report) >= STARVED
+
+
+def verdict(report: GrowthReport) -> str:
+    """What a measurement says, in words."""
+    if not report.found:
+        return "Not starved: nothing that wider heads could learn here holds on unseen batches. LoRA will serve you."
+    gain = starved_gain(report)
+    if not worth_growing(report):
+        return (
+            f"Not starved: to first order wider heads promise {gain:.4f} nats a token on unseen text that the present "
+            f"width cannot follow, less than {STARVED}. LoRA will serve you as well."
+        )
+    return (
+        "Starved: within this budget growth lowers the loss of the measured batches by "
+        f"{report.loss_before - report.loss_after:.4f} nats a token before any training. Of what it gains on unseen "
+        f"text to first order, {gain / report.predicted_gain:.0%} lies beyond what the present width can follow."
+    )
+
+
+def measured(report: GrowthReport) -> dict:
+    """A report and its verdict as what `json.dumps` takes."""
+    return {
+        "applied": report.applied,
+        "starved": worth_growing(report),
+        "verdict": verdict(report),
+        "starved_gain": starved_gain(report),
+        "validated_gain": report.predicted_gain,
+        "loss_before": report.loss_before,
+        "loss_after": report.loss_after,
+        "added_parameters": report.added_parameters,
+        "layers": [
+            {
+                "layer": layer.layer,
+                "kind": layer.kind,
+                "width": list(layer.width),
+                "starvation": layer.starvation,
+                "validated_gain": layer.predicted_gain,
+                "step_size": layer.step_size,
+            }
+            for layer in report.layers
+        ],
+        "seconds": report.seconds,
+    }

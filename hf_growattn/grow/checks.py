@@ -1,0 +1,165 @@
+"""What must hold before a model grows: which layers and parameters it resizes, and whether training can go on."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..growable.adapters import is_adapted
+from ..growable.attention import GrowableAttention
+from ..growable.models import GrowableModelMixin, attentions
+from ..measure.kinds import PATTERNS, Kind
+from .frozen import old_dims_train, under_peft
+from .plan import GrowthConfig, check_budget
+
+
+def inside_peft(model: Any) -> nn.Module:
+    """The transformers model inside a peft model; any other model as it is.
+
+    Raises:
+        ValueError: peft adds prompts, without which the loss would be another one.
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    for name, config in model.peft_config.items():
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise ValueError(
+                f"The adapter {name!r} ({type(config).__name__}) adds prompts, which growth cannot see. Grow the model "
+                "before get_peft_model, or use LoRA."
+            )
+    return model.get_base_model()
+
+
+def growable_model(model: nn.Module) -> GrowableModelMixin:
+    """The patched model inside DistributedDataParallel, DataParallel, torch.compile and peft's wrappers.
+
+    Raises:
+        ValueError: there is none, or peft adds prompts or new dims of its own.
+    """
+    while not isinstance(model, GrowableModelMixin):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            model = inside_peft(model)
+            break
+        model = inner
+    if not isinstance(model, GrowableModelMixin):
+        raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
+    if any(attention.extension is not None for attention in attentions(model)):
+        raise ValueError(
+            "The model carries adapters of GrowAttnConfig, which growth would not see. Call merge_and_unload() first, "
+            "or start an adapter where growth would: initialize_growattn_weights(peft_model, batches)."
+        )
+    return model
+
+
+def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[GrowableAttention]:
+    """The attention modules that a config chooses, all of which can grow as it says.
+
+    Raises:
+        ValueError: there is no such layer, or it cannot grow so; the message names the fix.
+    """
+    by_layer = {attention.layer_idx: attention for attention in attentions(model)}
+    layers = list(by_layer) if config.layers is None else list(dict.fromkeys(config.layers))
+    for layer in layers:
+        if layer not in by_layer:
+            raise ValueError(f"There is no layer {layer!r}: this model has the layers 0 to {max(by_layer)}.")
+    chosen = [by_layer[layer] for layer in layers]
+    if torch.is_inference_mode_enabled():
+        raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
+    trainable_parameters(model, chosen, config.chosen_kinds)
+    for attention in chosen:
+        for setting, rewrites in (
+            ("update_existing=True", config.update_existing),
+            ('method="refactor"', config.method == "refactor"),
+        ):
+            if rewrites:
+                check_rewritable(attention, config.chosen_kinds, setting)
+        way = "rotates" if attention.rotate is not None else "normalises" if attention.normalises else None
+        if config.method == "refactor" and way and PATTERNS in config.chosen_kinds:
+            raise ValueError(
+                f"Layer {attention.layer_idx} {way} its queries and keys, so its pattern is no one matrix and has "
+                'no factors to replace. Use method="append", or grow messages (v_dims) alone.'
+            )
+        _check_room(attention, config)
+    check_budget(config, chosen, model.num_parameters())
+    return chosen
+
+
+def _check_room(attention: GrowableAttention, config: GrowthConfig) -> None:
+    """Raise a ValueError if fixed widths ask for more than the layer can use."""
+    widest = attention.config.hidden_size
+    for name, dims, limit in (
+        ("qk", config.qk_dims, config.max_qk_head_dim),
+        ("v", config.v_dims, config.max_v_head_dim),
+    ):
+        width = getattr(attention, f"{name}_head_dim")
+        if limit is None and dims and width + dims > widest:
+            raise ValueError(
+                f"Layer {attention.layer_idx} has {name}_head_dim={width}; {dims} more would exceed "
+                f"hidden_size={widest}, beyond which a head gains no rank. Choose fewer {name}_dims, set "
+                f"max_{name}_head_dim, or choose other layers."
+            )
+
+
+def trainable_parameters(
+    model: nn.Module, chosen: list[GrowableAttention], kinds: list[Kind], frozen: bool = False
+) -> dict[str, nn.Parameter]:
+    """Return those parameters that growing these kinds resizes and that train, by name.
+
+    Frozen ones train their new entries once they have grown. Under peft they stay frozen: where a pattern or a message
+    carries an adapter on either side, growth writes its base weights, and training moves the adapter's new entries.
+
+    With `frozen` all of them may be frozen, as for cutting.
+
+    Raises:
+        ValueError: a projection cannot be resized, or a parameter cannot be trained. The message names the fix.
+    """
+    trainable, peft = {}, under_peft(model)
+    for attention in chosen:
+        names = {parameter: name for name, parameter in attention.named_parameters()}
+        for kind in kinds:
+            adapted = any(is_adapted(attention.projection_of(role)) for role in kind.roles)
+            for module, part, _ in (entry for role in kind.roles for entry in attention.parameters_along(role)):
+                parameter = getattr(module, part)
+                name = f"{names[parameter]} of layer {attention.layer_idx}"
+                _check(name, parameter, adapted or frozen or not peft)
+                if parameter.requires_grad:
+                    trainable[name] = parameter
+    return trainable
+
+
+def check_rewritable(attention: GrowableAttention, kinds: list[Kind], setting: str) -> None:
+    """Raise a ValueError if a setting that rewrites old weights meets frozen ones, or adapters trained for them."""
+    check_no_adapters(attention, kinds, setting)
+    for role in (role for kind in kinds for role in kind.roles):
+        if not old_dims_train(attention, (role,)):
+            raise ValueError(
+                f"{setting} rewrites existing weights, and {getattr(attention.architecture, role)} of layer "
+                f"{attention.layer_idx} is frozen. Call requires_grad_(True) on it first, or do without {setting}: "
+                "new dims beside frozen ones train alone."
+            )
+
+
+def check_no_adapters(attention: GrowableAttention, kinds: list[Kind], setting: str) -> None:
+    """Raise a ValueError if a setting that rewrites old weights meets adapters, which were trained for those."""
+    for role in (role for kind in kinds for role in kind.roles):
+        if is_adapted(attention.projection_of(role)):
+            raise ValueError(
+                f"{setting} rewrites existing weights, and {getattr(attention.architecture, role)} of layer "
+                f"{attention.layer_idx} carries adapters that were trained for them. Call merge_and_unload() first, or "
+                f"do without {setting}."
+            )
+
+
+def _check(name: str, parameter: nn.Parameter, may_be_frozen: bool) -> None:
+    """Raise a ValueError that names the fix if a parameter cannot be grown and trained."""
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device: load the weights onto a real device before growing.")
+    if parameter.is_inference():
+        raise ValueError(f"{name} was made under torch.inference_mode(): load the model outside of it.")
+    if not parameter.requires_grad and not may_be_frozen:
+        raise ValueError(
+            f"{name} is frozen, and under peft new dims would be, too: call requires_grad_(True) on it first, or let "
+            "LoRA target it."
+        )

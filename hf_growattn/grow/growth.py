@@ -1,0 +1,384 @@
+"""Measure, widen, try, and keep or roll back: `Grower`."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..growable.attention import GrowableAttention
+from ..growable.models import attentions
+from ..measure import ranks
+from ..measure.blocks import Block, measure_moments
+from ..measure.extension import NewDims
+from ..measure.gradients import (
+    SKETCH_PASSES,
+    ExistingStep,
+    Gradient,
+    exact_gradients,
+    sketched_gradients,
+    tangent_steps,
+)
+from ..measure.passes import autocast_in_the_model_only, mean_loss, undisturbed
+from ..report.report import GrowthReport, LayerGrowth
+from .batches import as_dicts, halves_of
+from .checks import growable_model, layers_to_grow, trainable_parameters
+from .frozen import old_dims_train, train_grown, train_marked
+from .optimizer import admit, bare_optimizers, check_optimizers, follow_gradients, follow_resized, swap_parameters
+from .plan import GrowthConfig, candidates, check_limits, spend
+from .provenance import leave_checkpoint
+from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
+from .sharding import refuse_sharded
+from .trial import STEEPNESS_BATCHES, Change, Trial, measure_steepness
+
+_SEARCH_BATCHES = 4  # enough to find a step on; what it gains is then measured on all batches
+_SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on all batches
+
+
+_Beside = dict[GrowableAttention, NewDims]  # the new dims of each attention module that gains some
+
+
+@dataclass
+class _Run:
+    """One growth under way: its layers, its batches in two halves that judge each other, its progress and times."""
+
+    model: PreTrainedModel
+    chosen: list[GrowableAttention]
+    halves: tuple[list[dict], list[dict]]
+    bar: tqdm
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def batches(self) -> list[dict]:
+        return self.halves[0] + self.halves[1]
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = time.perf_counter() - start
+
+    @property
+    def few(self) -> list[list[dict]]:
+        """A few of the batches of either half, from all over them."""
+        return [half[:: max(-(-2 * len(half) // _SEARCH_BATCHES), 1)] for half in self.halves]
+
+    def loss_of_a_few(self, half: int) -> float:
+        """The mean loss of a few of the batches of one half."""
+        return mean_loss(self.model, self.few[half], self.forward)
+
+    def forward(self) -> None:
+        """A batch went through the model."""
+        self.bar.update(1)
+
+    def there_and_back(self) -> None:
+        """A batch went through the model and back, which takes about three times as long."""
+        self.bar.update(3)
+
+
+@dataclass
+class _Measured:
+    """The mean loss, what new dims and old ones could do about it in each block, and the search that priced them."""
+
+    loss: float
+    gradients: list[Gradient]
+    existing: list[ExistingStep | None]
+    search: StepSearch | None = None
+
+
+@dataclass
+class _Found:
+    """The changes to all blocks, a trial that holds those that do something, their steps, and the loss with them."""
+
+    changes: list[Change]
+    trial: Trial
+    steps: list[float]
+    loss: float
+    tried: dict[float, float]
+
+
+class Grower:
+    """Grows the attention of a patched model on batches of the user's own data, as `mathematics.md` derives it.
+
+    Args:
+        model: a model that `patch_model` has seen, or one loaded from a grown checkpoint; also a peft model of one
+            with LoRA, whose adapters grow along.
+        config: what to grow.
+        optimizer: the optimizer of the running training, if there is one, or a list of all of them: they keep their
+            groups, order and state.
+        accelerator: the `accelerate.Accelerator` of the training, if there is one.
+
+    Where torch.distributed runs, all ranks grow together, each on batches of its own: statistics and losses are summed
+    over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
+    A state loaded into the model and then into the optimizer may have other widths: both follow it.
+
+    Raises:
+        ValueError: the model is not patched, model or optimizer are sharded, projections to be resized are quantized or
+            under other adapters than plain LoRA, adapters add prompts or new dims of their own, or no layer is as
+            narrow as the config's limits.
+    """
+
+    def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, accelerator=None):
+        self.optimizers = bare_optimizers(optimizer)
+        refuse_sharded(model, self.optimizers, accelerator)
+        self.model, self.wrapped = growable_model(model), model
+        check_limits(config, attentions(self.model))
+        self.config = config
+        for attention in attentions(self.model):
+            if config.layers is None or attention.layer_idx in config.layers:
+                for role in (role for kind in config.chosen_kinds for role in kind.roles):
+                    attention.parameters_along(role)  # what can never be resized is refused before any training
+        for bare in self.optimizers:
+            bare.register_load_state_dict_pre_hook(lambda *_: self.follow_loaded())
+
+    def follow_loaded(self) -> None:
+        """Let optimizers and DistributedDataParallel follow a model that took other widths with a loaded state.
+
+        An optimizer calls this by itself before its own state is loaded.
+        """
+        stale, opened = follow_resized(self.optimizers), train_marked(self.model)
+        admit(self.optimizers, self.model, opened)
+        if stale or opened:
+            ranks.rebuild_ddp(self.model, self.wrapped)
+
+    def grow(self, batches: Iterable, keep: bool | Callable[[_Beside], None] = True) -> GrowthReport:
+        """Widen along the best directions that hold on unseen batches, by the steps that lower the loss most.
+
+        If nothing holds or no step lowers the loss, and also after an exception, model and optimizer are as they were,
+        to the bit. Gradients, training modes, `requires_grad` flags and the random state stay as they were in any case.
+
+        Args:
+            batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids` (batch, tokens), which are
+                their own labels. They are read once, and kept for the passes over them. Each half of them judges what
+                the other found, so there must be two sequences at least; a few dozen batches are better.
+            keep: False takes all of it back, as `measure`; a function gets the new dims instead, as by `hand_over`.
+
+        Returns:
+            What was measured and done; prints as a table. A model that grew no longer names the checkpoint that it
+            came from as its own: what others would load from there, such as TRL a reference model, has to be passed.
+
+        Raises:
+            RuntimeError: under torch.distributed, the growth failed in another process, whose own error says why.
+            ValueError: no batches or a single sequence, a loss or gradients that are not finite, weights that cannot be
+                trained (frozen, quantized, on the meta device, inference tensors) or resized (other than plain LoRA),
+                an optimizer without the model's parameters or with a state that cannot be widened, tokens that the
+                model does not know, a budget that buys nothing, or a layer that does not exist or is as wide as it can
+                be. The message names the fix.
+        """
+        with self._run(batches) as run:
+            measured = self._measure(run)
+            changes = self._plan(run, measured)
+            found = self._try(run, measured, changes)
+            return self._keep(run, measured, found, keep)
+
+    def measure(self, batches: Iterable) -> GrowthReport:
+        """Try what `grow` would do, and take it back: model and optimizer stay as they are, to the bit.
+
+        The report is the one that `grow` would return, with `kept=False`. Arguments and errors are those of `grow`.
+        """
+        return self.grow(batches, keep=False)
+
+    def hand_over(self, batches: Iterable, take_over: Callable[[_Beside], None]) -> GrowthReport:
+        """Find what `grow` would find, and hand it to a function instead of writing it into the model.
+
+        Args:
+            batches: as for `grow`.
+            take_over: gets the new dims of each attention module, if any step lowers the loss.
+
+        Returns:
+            The report that `grow` would return; errors are those of `grow`.
+        """
+        return self.grow(batches, keep=take_over)
+
+    @contextlib.contextmanager
+    def _run(self, batches: Iterable) -> Iterator[_Run]:
+        """Check all that can be checked before anything is measured, and read the batches."""
+        kinds = self.config.chosen_kinds
+        with ranks.together():
+            chosen = layers_to_grow(self.model, self.config)
+            check_optimizers(self.optimizers, trainable_parameters(self.model, chosen, kinds))
+            halves = halves_of(as_dicts(batches, self.model))
+        if not all(ranks.total(*map(len, halves))):
+            raise ValueError(
+                "There are too few batches to grow on: a growth needs two sequences at least, so that one can judge "
+                "what the other found. Pass a few dozen of your training batches."
+            )
+        hidden = True if ranks.rank() > 0 else None
+        with (
+            autocast_in_the_model_only(self.model),
+            tqdm(desc="growth: measuring", disable=hidden, leave=False) as bar,
+        ):
+            run = _Run(self.model, chosen, halves, bar)
+            bar.total = self._length(run)
+            yield run
+
+    def _most_dims(self, chosen: list[GrowableAttention]) -> int:
+        """How many dims to look for, in every layer alike."""
+        return max(self.config.most_dims(layer, kind) for layer in chosen for kind in self.config.chosen_kinds)
+
+    def _sketches(self, dims: int) -> bool:
+        """Whether to sketch: not where the whole gradient is cheaper than a sketch of both sides, and no larger."""
+        return dims > 0 and 2 * (dims + self.config.oversampling) < self.model.config.hidden_size
+
+    def _length(self, run: _Run) -> int:
+        """How long the growth will take at most, in batches that go through the model once."""
+        passes = sum(SKETCH_PASSES) if self._sketches(self._most_dims(run.chosen)) else 1
+        passes += self.config.moves_old_dims
+        back = round(passes * len(run.batches)) + (STEEPNESS_BATCHES if self.optimizers else 0)
+        return 2 * len(run.batches) + 3 * back + MOST_EVALUATIONS * sum(map(len, run.few))
+
+    def _measure(self, run: _Run) -> _Measured:
+        """Measure the mean loss, and every block's best directions; nothing has changed then."""
+        config = self.config
+        trains = [old_dims_train(layer, kind.roles) for layer in run.chosen for kind in config.chosen_kinds]
+        with undisturbed(self.model):
+            with run.timed("moments"):
+                # In the order they were given in: what is wrong with a batch is said here, by its number.
+                given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
+                blocks, loss = measure_moments(
+                    self.model, run.chosen, config.chosen_kinds, given, config.ridge, run.forward
+                )
+            for block, known in zip(blocks, trains):
+                block.old_dims_train = known if config.old_dims_train is None else config.old_dims_train
+            with run.timed("probe"):
+                gradients = self.directions(blocks, run.halves, run.there_and_back)
+                existing: list[ExistingStep | None] = [None] * len(blocks)
+                if config.moves_old_dims:
+                    existing = [*tangent_steps(self.model, blocks, run.halves, run.there_and_back)]
+        return _Measured(loss, gradients, existing)
+
+    def _plan(self, run: _Run, measured: _Measured) -> list[Change]:
+        """Decide what to do to each block: all that the config admits, or what a budget buys of it."""
+        changes = candidates(self.config, measured.gradients)
+        if self.config.budget is not None:
+            with run.timed("pricing"):
+                prices, measured.search = prices_of(self.model, changes, run.loss_of_a_few)
+            changes = spend(self.config, changes, prices, self.model.num_parameters())
+        changes = [_as_first_rank(change) for change in changes]
+        for change, step in zip(changes, measured.existing):
+            change.existing, change.refactor = step, self.config.method == "refactor" and change.dims > 0
+        return changes
+
+    def _try(self, run: _Run, measured: _Measured, changes: list[Change]) -> _Found:
+        """Hold the new dims beside the weights, and search the steps that lower the loss most."""
+        run.bar.set_description("growth: searching the step")
+        with run.timed("solving"):
+            trial = Trial([change for change in changes if change.dims or change.existing])
+        with self._undone_on_failure(trial):
+            search = StepSearch(trial, run.loss_of_a_few, measured.search)
+            with run.timed("line search"), undisturbed(self.model):
+                steps, loss = self.steps(search, run.batches, measured.loss, run.forward)
+        tried = (measured.search or search).tried
+        return _Found(changes, trial, steps, loss, tried)
+
+    def _keep(self, run: _Run, measured: _Measured, found: _Found, keep: bool | Callable) -> GrowthReport:
+        """Write what lowers the loss into the weights, or do what the caller asks for, and report it."""
+        trial, applied = found.trial, any(found.steps)
+        with self._undone_on_failure(trial):
+            taken = dict(zip(map(id, trial.changes), found.steps))
+            report = GrowthReport(
+                loss_before=measured.loss,
+                loss_after=found.loss,
+                layers=[_layer_growth(change, taken.get(id(change), 0.0)) for change in found.changes],
+                added_parameters=trial.added_parameters() if applied else 0,
+                line_search=found.tried,
+                seconds=run.seconds,
+                kept=keep is not False,
+            )
+            if applied and keep is True:
+                self._write(run, trial)
+                return report
+            if applied and callable(keep):
+                for new in trial.beside.values():
+                    ranks.follow_first_rank(*new.tensors())
+                keep(trial.beside)
+            trial.undo()
+        return report
+
+    @contextlib.contextmanager
+    def _undone_on_failure(self, trial: Trial) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            trial.undo()
+            self.model.sync_config()
+            raise
+
+    def _write(self, run: _Run, trial: Trial) -> None:
+        """Write the new dims into the weights, and let the optimizers and everything else follow."""
+        resizes = trial.keep()
+        followed = follow_gradients(self.optimizers)
+        steep = [resize for resize in resizes if resize.old in followed]
+        with undisturbed(self.model):
+            measure_steepness(self.model, steep, run.batches, run.there_and_back)
+        self.model.sync_config()
+        swap_parameters(self.optimizers, resizes)
+        admit(self.optimizers, self.model, train_grown(self.model, resizes))
+        settle(self.model, self.wrapped, list(trial.beside))
+        leave_checkpoint(self.model)
+
+    def steps(
+        self, search: StepSearch, batches: list[dict], loss_before: float, tick: Callable[[], None]
+    ) -> tuple[list[float], float]:
+        """Find steps on a few batches and write the part that lowers the loss of all batches; zeros if none does."""
+        nothing = [0.0] * len(search.trial.changes), loss_before
+        steps, _ = search.run()
+        for part in _SMALLER if any(steps) else ():
+            smaller = [step * part for step in steps]
+            search.trial.take(smaller)
+            loss_after = mean_loss(self.model, batches, tick)
+            if loss_before - loss_after > SMALLEST_FALL * abs(loss_before):
+                return smaller, loss_after
+        return nothing
+
+    def directions(
+        self, blocks: list[Block], halves: tuple[list[dict], list[dict]], tick: Callable[[], None]
+    ) -> list[Gradient]:
+        """Find every block's best directions; a subclass may find others."""
+        config, dims = self.config, self._most_dims([block.attention for block in blocks])
+        if self._sketches(dims):
+            return sketched_gradients(self.model, blocks, halves, dims, config.oversampling, config.seed, tick)
+        return exact_gradients(self.model, blocks, halves, dims, tick)
+
+
+def settle(model: nn.Module, wrapped: nn.Module, resized: list[GrowableAttention]) -> None:
+    """Tell everything outside a model that holds on to the former parameters of these modules."""
+    parameters = {id(p): p for attention in resized for p in attention.parameters()}
+    ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values()))
+    ranks.rebuild_ddp(model, wrapped)
+    torch.clear_autocast_cache()  # the caller's region may hold casts of weights that have moved
+    if "torch._dynamo" in sys.modules:  # compiled code goes by the old shapes; its count of recompiles starts anew
+        torch._dynamo.reset()
+
+
+def _as_first_rank(change: Change) -> Change:
+    """Take over how much rank 0 would grow: comparisons of rounded numbers may differ between machines."""
+    dims = torch.tensor([change.dims], device=change.strength.device)
+    strength = torch.nn.functional.pad(change.strength, (0, len(change.gradient.validated) - change.dims))
+    ranks.follow_first_rank(dims, strength)
+    return replace(change, dims=dims.item(), strength=strength[: dims.item()])
+
+
+def _layer_growth(change: Change, step: float) -> LayerGrowth:
+    gradient, block = change.gradient, change.gradient.block
+    width = block.attention.width_of(block.kind.shared)
+    strength = change.strength.tolist() + [0.0] * (len(gradient.validated) - change.dims)
+    return LayerGrowth(
+        layer=block.attention.layer_idx,
+        kind=block.kind.name,
+        width=(width, width + (change.dims if step > 0 else 0)),
+        step_size=step,
+        in_sample=tuple(gradient.in_sample.tolist()),
+        validated=tuple(gradient.validated.tolist()),
+        strength=tuple(strength),
+        starvation=gradient.starvation,
+        existing_slope=change.existing.slope if change.existing else 0.0,
+        existing_validated=change.existing.validated if change.existing else 0.0,
+        quadratic_ratio=step * change.quadratic_ratio,
+    )

@@ -1,0 +1,144 @@
+"""What stands between a projection and its weight: quantization, and LoRA around it as peft lays it out.
+
+It says which weights can be read and resized, which parameters follow a projection's size, and what LoRA adds. None of
+the libraries is imported. peft wraps a projection in a layer that holds it as `base_layer`, and keeps for each
+adapter, by name, two linears beside it: `lora_A` from the inputs to the rank, `lora_B` from the rank to the outputs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..model.attention import note_sizes, weight_axis
+
+_LORA = "peft.tuners.lora.layer.Linear"
+_MERGE = "Merge adapters other than plain LoRA into the weights (merge_and_unload() of peft)"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Packages whose linear layers compute with something else than their weight, even where that is floating-point.
+_QUANTIZERS = ("bitsandbytes.", "transformers.integrations.")
+
+
+def plain(module: Any) -> nn.Linear:
+    """The projection itself, inside whatever peft has put around it."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether peft has put anything around a projection."""
+    return hasattr(module, "base_layer")
+
+
+def quantization(module: nn.Module) -> str | None:
+    """What quantizes a module's weight, and the fix; None where the module computes with the weight's own entries."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    kind = type(module) if type(module).__module__.startswith(_QUANTIZERS) else type(weight)
+    if not f"{kind.__module__}.".startswith("torch."):  # weights of torchao say that they are fp32
+        how = f"quantized by {kind.__module__.partition('.')[0]} ({kind.__name__})"
+    elif weight.dtype not in _DTYPES:
+        how = f"in {weight.dtype}, quantized"
+    else:
+        return None
+    return f"{how}. Load the model without quantization."
+
+
+def obscured(module: nn.Module) -> str | None:
+    """What keeps a projection's weight from being read, adapters apart, and the fix; None for a plain one."""
+    inside = plain(module)
+    if not isinstance(inside, (nn.Linear, Conv1D)) or not isinstance(getattr(inside, "weight", None), torch.Tensor):
+        kind = f"{type(inside).__name__} of {type(inside).__module__}"
+        return f"a {kind}, no plain linear layer. {_MERGE}, and load the model without quantization."
+    return quantization(inside)
+
+
+def hindrance(module: Any) -> str | None:
+    """What keeps a projection from being resized, and the fix; None for a plain one, bare or under plain LoRA."""
+    if obscured(module) or not is_adapted(module):
+        return obscured(module)
+    if f"{type(module).__module__}.{type(module).__qualname__}" != _LORA or is_adapted(module.base_layer):
+        return f"under an adapter of {type(module).__module__} ({type(module).__name__}). {_MERGE}."
+    variants = {type(variant).__name__ for variant in module.lora_variant.values()}
+    return f"under a variant of LoRA ({', '.join(sorted(variants))}). {_MERGE}." if variants else None
+
+
+def parameters_along(module: nn.Module, outputs: bool) -> list[tuple[nn.Module, str, int]]:
+    """The parameters that follow the number of a projection's outputs, or of its inputs: module, name and axis.
+
+    Beside the projection's own they are those of every adapter, active or not.
+    """
+    found = []
+    for linear in (plain(module), *_linears(module, "lora_B" if outputs else "lora_A")):
+        found.append((linear, "weight", weight_axis(linear, outputs)))
+        if outputs and linear.bias is not None:
+            found.append((linear, "bias", 0))
+    return found
+
+
+def note_all_sizes(module: Any) -> None:
+    """Keep true what a projection, its adapters and their wrapper note of their sizes: peft and repr read it."""
+    inside = plain(module)
+    for linear in (*_linears(module, "lora_A"), *_linears(module, "lora_B"), inside):
+        note_sizes(linear)
+    if is_adapted(module):
+        sizes, axis = inside.weight.shape, weight_axis(inside, outputs=True)
+        module.out_features, module.in_features = sizes[axis], sizes[1 - axis]
+
+
+def own(module: nn.Module, name: str) -> torch.Tensor | None:
+    """A projection's own live "weight" or "bias", adapters apart; None where it has none."""
+    parameter = getattr(plain(module), name)
+    return None if parameter is None else parameter.detach()
+
+
+def gradient(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The gradient of a projection's own "weight" or "bias"; None where it has none."""
+    parameter = getattr(plain(module), name)
+    return None if parameter is None else parameter.grad
+
+
+def effective(module: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+    """A projection's "weight" or "bias" with what its active adapters add to it, in its own layout.
+
+    Adapters that are merged are in the projection's own weights already. A bias that only an adapter has counts as
+    none, since new dims could not have one.
+    """
+    read = own(module, name)
+    return None if read is None else read.to(dtype) + sum(_of_lora(module, name, dtype))
+
+
+def _of_lora(module: Any, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """What each active adapter adds to a projection's "weight" or "bias"."""
+    for adapter in _active(module):
+        a, b, scale = module.lora_A[adapter].weight, module.lora_B[adapter], module.scaling[adapter]
+        if name == "weight":
+            added = scale * (b.weight.detach().to(dtype) @ a.detach().to(dtype))
+            yield added.T if isinstance(plain(module), Conv1D) else added
+        elif b.bias is not None:
+            yield scale * b.bias.detach().to(dtype)
+
+
+def without_adapters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict of a model under LoRA as the model alone would have it: no copy, base weights by their own names."""
+    own = {}
+    for name, tensor in state.items():
+        parts = name.split(".")
+        if not any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
+            own[".".join(part for part in parts if part not in ("base_layer", "original_module"))] = tensor
+    return own
+
+
+def _linears(module: nn.Module, side: str) -> list[nn.Linear]:
+    return list(getattr(module, side).values()) if is_adapted(module) else []
+
+
+def _active(module: Any) -> list[str]:
+    """Names of the adapters that a forward pass adds to the projection's own weights."""
+    if not is_adapted(module) or module.disable_adapters or module.merged:
+        return []
+    return [adapter for adapter in module.active_adapters if adapter in module.lora_A]

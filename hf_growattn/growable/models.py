@@ -1,0 +1,102 @@
+"""Model classes of living models: saved whole or not at all, and with widths that follow what is loaded."""
+
+import importlib
+import inspect
+import tempfile
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..model.configuration import GrownConfigMixin
+from ..model.modeling import GrownModelMixin, class_by_name
+from .attention import GrowableAttention
+from .folders import loading, replacing
+
+_SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
+
+
+class GrowableModelMixin(GrownModelMixin):
+    """Mixed into a stock model class: attention that can grow, and saving that is all or nothing."""
+
+    attention_mixin = GrowableAttention
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
+        """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
+
+        The checkpoint is written beside `save_directory` and then takes its place in one step, so a process that is
+        killed leaves the former checkpoint as it was. Other files of the directory stay. Where the directory itself
+        cannot be replaced (the current one, a mount, a disk or a system that cannot exchange two), the files are, one
+        after the other. Several processes may save there at once: the last one wins, and what it leaves is whole.
+
+        The code of the classes goes along, so that `trust_remote_code=True` loads it where this library is not.
+
+        Raises:
+            ValueError: `save_directory` is a file.
+            OSError: it cannot be written, as on a full disk; what was there is as it was.
+        """
+        if kwargs.get("distributed_checkpoint"):
+            return super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
+        if not is_main_process:
+            with tempfile.TemporaryDirectory() as discarded:  # ranks may gather weights together, but one keeps them
+                return super().save_pretrained(discarded, is_main_process, **kwargs)
+        target = Path(save_directory).resolve()
+        hub_kwargs = {key: kwargs.pop(key) for key in list(kwargs) if key not in _SAVING}
+        with replacing(target) as partial:
+            super().save_pretrained(partial, is_main_process, **kwargs)
+        if push_to_hub:
+            self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """Load as `PreTrainedModel.from_pretrained` does, but safetensors alone, and say of a damaged one what to do.
+
+        Raises:
+            OSError: weights are missing or cut short, or another process saved there meanwhile.
+            RuntimeError: the weights are not those that config.json describes.
+        """
+        with loading(Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")):
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs):
+        """Push as `PreTrainedModel.push_to_hub` does, with a card of what grew, all in one commit."""
+        # Cards are written far above this room.
+        return importlib.import_module("hf_growattn.interop.cards").push_model(self, repo_id, **kwargs)
+
+    def sync_config(self) -> None:
+        """Write the widths of the live layers into every config of the model tree: of those that grew, if any."""
+        grown = [attention for attention in attentions(self) if is_grown(attention)]
+        for config in growable_configs(self):
+            config.per_layer_config = {
+                a.layer_idx: {"qk_head_dim": a.qk_head_dim, "v_head_dim": a.v_head_dim} for a in grown
+            } or None
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Take the widths along with the weights, so that a state from before or after a growth loads (`fit`)."""
+        modules = [(name, module) for name, module in self.named_modules() if isinstance(module, GrowableAttention)]
+        changed = [attention.fit(state_dict, f"{prefix}{name}.") for name, attention in modules]
+        if any(changed):
+            self.sync_config()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def attentions(model: nn.Module) -> list[GrowableAttention]:
+    """The growable attention modules of a model, by layer."""
+    found = (module for module in model.modules() if isinstance(module, GrowableAttention))
+    return sorted(found, key=lambda attention: attention.layer_idx)
+
+
+def growable_configs(model: nn.Module) -> list[GrownConfigMixin]:
+    """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, GrownConfigMixin)}.values())
+
+
+def is_grown(model: nn.Module) -> bool:
+    """Whether any layer in a module is wider than its stock width."""
+    return any((a.qk_head_dim, a.v_head_dim) != (a.head_dim,) * 2 for a in attentions(model))
+
+
+def __getattr__(name: str) -> type:
+    """Make a class when it is asked for by name, as pickle and the Auto classes do."""
+    return class_by_name(name, GrowableModelMixin)

@@ -1,0 +1,182 @@
+"""Checkpoints as command lines handle them: load with errors that name the fix, write whole, push to the Hub."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import transformers
+from huggingface_hub import HfApi, get_token
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from ..growable.patching import architecture_of
+from ..model.configuration import PREFIX
+from .cards import CARD, PICTURE, model_card, push_folder, task_of
+from .export import export_model
+from .figures import FIGURES, read_figures
+
+_CAUSAL = "AutoModelForCausalLM"
+
+
+def load_config(name: str, trust_remote_code: bool = False, revision: str = "main") -> PreTrainedConfig:
+    """Load the config of a checkpoint, stock or grown, from a folder or by its Hub id.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is damaged, or it holds adapters only; the message names the fix.
+    """
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        if (folder / "adapter_config.json").exists():
+            raise ValueError(f"{name} holds adapters: merge_and_unload() them into their model, and save that.")
+        raise ValueError(f"There is no checkpoint in {name}: name a folder that save_pretrained wrote (config.json).")
+    return _loaded(AutoConfig, name, "model", trust_remote_code, revision=revision)
+
+
+def load_model(
+    name: str, causal: bool = False, trust_remote_code: bool = False, revision: str = "main", **options
+) -> PreTrainedModel:
+    """Load a checkpoint by the Auto class of its task, in evaluation mode.
+
+    Args:
+        name: a folder or a Hub id.
+        causal: whether it must be a language model that predicts the next token.
+        trust_remote_code: run the code that a checkpoint brings.
+        revision: branch, tag or commit.
+        options: of `from_pretrained`.
+
+    Raises:
+        ValueError: as for `load_config`, or it has another task.
+    """
+    config = load_config(name, trust_remote_code, revision)
+    auto_class, task = task_of((config.architectures or ["ForCausalLM"])[0])
+    if causal and auto_class not in (_CAUSAL, "AutoModel"):
+        raise ValueError(
+            f"{name} is a model for {task}. This command reads plain text, which needs a model that predicts the next "
+            "token; grow others in Python, with hf_growattn.Grower and your own batches."
+        )
+    chosen = getattr(transformers, _CAUSAL if causal else auto_class)
+    return _loaded(chosen, name, "model", trust_remote_code, revision=revision, **options).eval()
+
+
+def load_growable(name: str, causal: bool = False, revision: str = "main", **options) -> PreTrainedModel:
+    """Load a checkpoint of a family that can grow; of others nothing but the config is read.
+
+    Raises:
+        ValueError: as for `load_model`, or the family is unknown.
+    """
+    architecture_of(load_config(name, revision=revision).model_type.removeprefix(PREFIX))
+    return load_model(name, causal, revision=revision, **options)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str = "main"):
+    """Load the tokenizer of a checkpoint.
+
+    Raises:
+        ValueError: it has none that can be loaded.
+    """
+    try:
+        tokenizer = _loaded(AutoTokenizer, name, "tokenizer", trust_remote_code, revision=revision)
+        if not tokenizer("Any text", add_special_tokens=False)["input_ids"]:  # what transformers makes out of no files
+            raise ValueError("its vocabulary is empty")
+        return tokenizer
+    except ValueError as error:
+        if not Path(name).is_dir():
+            raise
+        raise ValueError(
+            f"{name} has no tokenizer that can be loaded: save the one of its base model there, "
+            f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})."
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and its first line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _loaded(auto_class: type, name: str, what: str, trust_remote_code: bool, **options):
+    try:
+        return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # of transformers, safetensors, or the Hub's client: damage has many names
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{name} comes with code of its own, which `growattn evaluate --trust_remote_code` alone would run; "
+                "read it first."
+            ) from error
+        if Path(name).exists():
+            raise ValueError(f"The {what} in {name} cannot be loaded. {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{name} is no folder here, and its {what} cannot be loaded from the Hub. Check the name and the network; "
+            f"for a private model run `hf auth login`. ({first_line(error)})"
+        ) from error
+
+
+def load_grown(checkpoint: Path):
+    """Load a grown model of any task from a folder, and its tokenizer, None if it has none.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it did not grow.
+    """
+    model = load_model(str(checkpoint))
+    if not model.config.model_type.startswith(PREFIX):
+        raise ValueError(
+            f"{checkpoint} holds a stock {model.config.model_type} model, which did not grow: it can be used and "
+            "pushed as it is, without this library."
+        )
+    has_tokenizer = (checkpoint / "tokenizer_config.json").exists()
+    return model, load_tokenizer(str(checkpoint)) if has_tokenizer else None
+
+
+def card_of(checkpoint: Path, model: PreTrainedModel, repo_id: str, form: str = "native", base: str | None = None):
+    """The model card of a grown checkpoint, with the figures and the picture that lie beside its weights.
+
+    Args:
+        checkpoint: its folder.
+        model: loaded from there.
+        repo_id: where it is pushed, such as "you/your-model".
+        form: "native" or "stock".
+        base: Hub id of the model that grew; by default as the figures know it.
+
+    Raises:
+        ValueError: `figures.json` is not what a growth left there.
+    """
+    figures = read_figures(checkpoint) if (checkpoint / FIGURES).is_file() else None
+    return model_card(model, repo_id, form, figures=figures, base_model=base, picture=(checkpoint / PICTURE).exists())
+
+
+def write_publication(checkpoint: Path, folder: Path, repo_id: str, form: str, base: str | None = None) -> None:
+    """Write all that is pushed into an empty folder: the model in one of its forms, tokenizer, card and picture.
+
+    Raises:
+        ValueError: there is no grown checkpoint, or no stock form of it.
+    """
+    model, tokenizer = load_grown(checkpoint)
+    if form == "stock":
+        export_model(model, folder, tokenizer=tokenizer)
+    else:
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    if (checkpoint / PICTURE).exists():
+        shutil.copy(checkpoint / PICTURE, folder / PICTURE)
+    card_of(checkpoint, model, repo_id, form, base).save(folder / CARD)
+
+
+def publish(checkpoint: Path, repo_id: str, form: str, base: str | None, private: bool) -> str:
+    """Push a grown checkpoint with its card to the Hub in one commit, and return where that is.
+
+    Raises:
+        ValueError: as for `write_publication`, or there is no token.
+        OSError: the Hub refused it, or cannot be reached.
+    """
+    if get_token() is None:
+        raise ValueError("There is no token to push with: run `hf auth login`, or set HF_TOKEN to one that may write.")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "model")
+        write_publication(checkpoint, folder, repo_id, form, base)
+        try:
+            HfApi().create_repo(repo_id, private=private or None, exist_ok=True)
+            return push_folder(folder, repo_id).commit_url
+        except Exception as error:  # of the client, of its HTTP library, or of the Hub: the next step is the same
+            raise OSError(
+                f"The push to {repo_id} failed. It is one commit: the repository has all of it or nothing. Push again. "
+                f"({type(error).__name__}: {error})"
+            ) from error

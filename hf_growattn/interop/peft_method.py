@@ -1,0 +1,289 @@
+"""Growth as a method of peft: `GrowAttnConfig` for `get_peft_model`, and its guided start.
+
+The base stays frozen and as it is. An adapter is the new dims alone: for each layer, the queries, keys, values and
+output columns that a growth would append to every head, as an extension of `GrowableAttention`. Importing this file
+teaches peft the method.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.versions import require_version
+
+from ..grow.growth import Grower
+from ..grow.plan import GrowthConfig
+from ..growable.attention import GrowableAttention
+from ..growable.models import GrowableModelMixin, attentions
+from ..growable.patching import patch_model, unpatch_model
+from ..measure.extension import NewDims, set_extension
+from ..measure.kinds import KINDS
+from ..report.report import GrowthReport
+
+require_version("peft>=0.18", "hf_growattn.GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'")
+
+from peft import PeftConfig, PeftModel, PeftType  # noqa: E402  not before its version is known
+from peft.tuners.tuners_utils import BaseTuner  # noqa: E402
+from peft.utils import register_peft_method  # noqa: E402
+
+from .peft_layer import DIMS, PREFIX, GrowAttnLayer, adapter_layers, has_bias, layer_of  # noqa: E402
+
+_NAME = PREFIX.removesuffix("_")
+
+
+def _member_of_peft_type() -> PeftType:
+    """Add our member to peft's closed enum of methods, which it looks methods up in by name and by value."""
+    value = _NAME.upper()
+    member = str.__new__(PeftType, value)
+    member._name_ = member._value_ = value
+    setattr(PeftType, value, member)
+    PeftType._member_names_.append(value)
+    PeftType._member_map_[value] = PeftType._value2member_map_[value] = member
+    return member
+
+
+GROWATTN = PeftType.__members__.get(_NAME.upper()) or _member_of_peft_type()
+
+
+@dataclass
+class GrowAttnConfig(PeftConfig):
+    """What an adapter adds to the heads of the chosen layers. Give `qk_dims`, `v_dims` or both, or a `budget`.
+
+    Attributes:
+        qk_dims: dims added to the queries and keys of each head (patterns).
+        v_dims: dims added to the values of each head, and to what the output projection reads (messages).
+        budget: weights to add at most, or a share of the base model's such as 0.01. The adapter starts with as many
+            dims everywhere; `initialize_growattn_weights` gives them to the layers and kinds that gain most, as
+            `GrowthConfig` does. `qk_dims` and `v_dims` then say what each layer has, {layer: dims}, and are saved so.
+        layers: indices of the layers; None means every layer.
+        modules_to_save: names of other modules to train and to save whole, such as the head of a classifier.
+
+    Raises:
+        ValueError: an attribute is out of its range; the message names the fix.
+    """
+
+    qk_dims: int | dict[int, int] = field(default=0, metadata={"help": "Dims added to each head's queries and keys."})
+    v_dims: int | dict[int, int] = field(default=0, metadata={"help": "Dims added to the values of each head."})
+    budget: int | float | None = field(default=None, metadata={"help": "Weights to add, or a share of the model's."})
+    layers: list[int] | None = field(default=None, metadata={"help": "Indices of the layers; None means all."})
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Names of other modules to train and to save whole."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.peft_type = GROWATTN
+        self.layers = self.layers if self.layers is None else list(self.layers)
+        self.target_modules = frozenset()  # peft asks for them; known once there is a model, and not saved
+        for name in set(DIMS.values()):
+            if isinstance(dims := getattr(self, name), dict):
+                setattr(self, name, {int(layer): number for layer, number in dims.items()})  # JSON makes them texts
+        _ = self.growth  # the same bounds
+
+    @property
+    def spent(self) -> bool:
+        """Whether the dims of each layer are known that the budget bought."""
+        return isinstance(self.qk_dims, dict) and isinstance(self.v_dims, dict)
+
+    @property
+    def growth(self) -> GrowthConfig:
+        """The growth whose new dims the adapter can hold; the old ones stay frozen."""
+        dims = (
+            {} if self.budget is not None and self.spent else {name: getattr(self, name) for name in set(DIMS.values())}
+        )
+        return GrowthConfig(**dims, budget=self.budget, layers=self.layers, old_dims_train=False)
+
+    def hold(self, dims: Mapping[str, Mapping[int, int]]) -> None:
+        """Note what a budget bought, {layer: dims} by the name of the width; layers without any are left out."""
+        for width, by_layer in dims.items():
+            setattr(self, width, {layer: number for layer, number in by_layer.items() if number})
+
+    def dims_at(self, layer: int) -> dict[str, int]:
+        """The dims that each head of a layer gains, by role."""
+        dims = {role: getattr(self, width) for role, width in DIMS.items()}
+        return {role: n.get(layer, 0) if isinstance(n, dict) else n for role, n in dims.items()}
+
+
+class GrowAttnModel(BaseTuner):
+    """peft's side of the method: it patches a stock model and gives each chosen layer its `GrowAttnLayer`."""
+
+    prefix: str = PREFIX
+    tuner_layer_cls = GrowAttnLayer
+    model: PreTrainedModel
+    _was_stock = False
+
+    def _prepare_adapter_config(self, peft_config: GrowAttnConfig, model_config) -> GrowAttnConfig:
+        return peft_config
+
+    def _prepare_model(self, peft_config: GrowAttnConfig, model: PreTrainedModel) -> None:
+        """Patch the model, find the attention modules that get dims, and spend a budget evenly that is not spent yet.
+
+        Raises:
+            TypeError, ValueError: as `patch_model`, there is no such layer, or the budget buys nothing.
+        """
+        was_stock = not isinstance(model, GrowableModelMixin)
+        patch_model(model)
+        layers = {attention.layer_idx: attention for attention in attentions(model)}
+        chosen = list(layers) if peft_config.layers is None else peft_config.layers
+        try:
+            for layer in chosen:
+                if layer not in layers:
+                    raise ValueError(f"There is no layer {layer!r}: this model has the layers 0 to {max(layers)}.")
+            if peft_config.budget is not None and not peft_config.spent:
+                base = sum(p.numel() for name, p in model.named_parameters() if PREFIX not in name)
+                peft_config.hold(_evenly([layers[layer] for layer in chosen], peft_config.budget, base))
+        except ValueError:
+            if was_stock:
+                unpatch_model(model)
+            raise
+        self._was_stock |= was_stock
+        names = {module: name for name, module in model.named_modules()}
+        held = [layer for layer in chosen if any(peft_config.dims_at(layer).values())]
+        peft_config.target_modules = frozenset(names[layers[layer]] for layer in held)
+
+    @staticmethod
+    def _check_target_module_exists(peft_config: GrowAttnConfig, key: str) -> bool:
+        return key in peft_config.target_modules
+
+    def _create_and_replace(
+        self, peft_config, adapter_name, target, target_name, parent, current_key, parameter_name=None
+    ) -> None:
+        attention = cast(GrowableAttention, target)
+        if attention.extension is None:
+            set_extension(attention, GrowAttnLayer(attention, cast(GrowableModelMixin, self.model)))
+        layer = layer_of(attention)
+        layer.add(adapter_name, cast(GrowAttnConfig, peft_config).dims_at(attention.layer_idx))
+        # A checkpoint of the base holds no adapters.
+        ours = {f"{current_key}.extension.{name}" for name, _ in layer.named_parameters()}
+        self.model._keys_to_ignore_on_save = ours.union(self.model._keys_to_ignore_on_save or ())
+
+    def _replace_module(self, parent, child_name, new_module, child) -> None:
+        if isinstance(child, GrowAttnLayer):
+            set_extension(parent, new_module)
+        else:
+            super()._replace_module(parent, child_name, new_module, child)
+
+    @torch.no_grad()
+    def take_over(self, adapter_name: str, found: dict[GrowableAttention, NewDims]) -> None:
+        """Copy new dims into an adapter; with a budget it gets them in the place of its former ones."""
+        config = cast(GrowAttnConfig, self.peft_config[adapter_name])
+        if config.budget is not None:
+            self._spend(adapter_name, config, found)
+        for attention, new in found.items():
+            own = layer_of(attention).new_dims(adapter_name)
+            for role, weight in new.weights.items():
+                own.weights[role].copy_(weight)
+                if (bias := own.biases[role]) is not None:
+                    bias.copy_(cast(Tensor, new.biases[role]))
+
+    def _spend(self, adapter_name: str, config: GrowAttnConfig, found: dict[GrowableAttention, NewDims]) -> None:
+        """Make an adapter's parameters anew, as many in each layer as were found there."""
+        former = next(p for name, p in self.model.named_parameters() if name.endswith(f".{adapter_name}"))
+        for layer in adapter_layers(self.model):
+            layer.drop(adapter_name)
+        config.hold({k.width: {a.layer_idx: new.dims(k.shared) for a, new in found.items()} for k in KINDS.values()})
+        self._prepare_model(config, self.model)
+        for name in config.target_modules:
+            attention = self.model.get_submodule(name)
+            self._create_and_replace(config, adapter_name, attention, "", attention, name)
+            layer_of(attention)._active_adapter = self.active_adapters
+        for name, parameter in self.model.named_parameters():
+            if PREFIX in name and name.endswith(f".{adapter_name}"):
+                parameter.data = parameter.data.to(former.dtype)
+                parameter.requires_grad_(former.requires_grad)
+
+    def _check_merge_allowed(self) -> None:
+        """Raise a ValueError before any layer is merged, if the weights of one cannot be widened."""
+        super()._check_merge_allowed()
+        for layer in adapter_layers(self.model):
+            for role in layer.roles():
+                layer.get_base_layer().parameters_along(role)
+
+    def unload(self) -> nn.Module:
+        """Return the base model as it was before: a stock one, if it was that."""
+        model = cast(PreTrainedModel, super().unload())
+        return unpatch_model(model) if self._was_stock else model
+
+
+register_peft_method(name=_NAME, config_cls=GrowAttnConfig, model_cls=GrowAttnModel)
+
+
+def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> Mapping[str, Mapping[int, int]]:
+    """The dims by layer of both kinds that a budget buys if it is spread over all of them.
+
+    Raises:
+        ValueError: it buys none.
+    """
+    costs: Counter[tuple[str, int]] = Counter()
+    dims: dict[str, Counter[int]] = {width: Counter() for width in DIMS.values()}
+    for (role, width), attention in product(DIMS.items(), layers):
+        features = attention.config.hidden_size + has_bias(attention, role)
+        costs[width, attention.layer_idx] += attention.heads_of(role) * features
+    left, cheapest = budget if isinstance(budget, int) else int(budget * base), min(costs.values())
+    if left < cheapest:
+        raise ValueError(
+            f"{left:,} weights buy nothing: one more dim of a layer costs {cheapest:,}, {cheapest / base:.2%} of this "
+            "model. Choose a larger budget."
+        )
+    while left >= cheapest:
+        for (width, layer), cost in costs.items():
+            if cost <= left:
+                dims[width][layer] += 1
+                left -= cost
+    return dims
+
+
+def initialize_growattn_weights(
+    peft_model: PeftModel, batches: Iterable, adapter_name: str = "default"
+) -> GrowthReport:
+    """Start an adapter at the new dims that `Grower` finds for the base on these batches, step and all.
+
+    They are searched beside the base, which stays as it is, and copied into the adapter. Other adapters do not count
+    in. A `budget` is spent here, where it gains most: the adapter gets new parameters, in other layers, so make the
+    optimizer afterwards. If no step lowers the loss (`report.applied` says so), the adapter stays as it was.
+
+    Args:
+        peft_model: from `get_peft_model` with a `GrowAttnConfig`.
+        batches: as for `Grower.grow`.
+        adapter_name: which adapter to write; it may be inactive.
+
+    Returns:
+        The report of that growth.
+
+    Raises:
+        ValueError: there is no such adapter, or it is merged; else as `Grower.grow`.
+    """
+    config = peft_model.peft_config.get(adapter_name)
+    if not isinstance(config, GrowAttnConfig):
+        problem = f"is a {type(config).__name__}" if config else f"is not one of {', '.join(peft_model.peft_config)}"
+        raise ValueError(
+            f"{adapter_name!r} {problem}; pass the name of an adapter that was made with a GrowAttnConfig."
+        )
+    tuner = cast(GrowAttnModel, peft_model.base_model)
+    if any(layer.merged for layer in adapter_layers(tuner.model)):
+        raise ValueError("Adapters are merged into the base; call unmerge_adapter() before the guided start.")
+    found: dict[GrowableAttention, NewDims] = {}
+    with _without_adapters(tuner.model):
+        report = Grower(tuner.model, config.growth).hand_over(batches, found.update)
+    if found:
+        tuner.take_over(adapter_name, found)
+    return report
+
+
+@contextlib.contextmanager
+def _without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """Let growth see the base alone."""
+    before = [(attention, attention.extension) for attention in attentions(model)]
+    try:
+        for attention, _ in before:
+            set_extension(attention, None)
+        yield
+    finally:
+        for attention, extension in before:
+            set_extension(attention, extension)

@@ -1,0 +1,150 @@
+"""The unit of growth: one kind of bottleneck of one layer, and the metric in which its steps are measured."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..growable.attention import GrowableAttention
+from . import functional as F
+from .kinds import Kind
+from .passes import batch_loss
+from .ranks import sum_over_ranks, together, total
+
+
+@dataclass
+class Roots:
+    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: shared side (b, b), stacked side (a, a) or scalars."""
+
+    stacked_root: Tensor
+    stacked_whitening: Tensor
+    shared_root: Tensor
+    shared_whitening: Tensor
+
+
+@dataclass
+class Block:
+    """One kind of bottleneck of one layer: the unit that is measured, allocated and grown.
+
+    Attributes:
+        old_dims_train: whether training will move the old dims, so that new ones need not do what those can.
+    """
+
+    attention: GrowableAttention
+    kind: Kind
+    roots: Roots
+    old_dims_train: bool = True
+
+    @property
+    def heads(self) -> int:
+        """Query heads `H`."""
+        return self.attention.heads_of("query")
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads `G`."""
+        return self.attention.heads_of("key")
+
+    def old_factors(self) -> tuple[Tensor, Tensor]:
+        """What the old dims compute: stacked (H, a, k), shared (G, b, k), with biases, in the statistics' precision.
+
+        These are the live weights, views on them where nothing is to be added; adapters that are active count in.
+        """
+        dtype = self.roots.shared_root.dtype
+        stacked, shared = (
+            F.join_bias(self.attention.effective_weight(role, dtype), self.attention.effective_bias(role, dtype))
+            for role in self.kind.roles
+        )
+        return stacked, shared
+
+    def whitened_factors(self) -> tuple[Tensor, Tensor]:
+        """The live factors in the metric of the steps: stacked over groups (G, g a, k), shared (G, b, k)."""
+        stacked, shared = self.old_factors()
+        whitened = F.apply_root(self.roots.stacked_root, stacked)
+        return F.stack_groups(whitened, self.groups), self.roots.shared_root @ shared
+
+
+def measure_moments(
+    model: PreTrainedModel,
+    attentions: list[GrowableAttention],
+    kinds: list[Kind],
+    batches: list[dict],
+    ridge: float,
+    tick: Callable[[], object] = lambda: None,
+) -> tuple[list[Block], float]:
+    """Pool the second moments of every attention's input over all tokens that are not padding.
+
+    One forward pass over the batches of all ranks. Queries, keys and values see the same tokens, so they share the
+    moment, each with a constant feature where its projection has a bias. For messages it stands in for the moment of
+    the attended tokens `A X`, which differs from head to head; their stacked side is measured in units of the rms norm
+    of the attention's output, so that a step changes logits by so many nats and outputs by such a share. Call inside
+    `undisturbed`.
+
+    A batch's two-dimensional "attention_mask" tells padding; `ridge` is the fraction of the mean eigenvalue to add.
+
+    Returns:
+        One block for each layer and kind, in this order, and the mean loss of the batches.
+
+    Raises:
+        ValueError: a batch gives no loss, or none that is finite.
+    """
+    sums, outputs = {}, {}
+    for attention in attentions:  # a rank without batches brings zeros
+        weight = attention.weight_of("query")
+        sums[attention] = weight.new_zeros([weight.shape[-1] + 1] * 2, dtype=_statistics_dtype(weight))
+        outputs[attention] = sums[attention].new_zeros(())
+    mask: Tensor | None = None
+
+    def add(module, args, kwargs, output):
+        inputs = args[0] if args else kwargs["hidden_states"]
+        inputs, attended = (x.detach().to(sums[module].dtype) for x in (inputs, output[0]))
+        with torch.autocast(inputs.device.type, enabled=False):
+            sums[module] += F.moment_sum(F.augment(inputs), mask)
+            outputs[module] += F.square_sum(attended, mask)
+
+    hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
+    loss = 0.0
+    try:
+        with torch.no_grad(), together():
+            for index, batch in enumerate(batches):
+                mask = batch.get("attention_mask")
+                loss += batch_loss(model, batch, index).item()
+                tick()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sum_over_ranks(*sums.values(), *outputs.values())
+    loss, count = total(loss, len(batches))
+    blocks = []
+    for attention in attentions:
+        moment = sums[attention] / sums[attention][-1, -1]  # the constant feature has counted the tokens
+        roots = _InputRoots(moment, ridge)
+        size = (outputs[attention] / sums[attention][-1, -1]).sqrt()
+        for kind in kinds:
+            shared = roots[attention.bias_of(kind.shared) is not None]
+            if kind.stacked == "output":
+                stacked = 1 / size, size
+            else:
+                stacked = roots[attention.bias_of(kind.stacked) is not None]
+            blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
+    return blocks, loss / count
+
+
+class _InputRoots(dict):
+    """`C^(1/2)` and `C^(-1/2)` of a layer's input, with (True) or without (False) the constant feature, as needed."""
+
+    def __init__(self, moment: Tensor, ridge: float):
+        super().__init__()
+        self.moment, self.ridge = moment, ridge
+
+    def __missing__(self, biased: bool) -> tuple[Tensor, Tensor]:
+        moment = self.moment if biased else self.moment[:-1, :-1]
+        self[biased] = F.square_roots(F.ridged(moment, self.ridge))
+        return self[biased]
+
+
+def _statistics_dtype(tensor: Tensor) -> torch.dtype:
+    """fp64 stays; everything else is measured in fp32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -1,0 +1,265 @@
+"""The mathematics of growing attention, as pure functions on tensors.
+
+A head has two bottlenecks. Its pattern `W_Q W_K^T` says which tokens attend to which; its message `W_V W_O` says what
+they pass on. Both are a product of a *stacked* side, one factor for each query head (`W_Q`, `W_O`), and a *shared*
+side, one factor for each key/value head (`W_K`, `W_V`), which a group of query heads share under GQA.
+
+Symbols: `H` query heads in `G` groups of `g = H / G`; `a` features on the stacked side, `b` on the shared side (those
+of the attention's input `X`, one more where a projection has a bias: the augmented `X' = [X | 1]`); `k` width of a
+head, the old `d_k` or `d_v`; `p` new dims. `T` (a x b) is the gradient of a head's pattern or message `Z`: the loss
+changes by `<T, Z>`, with `T = s sum_n X_n^T G_n X_n` for patterns (`s` the softmax scale, `G = dL/dS` the gradient of
+the logits) and `T = sum (dL/dY)^T A X` for messages (`A` the attention weights, `Y` the output). Steps are measured in
+the metric `tr(C_a Z C_b Z^T)` of second moments, that of the logits or of the output they move.
+
+Sources: draft 000 (growing by low-rank regression), draft 001 (first-order steps in the logits) and draft 004 (the
+scale), mended: moments are pooled over sequences, the regression whitens before it truncates, and the step descends.
+"""
+
+import torch
+from torch import Tensor
+
+
+def augment(hidden_states: Tensor) -> Tensor:
+    """Append the constant 1 that carries a bias: (..., d) -> (..., d + 1). Draft 000, remark 1.2."""
+    return torch.cat((hidden_states, hidden_states.new_ones(*hidden_states.shape[:-1], 1)), dim=-1)
+
+
+def moment_sum(inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return `sum_t x_t x_t^T` over the tokens that count (draft 000 section 2, pooled): (batch, tokens, d) -> (d, d).
+
+    A mask (batch, tokens) is zero for padding; None or another shape (a mask that tells no padding) counts all.
+    """
+    counted = _counted(inputs, mask)
+    return counted.T @ counted
+
+
+def square_sum(states: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return `sum_t ||y_t||^2` over the tokens that count: (batch, tokens, d) -> scalar; masked as `moment_sum`."""
+    return _counted(states, mask).square().sum()
+
+
+def _counted(states: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None and mask.shape == states.shape[:2]:
+        return states[mask.to(states.device).bool()]
+    return states.flatten(0, 1)
+
+
+def join_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Weight (heads, width, d), bias (heads, width) or None -> factors (heads, d or d + 1, width), the bias last.
+
+    Source: draft 000, remark 1.2.
+    """
+    factors = weight.transpose(-1, -2)
+    return factors if bias is None else torch.cat((factors, bias.unsqueeze(-2)), dim=-2)
+
+
+def split_bias(factors: Tensor, features: int) -> tuple[Tensor, Tensor | None]:
+    """Undo `join_bias`: (heads, d or d + 1, width) -> weight (heads, width, d), bias (heads, width) or None."""
+    weight = factors[:, :features].transpose(-1, -2)
+    return weight, factors[:, features] if factors.shape[1] > features else None
+
+
+def ridged(moment: Tensor, fraction: float) -> Tensor:
+    """Add `fraction` of the mean eigenvalue to every eigenvalue of a second moment, (d, d).
+
+    Real inputs have uneven spectra: without a ridge the whitening multiplies noise in directions that hardly occur.
+    """
+    return moment + fraction * moment.diagonal().mean() * torch.eye(len(moment)).to(moment)
+
+
+def square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `C^(1/2)` and `C^(-1/2)` of a positive definite second moment, each (d, d) and symmetric."""
+    eigenvalues, vectors = torch.linalg.eigh(moment)
+    root = eigenvalues.clamp_min(torch.finfo(moment.dtype).tiny).sqrt()
+    return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
+
+
+def apply_root(root: Tensor, factors: Tensor) -> Tensor:
+    """Return `root @ factors`, (..., n, k); a root of no dimension is a multiple of the identity."""
+    return root @ factors if root.dim() else root * factors
+
+
+def stack_groups(per_head: Tensor, groups: int) -> Tensor:
+    """Stack the query heads of each group along the stacked side: (H, a, n) -> (G, g a, n).
+
+    The heads of a group share one key/value head, so they share the shared side of a direction.
+    """
+    heads, features, columns = per_head.shape
+    return per_head.reshape(groups, heads // groups * features, columns)
+
+
+def unstack_groups(stacked: Tensor, heads: int) -> Tensor:
+    """Undo `stack_groups`: (G, g a, n) -> (H, a, n)."""
+    groups, rows, columns = stacked.shape
+    return stacked.reshape(heads, groups * rows // heads, columns)
+
+
+def column_basis(factors: Tensor) -> Tensor:
+    """Return an orthonormal basis of the columns, (..., n, k) -> (..., n, k); missing directions are zero columns.
+
+    Zero or dependent columns must not claim a direction that the factors do not have, as a plain QR would let them.
+    """
+    basis, values, _ = torch.linalg.svd(factors, full_matrices=False)
+    threshold = values[..., :1] * max(factors.shape[-2:]) * torch.finfo(factors.dtype).eps
+    return basis * (values > threshold).unsqueeze(-2)
+
+
+def project_out(matrix: Tensor, basis: Tensor) -> Tensor:
+    """Return `(I - B B^T) A`: (..., n, m) and (..., n, k) -> (..., n, m)."""
+    return matrix - basis @ (basis.transpose(-1, -2) @ matrix)
+
+
+def bottleneck(whitened: Tensor, stacked_basis: Tensor, shared_basis: Tensor) -> Tensor:
+    """Return what the old dims cannot do of `M`: `(I - P_a) M (I - P_b)`, (G, g a, b).
+
+    `P_a` and `P_b` project on the whitened columns of the old factors, of which the bases (G, g a, k) and (G, b, k) are
+    the `column_basis`. Small changes of those reach exactly `{P_a M' + M'' P_b}`: the rest only new dims follow.
+
+    Source: the tangent space of draft 001 eq. 1.1, in the whitened metric; the idea is the expressivity bottleneck of
+    Verbockhaven et al., "Growing tiny networks", TMLR 2024.
+    """
+    right = project_out(whitened.transpose(-1, -2), shared_basis).transpose(-1, -2)
+    return project_out(right, stacked_basis)
+
+
+def best_directions(whitened: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the `dims` best directions `U, sigma, V` of a whitened gradient: (G, g a, p), (G, p), (G, b, p).
+
+    Direction `i` is worth `gamma sigma_i^2` to first order. Source: draft 000 section 2 (Eckart-Young).
+    """
+    u, sigma, vh = torch.linalg.svd(whitened, full_matrices=False)
+    return u[..., :dims], sigma[..., :dims], vh[..., :dims, :].transpose(-1, -2)
+
+
+def directions_from_products(basis: Tensor, products: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the best directions of `M` in the span of inputs `Z` (G, b, n), of which `M Z` (G, g a, n) was measured.
+
+    Returns:
+        `U, sigma, V` as `best_directions` returns them, for `M` restricted to the span, so `u_i^T M v_i = sigma_i`; and
+        `V` in terms of the inputs, `V = Z weights`, (G, n, p).
+    """
+    _, values, right = torch.linalg.svd(basis, full_matrices=False)
+    # Nearly dependent inputs are dropped: dividing by their small singular values would multiply rounding errors.
+    kept = values > 1e-3 * values[..., :1]
+    inverse = torch.where(kept, 1 / values.clamp_min(torch.finfo(values.dtype).tiny), 0)
+    orthonormal = right.transpose(-1, -2) * inverse.unsqueeze(-2)
+    u, sigma, v = best_directions(products @ orthonormal, dims)
+    weights = orthonormal @ v
+    return u, sigma, basis @ weights, weights
+
+
+def first_order_gain(sigma: Tensor) -> Tensor:
+    """Return the decrease of the loss per unit of step, `sum_i sigma_i^2`: (..., p) -> (...). Draft 001 eq. 1.2."""
+    return sigma.square().sum(-1)
+
+
+def step_factors(
+    u: Tensor, sigma: Tensor, v: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
+    """Return the new columns of the stacked (H, a, p) and the shared side (G, b, p), whose product is a step of size 1.
+
+    `W_a W_b^T = -C_a^(-1/2) U Sigma V^T C_b^(-1/2)`, each side with the square root of `Sigma`, for whitened directions
+    `u` (G, g a, p), `sigma` (G, p), `v` (G, b, p) and the whitenings `C_a^(-1/2)`, (a, a) or a scalar, and
+    `C_b^(-1/2)`, (b, b). For a step of size `gamma` multiply both by `sqrt(gamma)`.
+
+    Source: draft 000 section 2, whitened, and descending.
+    """
+    magnitude = sigma.sqrt().unsqueeze(-2)
+    return apply_root(stacked_whitening, unstack_groups(u * magnitude, heads)), -(shared_whitening @ (v * magnitude))
+
+
+def tangent_step(
+    stacked_gradient: Tensor, shared_gradient: Tensor, stacked: Tensor, shared: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the steepest step of size 1 of the existing factors, whitened: (G, g a, k) and (G, b, k).
+
+    The changes `dW_a`, `dW_b` move the product by `dW_a W_b^T + W_a dW_b^T = -(P_a M + M P_b - P_a M P_b)`, the part of
+    the gradient that small changes of the factors can follow. Each takes half of what both could do.
+
+    Args:
+        stacked_gradient: `M W_b`, the whitened gradient of the loss in `W_a`, (G, g a, k).
+        shared_gradient: `M^T W_a`, the same in `W_b`, (G, b, k).
+        stacked: the whitened factors `W_a`, (G, g a, k).
+        shared: the whitened factors `W_b`, (G, b, k).
+
+    Source: draft 001 section 1.1, whose `-T W_K`, `-T^T W_Q` are not steepest in the logits.
+    """
+
+    def half(gradient: Tensor, own: Tensor, other: Tensor) -> Tensor:
+        # (W^T W)^+ by way of the singular values of W: the product itself would square its condition.
+        _, values, vh = torch.linalg.svd(other, full_matrices=False)
+        kept = values > values[..., :1] * max(other.shape[-2:]) * torch.finfo(other.dtype).eps
+        inverse = torch.where(kept, values.square().reciprocal(), 0).unsqueeze(-2)
+        step = gradient @ (vh.transpose(-1, -2) * inverse) @ vh
+        basis = column_basis(own)
+        return -(step - basis @ (basis.transpose(-1, -2) @ step) / 2)
+
+    return half(stacked_gradient, stacked, shared), half(shared_gradient, shared, stacked)
+
+
+def product_norm(left: Tensor, right: Tensor) -> Tensor:
+    """Return `||L R^T||_F` summed over groups, without the product: (G, n, k), (G, m, k) -> scalar."""
+    return ((left.transpose(-1, -2) @ left) * (right.transpose(-1, -2) @ right)).sum().clamp_min(0).sqrt()
+
+
+def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, shared: Tensor) -> Tensor:
+    """Return `||dS_quad|| / ||dS_lin||` of a step of the existing factors, from the factors and moments alone.
+
+    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened; for a step of size `gamma` the ratio
+    is `gamma` times as large; it is 0 for a step of zero. New dims by themselves are linear in the step: both of their
+    sides carry its square root. Stacked sides are (G, g a, k), shared ones (G, b, k).
+
+    Source: draft 001 section 1.5, the direct form, in the pooled metric.
+    """
+    linear = product_norm(torch.cat((stacked, stacked_step), -1), torch.cat((shared_step, shared), -1))
+    return product_norm(stacked_step, shared_step) / linear.clamp_min(torch.finfo(linear.dtype).tiny)
+
+
+def balanced_factors(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the best factors of `L R^T` of a rank, each with the square root of the singular values.
+
+    (G, n, k), (G, m, k) -> (G, n, rank), (G, m, rank), with zero columns where the product has a smaller rank.
+
+    Source: draft 000 section 2 and draft 001 problem B, with `Sigma_k'` on both sides.
+    """
+    left_basis, left_core = torch.linalg.qr(left)
+    right_basis, right_core = torch.linalg.qr(right)
+    u, sigma, vh = torch.linalg.svd(left_core @ right_core.transpose(-1, -2), full_matrices=False)
+    magnitude = sigma[..., :rank].sqrt().unsqueeze(-2)
+    left, right = left_basis @ u[..., :rank] * magnitude, right_basis @ vh[..., :rank, :].mT * magnitude
+    missing = (0, max(rank - left.shape[-1], 0))
+    return torch.nn.functional.pad(left, missing), torch.nn.functional.pad(right, missing)
+
+
+def decreasing(values: Tensor) -> Tensor:
+    """Return the non-increasing sequence nearest to `values` in the mean square, (p,): neighbours out of order pool.
+
+    Source: Ayer et al., "An empirical distribution function for sampling with incomplete information", 1955.
+    """
+    pools: list[list[float]] = []  # [sum, count]
+    for value in values.tolist():
+        pools.append([value, 1])
+        while len(pools) > 1 and pools[-2][0] * pools[-1][1] < pools[-1][0] * pools[-2][1]:
+            total, count = pools.pop()
+            pools[-1][0] += total
+            pools[-1][1] += count
+    return values.new_tensor([total / count for total, count in pools for _ in range(int(count))])
+
+
+def allocate(gains: list[list[float]], costs: list[list[int]], budget: int) -> list[int]:
+    """Spend a budget greedily, by gain per cost: return how many chunks of each block to take.
+
+    Each block gives its chunks of dims in order, with a gain and a cost each, and none that gains nothing.
+    """
+    taken = [0] * len(gains)
+    while True:
+        offers = [
+            (gains[i][n] / costs[i][n], i)
+            for i, n in enumerate(taken)
+            if n < len(gains[i]) and gains[i][n] > 0 and costs[i][n] <= budget
+        ]
+        if not offers:
+            return taken
+        best = max(offers, key=lambda offer: (offer[0], -offer[1]))[1]
+        budget -= costs[best][taken[best]]
+        taken[best] += 1

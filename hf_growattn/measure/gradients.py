@@ -1,0 +1,347 @@
+"""What new dims could do about the loss: directions, their gain, and how much of it holds on batches they did not see.
+
+The batches are split in two halves. Each half finds directions of its own, and the other half says what they are worth:
+that is the validated gain. The directions to grow along come from both halves together.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..growable.attention import GrowableAttention
+from . import functional as F
+from .blocks import Block
+from .extension import set_extension
+from .passes import backward
+from .probe import KindProbe, Probe
+from .ranks import follow_first_rank, sum_over_ranks, total
+
+SKETCH_PASSES = (1 / 4, 1.0, 1.0)  # part of the batches that each reads; the first one only finds where to look
+
+
+@dataclass
+class Gradient:
+    """What new dims of one block could do, to first order.
+
+    Attributes:
+        block: where.
+        u, sigma, v: whitened directions, best first: (G, g a, p), (G, p), (G, b, p).
+        in_sample: decrease of the loss per unit of step of each dim, over all heads, on its own batches: (p,).
+        validated: the same on batches that the direction was not chosen from: (p,).
+        starvation: share of the whitened gradient that the old dims cannot follow, between 0 and 1.
+        halves: `u, sigma, v` as either half of the batches alone gives them, to be judged on the other.
+    """
+
+    block: Block
+    u: Tensor
+    sigma: Tensor
+    v: Tensor
+    in_sample: Tensor
+    validated: Tensor
+    starvation: float
+    halves: tuple[tuple[Tensor, Tensor, Tensor], ...]
+
+
+class _Measurement:
+    """One block under the probe: whitened inputs go in, whitened products with each half's gradient come out."""
+
+    def __init__(self, block: Block):
+        self.block = block
+        stacked, shared = block.whitened_factors()
+        self.stacked_basis, self.shared_basis = F.column_basis(stacked), F.column_basis(shared)
+
+    def probe(self, shared_inputs: Tensor, stacked_inputs: Tensor | None) -> KindProbe:
+        """Return a probe for `M shared_inputs` and `M^T stacked_inputs`; with None for the second, the first alone."""
+        block, stacked_probe = self.block, None
+        if stacked_inputs is not None:
+            per_head = F.unstack_groups(stacked_inputs, block.heads)
+            stacked_probe = F.apply_root(block.roots.stacked_whitening, per_head)
+        features = self.stacked_basis.shape[1] * block.groups // block.heads
+        self.installed = KindProbe(block.roots.shared_whitening @ shared_inputs, stacked_probe, block.heads, features)
+        return self.installed
+
+    def read(self, batches: float) -> tuple[Tensor, Tensor]:
+        """Return `M shared_inputs` (G, g a, r) and `M^T stacked_inputs` (G, b, r') of the mean loss, and start anew."""
+        probe, roots = self.installed, self.block.roots
+        zeros = probe.zero_stacked, probe.zero_shared
+        sums = [zero.new_zeros(zero.shape) if zero.grad is None else zero.grad for zero in zeros]
+        probe.zero_stacked.grad = probe.zero_shared.grad = None
+        sum_over_ranks(*sums)
+        products = F.apply_root(roots.stacked_whitening, sums[0] / batches)
+        return F.stack_groups(products, self.block.groups), roots.shared_whitening @ (sums[1] / batches)
+
+
+def _install(measurements: list[_Measurement], inputs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    """Set the probes of all blocks, those of one attention module together."""
+    by_attention: dict[GrowableAttention, dict[str, KindProbe]] = {}
+    for measurement, (shared, stacked) in zip(measurements, inputs):
+        block = measurement.block
+        by_attention.setdefault(block.attention, {})[block.kind.name] = measurement.probe(shared, stacked)
+    for attention, probes in by_attention.items():
+        set_extension(attention, Probe(**probes))
+
+
+@dataclass
+class _Side:
+    """Products with the residual gradient from one side, for both halves of the batches.
+
+    Attributes:
+        inputs: (G, n, c), the columns that half 0 chose, then those of half 1, for each pass in turn.
+        products: of half 0 and of half 1, each (G, m, c).
+        owned: columns that half 0 chose without having seen half 1, and the reverse: two boolean masks, (c,).
+    """
+
+    inputs: Tensor
+    products: tuple[Tensor, ...]
+    owned: tuple[Tensor, Tensor]
+
+    def directions(self, weights: tuple[float, float], dims: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Best directions of both halves together: left (G, m, p), values (G, p), right (G, n, p)."""
+        products = weights[0] * self.products[0] + weights[1] * self.products[1]
+        return F.directions_from_products(self.inputs, products, dims)[:3]
+
+    def validated(self, half: int, dims: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Directions of one half as `directions` gives them, and their values as the other half sees them, (G, p)."""
+        columns = self.owned[half]
+        left, values, right, weights = F.directions_from_products(
+            self.inputs[..., columns], self.products[half][..., columns], dims
+        )
+        other = self.products[1 - half][..., columns] @ weights
+        return left, values, right, (left * other).sum(-2)
+
+
+def shares(halves: tuple[list[dict], list[dict]]) -> tuple[float, float]:
+    """What part of all ranks' batches either half holds."""
+    counts = total(*map(len, halves))
+    return counts[0] / sum(counts), counts[1] / sum(counts)
+
+
+def _gradient(block: Block, sides: list[_Side], weights: tuple[float, float], dims: int, starvation: float) -> Gradient:
+    """Choose for each group the side that gains more; the second of two sides holds the mirrored products."""
+    u, sigma, v = _better(*(side.directions(weights, dims) for side in sides))
+    halves = [_better(*(side.validated(half, dims) for side in sides)) for half in (0, 1)]
+    validated = torch.stack([(own * other).sum(0) for _, own, _, other in halves]).mean(0)
+    own = tuple((u, sigma, v) for u, sigma, v, _ in halves)
+    follow_first_rank(u, sigma, v, validated, *own[0], *own[1])
+    return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, starvation, own)
+
+
+def _better(one: tuple[Tensor, ...], mirrored: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+    """For each group what gains more to first order: directions `u, sigma, v, ...`, or mirrored `v, sigma, u, ...`."""
+    if mirrored is None:
+        return one
+    v, sigma, u, *more = mirrored
+    better = F.first_order_gain(one[1]) >= F.first_order_gain(sigma)
+    return tuple(torch.where(better.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, (u, sigma, v, *more)))
+
+
+def starvation_of(residual: Tensor, total: Tensor) -> float:
+    """Return the starvation from two inner products of one half's gradient with the other's: noise adds to neither."""
+    return (residual / total).clamp(0, 1).sqrt().item() if total > 0 else 0.0
+
+
+def beyond_old_dims(block: Block, parts: list[Tensor]) -> tuple[tuple[Tensor, Tensor], float]:
+    """Return what the old dims cannot do of either half's whole gradient, (G, g a, b) each, and the starvation."""
+    bases = [F.column_basis(factors) for factors in block.whitened_factors()]
+    first, second = (F.bottleneck(part, *bases) for part in parts)
+    return (first, second), starvation_of((first * second).sum(), (parts[0] * parts[1]).sum())
+
+
+def exact_gradients(
+    model: PreTrainedModel,
+    blocks: list[Block],
+    halves: tuple[list[dict], list[dict]],
+    dims: int,
+    tick: Callable[[], object] = lambda: None,
+) -> list[Gradient]:
+    """Return every block's best directions from its whole gradient, `r = d`, in one pass over the batches.
+
+    They lie beyond what the old dims can follow, unless those will not train. Memory and time grow with `heads *
+    hidden_size` per token: for small models, and as the test of the sketch. Call inside `undisturbed`.
+    """
+    weights = shares(halves)
+    gradients = []
+    for block, parts in zip(blocks, whole_gradients(model, blocks, halves, tick)):
+        residuals, starvation = beyond_old_dims(block, parts)
+        everything = torch.ones(parts[0].shape[-1], dtype=torch.bool, device=parts[0].device)
+        identity = torch.eye(parts[0].shape[-1]).to(parts[0]).expand(block.groups, -1, -1)
+        side = _Side(identity, residuals if block.old_dims_train else tuple(parts), (everything, everything))
+        gradients.append(_gradient(block, [side], weights, dims, starvation))
+    return gradients
+
+
+def whole_gradients(
+    model: PreTrainedModel,
+    blocks: list[Block],
+    halves: tuple[list[dict], ...],
+    tick: Callable[[], object] = lambda: None,
+) -> list[list[Tensor]]:
+    """Return the whitened gradient `M` of every block for each part of the batches, each (G, g a, b)."""
+    measurements = [_Measurement(block) for block in blocks]
+    inputs = [
+        (torch.eye(m.shared_basis.shape[1]).to(m.shared_basis).expand(m.block.groups, -1, -1), None)
+        for m in measurements
+    ]
+    _install(measurements, inputs)
+    whole: list[list[Tensor]] = [[] for _ in blocks]
+    for batches in halves:
+        backward(model, batches, tick)
+        (count,) = total(len(batches))
+        for measurement, parts in zip(measurements, whole):
+            parts.append(measurement.read(count)[0])
+    return whole
+
+
+@dataclass
+class ExistingStep:
+    """A step of size 1 of one block's existing factors, as far as it holds on unseen batches.
+
+    Attributes:
+        stacked, shared: whitened changes, (G, g a, k) and (G, b, k).
+        slope: first-order decrease of the loss on the batches it comes from.
+        validated: the same on batches that it does not come from.
+        quadratic_ratio: `||dS_quad|| / ||dS_lin||`, in proportion to the size of the step.
+    """
+
+    stacked: Tensor
+    shared: Tensor
+    slope: float
+    validated: float
+    quadratic_ratio: float
+
+
+def tangent_steps(
+    model: PreTrainedModel,
+    blocks: list[Block],
+    halves: tuple[list[dict], list[dict]],
+    tick: Callable[[], object] = lambda: None,
+) -> list[ExistingStep]:
+    """Return the steepest step of each block's existing factors.
+
+    Read off the ordinary gradients of the weights in one pass: without rotation they are `T W_K` and `T^T W_Q`. Where
+    the old dims rotate, `T` depends on the offset; their true gradients are used, so the step descends, in a metric
+    that leaves the rotation out. The step is shortened to the share of its gain that holds when either half of the
+    batches judges what the other found. Call inside `undisturbed`.
+    """
+    for block in blocks:
+        for role in block.kind.roles:
+            block.attention.projection_of(role).requires_grad_(True)
+    read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
+    for batches in halves:
+        backward(model, batches, tick)
+        (count,) = total(len(batches))
+        for block, parts in zip(blocks, read):
+            parts.append(_weight_gradients(block, count))
+        model.zero_grad(set_to_none=True)
+    model.requires_grad_(False)
+    weights = shares(halves)
+    return [_existing_step(block, parts, weights) for block, parts in zip(blocks, read)]
+
+
+def _weight_gradients(block: Block, batches: float) -> tuple[Tensor, Tensor]:
+    """The whitened gradients of the mean loss in the existing factors: (G, g a, k) and (G, b, k)."""
+    attention, kind, roots = block.attention, block.kind, block.roots
+    stacked, shared = (
+        F.join_bias(attention.weight_gradient(role), attention.bias_gradient(role)).to(roots.shared_root.dtype)
+        / batches
+        for role in kind.roles
+    )
+    sum_over_ranks(stacked, shared)
+    return F.stack_groups(F.apply_root(roots.stacked_whitening, stacked), block.groups), roots.shared_whitening @ shared
+
+
+def _existing_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[float, float]) -> ExistingStep:
+    factors = block.whitened_factors()
+
+    def slope(gradients: Iterable[Tensor], changes: Iterable[Tensor]) -> float:
+        return -sum((gradient * change).sum().item() for gradient, change in zip(gradients, changes))
+
+    own = [F.tangent_step(*part, *factors) for part in parts]
+    validated = (slope(parts[1], own[0]) + slope(parts[0], own[1])) / 2
+    in_sample = (slope(parts[0], own[0]) + slope(parts[1], own[1])) / 2
+    strength = min(max(validated / in_sample, 0.0), 1.0) if in_sample > 0 else 0.0
+    together = [weights[0] * first + weights[1] * second for first, second in zip(*parts)]
+    stacked, shared = (strength * change for change in F.tangent_step(together[0], together[1], *factors))
+    ratio = F.quadratic_ratio(stacked, shared, *factors).item() if strength > 0 else 0.0
+    return ExistingStep(stacked, shared, slope(together, (stacked, shared)), strength * validated, ratio)
+
+
+def sketched_gradients(
+    model: PreTrainedModel,
+    blocks: list[Block],
+    halves: tuple[list[dict], list[dict]],
+    dims: int,
+    oversampling: int,
+    seed: int,
+    tick: Callable[[], object] = lambda: None,
+) -> list[Gradient]:
+    """Return every block's best directions from a randomized SVD with power iteration, `r = dims + oversampling`.
+
+    A pass over a quarter of the batches, or all of a few, and two over all of them, each probing both sides: the
+    products of one pass are the inputs of the other side in the next. Where nothing holds on the other half after
+    the first whole one, it is the last. Either half iterates half of the columns on its own, and all columns are
+    measured on both halves; so what one half chose, the other can judge unseen. The first pass also estimates the
+    norms behind the starvation, from its Gaussian inputs. Directions lie beyond what the old dims can follow,
+    unless those will not train. Call inside `undisturbed`.
+
+    Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4, with both sides iterated at once.
+    """
+    measurements = [_Measurement(block) for block in blocks]
+    own_rank, generator = -(-(dims + oversampling) // 2), torch.Generator().manual_seed(seed)
+    inputs = []
+    for m in measurements:
+        shared, stacked = (
+            torch.randn((*basis.shape[:2], 2 * own_rank), generator=generator, dtype=basis.dtype).to(basis.device)
+            for basis in (m.shared_basis, m.stacked_basis)
+        )
+        inputs.append((shared, F.project_out(stacked, m.stacked_basis)))
+    known: list[list[tuple]] = [[] for _ in blocks]
+    starvations = []
+    weights = shares(halves)
+    for sweep, part in enumerate(SKETCH_PASSES):
+        found: list[Gradient] = []  # those of the pass before make room
+        _install(measurements, inputs)
+        raw: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
+        for batches in (half[:: round(1 / part)] if len(half) > 2 else half for half in halves):
+            backward(model, batches, tick)
+            (count,) = total(len(batches))
+            for measurement, read in zip(measurements, raw):
+                read.append(measurement.read(count))
+        for index, m in enumerate(measurements):
+            whole_right, whole_left = zip(*raw[index])
+            right = [F.project_out(products, m.stacked_basis) for products in whole_right]
+            left = [F.project_out(mirrored, m.shared_basis) for mirrored in whole_left]
+            if sweep == 0:
+                starvations.append(starvation_of((left[0] * left[1]).sum(), (whole_right[0] * whole_right[1]).sum()))
+            if not blocks[index].old_dims_train:
+                right, left = whole_right, whole_left
+            if part == 1:
+                known[index].append((*inputs[index], right, left))
+            # The next inputs lie where the products do, beyond old dims that train; each half keeps to its own columns.
+            inputs[index] = tuple(
+                torch.cat([F.column_basis(side[half].chunk(2, -1)[half]) for half in (0, 1)], dim=-1)
+                for side in (left, right)
+            )
+            follow_first_rank(*inputs[index])
+        if part == 1:
+            found = [_from_products(*each, own_rank, weights, dims) for each in zip(blocks, known, starvations)]
+            if not any(F.decreasing(gradient.validated)[0] > 0 for gradient in found):  # growth would take none of them
+                break
+    return found
+
+
+def _from_products(
+    block: Block, known: list[tuple], starvation: float, own_rank: int, weights: tuple[float, float], dims: int
+) -> Gradient:
+    """Put the passes' columns together, side by side, and solve."""
+    shared_inputs, stacked_inputs, rights, lefts = zip(*known)
+    first = torch.arange(2 * own_rank, device=shared_inputs[0].device).repeat(len(known)) < own_rank
+    owned = (first, ~first)
+    sides = [
+        _Side(torch.cat(inputs, -1), tuple(torch.cat([p[half] for p in products], -1) for half in (0, 1)), owned)
+        for inputs, products in ((shared_inputs, rights), (stacked_inputs, lefts))
+    ]
+    return _gradient(block, sides, weights, dims, starvation)

@@ -1,0 +1,153 @@
+"""Passes over batches on a model that is only looked at: what is left behind is what the caller reads."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..growable.attention import GrowableAttention
+from .extension import set_extension
+from .ranks import together, total
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run passes whose only trace is what the caller reads: frozen parameters, no dropout, forked random state.
+
+    On leaving, also by an exception, training modes, `requires_grad` flags, gradients, extensions and the random state
+    are as they were.
+    """
+    training = [(module, module.training) for module in model.modules()]
+    parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    extensions = [(m, m.extension) for m in model.modules() if isinstance(m, GrowableAttention)]
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    # Probes would recompile a compiled model for a few passes; what attention itself compiles goes on being compiled.
+    compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    with torch.random.fork_rng(devices=[device.index for device in devices]):
+        try:
+            for module, _ in compiled:
+                module._compiled_call_impl = None
+            model.eval()
+            model.requires_grad_(False)
+            model.zero_grad(set_to_none=True)  # the user's gradients come back on leaving
+            yield
+        finally:
+            for module, call in compiled:
+                module._compiled_call_impl = call
+            for module, mode in training:
+                module.training = mode
+            for parameter, requires_grad, gradient in parameters:
+                parameter.requires_grad_(requires_grad)
+                parameter.grad = gradient
+            for attention, extension in extensions:
+                set_extension(attention, extension)
+
+
+@contextlib.contextmanager
+def autocast_in_the_model_only(model: nn.Module) -> Iterator[None]:
+    """Switch the caller's autocast off for all but the model's own forward: solving wants the statistics' precision."""
+    kind = next(model.parameters()).device.type
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    own = vars(model).get("forward")
+    with torch.autocast(kind, enabled=False):
+        model.forward = torch.autocast(kind, torch.get_autocast_dtype(kind))(model.forward)
+        try:
+            yield
+        finally:
+            del model.forward
+            if own is not None:
+                model.forward = own
+
+
+def batch_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> Tensor:
+    """Return the loss of one batch, a scalar.
+
+    Raises:
+        ValueError: the model returns no loss, or one that is NaN or infinite; the message names the batch and a fix.
+    """
+    loss = _loss(model, batch, index)
+    if not torch.isfinite(loss):
+        raise ValueError(
+            f"The loss of batch {index} is {loss.item()}. Look for labels that are all -100, for inputs that are not "
+            "finite, or for a diverged model, and leave that batch out."
+        )
+    return loss
+
+
+def mean_loss(model: PreTrainedModel, batches: list[dict], tick: Callable[[], object] = lambda: None) -> float:
+    """Return the mean of the batches' losses over all ranks, finite or not. Call inside `undisturbed`."""
+    loss = 0.0
+    with torch.no_grad(), together():
+        for index, batch in enumerate(batches):
+            loss += _loss(model, batch, index).item()
+            tick()
+    loss, count = total(loss, len(batches))
+    return loss / count
+
+
+def _loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> Tensor:
+    device = next(model.get_input_embeddings().parameters()).device
+    given = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
+    outputs = model(**{"use_cache": False, **given})
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+    if loss is None:
+        raise ValueError(
+            f"{type(model).__name__} returns no loss for batch {index} with the keys {sorted(batch)}. Growth needs a "
+            'model with a head, and the targets in every batch: for a causal LM "labels", a copy of "input_ids".'
+        )
+    return loss
+
+
+def backward(model: PreTrainedModel, batches: list[dict], tick: Callable[[], object] = lambda: None) -> None:
+    """Sum the gradients of this rank's batches into whatever asks for them: the installed probes.
+
+    The loss is scaled up by a power of two for the way back, as fp16 needs it and as other types do not notice. Call
+    inside `undisturbed`.
+
+    Raises:
+        ValueError: the gradients are not finite at any scale.
+    """
+    asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    scale = 2.0**16
+    while scale >= 2.0**-16:
+        for parameter in asked:
+            parameter.grad = None
+        with torch.enable_grad(), _recomputing(model), together():
+            for index, batch in enumerate(batches):
+                (batch_loss(model, batch, index) * scale).backward()
+                tick()
+        gradients = [parameter.grad for parameter in asked if parameter.grad is not None]
+        (overflown,) = total(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))
+        if not overflown:
+            for gradient in gradients:
+                gradient /= scale
+            return
+        scale /= 16
+    raise ValueError(
+        "The loss is finite, but its gradients are not. Look for fully masked rows under eager attention, for diverged "
+        "weights, or train in bf16 instead of fp16."
+    )
+
+
+@contextlib.contextmanager
+def _recomputing(model: PreTrainedModel) -> Iterator[None]:
+    """Keep activation checkpointing at work where the user has it: its layers recompute in training mode only."""
+    checkpointed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    if not checkpointed:
+        yield
+        return
+    # Reentrant checkpoints drop gradients when no input asks for them, and the embeddings are frozen here.
+    embeddings = model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    try:
+        for module in checkpointed:
+            module.training = True  # of this module alone: its children keep dropout off
+        yield
+    finally:
+        hook.remove()
+        for module in checkpointed:
+            module.training = False

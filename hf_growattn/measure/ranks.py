@@ -1,0 +1,132 @@
+"""Processes that grow one model together: sums over ranks, one rank's numbers for all, and DDP built anew in place.
+
+Without torch.distributed, or with one process, everything here does nothing.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+_alone = False
+
+
+def rank() -> int:
+    """This process's number, 0 without torch.distributed."""
+    return dist.get_rank() if several() else 0
+
+
+def several() -> bool:
+    """Whether more than one process takes part."""
+    return not _alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let this process grow a model of its own while the others do something else."""
+    global _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = False
+
+
+def sum_over_ranks(*tensors: Tensor) -> None:
+    """Replace each tensor by its sum over the ranks, the same to the bit on all of them."""
+    if several():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+def total(*numbers: float) -> list[float]:
+    """Return each number's sum over the ranks."""
+    if not several():
+        return list(numbers)
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=_device())
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def follow_first_rank(*tensors: Tensor) -> None:
+    """Replace each tensor by that of rank 0: solvers may round differently from machine to machine."""
+    if several():
+        for tensor in tensors:
+            whole = tensor.contiguous()
+            dist.broadcast(whole, src=0)
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Leave by an exception on every rank if one does, so that no rank waits for one that has failed.
+
+    Raises:
+        RuntimeError: another rank failed; its own error says why.
+    """
+    if not several():
+        yield
+        return
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    (failed,) = total(float(error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError("The growth failed in another process, whose own error says why; nothing was changed here.")
+
+
+def rebuild_ddp(model: nn.Module, wrapped: nn.Module) -> None:
+    """Let DistributedDataParallel around a model reduce the parameters that it has now.
+
+    Training loops keep the wrapper in a local variable, so the wrapper itself is mended: at once where it was passed,
+    otherwise when it next runs the model. Buckets, settings and communication hooks stay.
+
+    Args:
+        model: the model that has new parameters.
+        wrapped: the same model as the caller has it, in its wrappers if they are known.
+    """
+    if not several():
+        return
+    found = [module for module in wrapped.modules() if isinstance(module, DistributedDataParallel)]
+    for ddp in found:
+        _rebuild(ddp)
+    if found:
+        return
+
+    def rebuild_active(module: nn.Module, args: tuple) -> None:
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None:
+            handle.remove()
+            _rebuild(ddp)
+
+    untraced: Any = torch.compiler.disable(rebuild_active)
+    handle = model.register_forward_pre_hook(untraced)
+
+
+def _rebuild(ddp: DistributedDataParallel) -> None:
+    static, hooks = ddp.static_graph, ddp._comm_hooks
+    ddp._remove_autograd_hooks()
+    del ddp.reducer, ddp.logger
+    ddp._module_parameters = [p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore]
+    parameters, sparse = ddp._build_params_for_reducer()
+    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), static)
+    ddp._has_rebuilt_buckets, ddp._comm_hooks = False, []
+    if static:
+        ddp.static_graph = False  # it warns of setting it twice
+        ddp._set_static_graph()
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+
+
+def _device() -> torch.device:
+    """Where the backend takes tensors from."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,0 +1,307 @@
+"""Attention as patterns and messages: what a head looks for, and what it passes on (draft 003).
+
+The pattern of a head is `W^P = W_Q W_K^T`, its message `W^M = W_V W_O`, and attention is
+`sum_h softmax(s P_h X^T) M_h` with `P_h = X W^P_h`, `M_h = X W^M_h`. Both matrices are `d x d` of rank at most the
+head's width, so they are kept as their two factors and never formed.
+Symbols: `X` (tokens, d) the attention's input, `X' = [X | 1]` where projections have a bias, `s` the softmax scale.
+Only the projections' own weights are seen: an adapter around one counts once it is merged.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..growable.attention import GrowableAttention
+from ..growable.models import attentions
+from ..growable.patching import architecture_of
+from ..model.architectures import Architecture
+from . import functional as F
+
+
+class FactoredMatrix:
+    """The matrix `left @ right.T`, (a, b), which is never formed. Draft 003, sections 3 and 4.
+
+    Everything derived from it costs `O((a + b) k^2)`: `left = Q_l R_l` and `right = Q_r R_r` leave the small core
+    `R_l R_r^T`, which has the same singular values. That is computed in fp64 for fp64 factors, in fp32 for all others.
+
+    Attributes:
+        left: (a, k), for any `k`, zero included.
+        right: (b, k).
+
+    Raises:
+        ValueError: the factors are not two matrices with as many columns.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor):
+        if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[1]:
+            raise ValueError(
+                f"FactoredMatrix needs factors (a, k) and (b, k), not {tuple(left.shape)} and {tuple(right.shape)}."
+            )
+        self.left, self.right = left, right
+
+    def __repr__(self) -> str:
+        return f"FactoredMatrix({self.shape[0]} x {self.shape[1]}, {self.left.shape[1]} columns)"
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the product, (a, b)."""
+        return torch.Size((self.left.shape[0], self.right.shape[0]))
+
+    @property
+    def T(self) -> "FactoredMatrix":
+        """The transpose, (b, a), of the same factors."""
+        return FactoredMatrix(self.right, self.left)
+
+    def svd(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the thin SVD `U` (a, n), `S` (n,) descending and `V` (b, n) of it, with `n = min(a, b, k)`."""
+        left_basis, core, right_basis = self._reduced()
+        u, values, vh = torch.linalg.svd(core, full_matrices=False)
+        return left_basis @ u, values, right_basis @ vh.T
+
+    def _reduced(self) -> tuple[Tensor, Tensor, Tensor]:
+        left_basis, left_core = torch.linalg.qr(_working(self.left))
+        right_basis, right_core = torch.linalg.qr(_working(self.right))
+        return left_basis, left_core @ right_core.T, right_basis
+
+    @property
+    def singular_values(self) -> Tensor:
+        """The `min(a, b, k)` singular values that can differ from zero, descending."""
+        return torch.linalg.svdvals(self._reduced()[1])
+
+    @property
+    def norm(self) -> Tensor:
+        """The Frobenius norm, a scalar."""
+        return torch.linalg.matrix_norm(self._reduced()[1])
+
+    @property
+    def effective_rank(self) -> Tensor:
+        """`exp(-sum_i p_i log p_i)` with `p_i = sigma_i / sum_j sigma_j` (Roy and Vetterli 2007); 0 for zeros."""
+        values = self.singular_values
+        total = values.sum()
+        return torch.special.entr(values / total).sum().exp() if total > 0 else total
+
+    def dense(self) -> Tensor:
+        """Form the matrix, (a, b); for tests and small sizes."""
+        return _working(self.left) @ _working(self.right).T
+
+    def __matmul__(self, other):
+        """`W @ x`, (..., b, n) or (b,) -> (..., a, n) or (a,); a product of two factored matrices is factored too."""
+        if isinstance(other, FactoredMatrix):
+            core = self.right.T @ other.left  # (k, other k); it joins the wider side, so the narrower one sets the rank
+            if core.shape[0] <= core.shape[1]:
+                return FactoredMatrix(self.left, other.right @ core.T)
+            return FactoredMatrix(self.left @ core, other.right)
+        if not isinstance(other, Tensor):
+            return NotImplemented
+        left, right, other = self._with(other)
+        return left @ (right.T @ other)
+
+    def __rmatmul__(self, other):
+        """`x @ W`, (..., a) -> (..., b)."""
+        if not isinstance(other, Tensor):
+            return NotImplemented
+        left, right, other = self._with(other)
+        return (other @ left) @ right.T
+
+    def _with(self, other: Tensor) -> list[Tensor]:
+        dtype = torch.promote_types(self.left.dtype, other.dtype)
+        return [tensor.to(dtype) for tensor in (self.left, self.right, other)]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Let `torch.matmul` and `x @ W` of a tensor on the left reach the products above; no other function does."""
+        if func not in (torch.matmul, Tensor.matmul, Tensor.__matmul__) or kwargs:
+            return NotImplemented
+        left, right = args
+        return left.__matmul__(right) if isinstance(left, FactoredMatrix) else right.__rmatmul__(left)
+
+
+def _working(tensor: Tensor) -> Tensor:
+    """In fp64 as it is, else in fp32: decompositions know no half precision."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+class AttentionView:
+    """Patterns and messages of one layer, read from its weights at each call: they follow training and growth.
+
+    Attributes:
+        module: the model's self-attention module, stock or growable.
+    """
+
+    def __init__(self, module: nn.Module, architecture: Architecture, rotary: Any):
+        self.module, self._architecture, self._rotary = module, architecture, rotary
+
+    @property
+    def _attention(self) -> GrowableAttention:
+        """The module if it is growable, else a growable twin that shares its projections."""
+        if isinstance(self.module, GrowableAttention):
+            return self.module
+        twin: Any = copy.copy(self.module)
+        twin.__class__ = GrowableAttention.mixed_into(type(self.module), self._architecture)
+        twin.adopt()
+        return twin
+
+    @property
+    def layer_idx(self) -> int:
+        """Index of the layer."""
+        return self._attention.layer_idx
+
+    @property
+    def scaling(self) -> float:
+        """The softmax scale `s`, which is not part of the patterns."""
+        return self._attention.scaling
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads `H`: there is a pattern and a message for each."""
+        return self._attention.heads_of("query")
+
+    @property
+    def groups(self) -> int:
+        """Number of key/value heads `G`: `H / G` patterns share one key side, and as many messages one value side."""
+        return self._attention.heads_of("key")
+
+    def pattern(self, head: int, offset: int = 0, length: int | None = None) -> FactoredMatrix:
+        """Return the pattern of a query head, `W^P = W_Q R_offset W_K^T`: the logits are `s x'_t W^P x'_u^T`.
+
+        The factors are copies, in fp32 or fp64. Where the family rotates, old dims do so by the offset, and dims that
+        growth added do not. Draft 003 section 4.
+
+        Args:
+            head: query head; under GQA it meets the key head of its group.
+            offset: position `t` of the query minus position `u` of the key; families without rotation ignore it.
+            length: tokens of the whole sequence, for rope types whose frequencies follow it ("dynamic", "longrope");
+                None means one that ends at the later of the two positions.
+
+        Returns:
+            (d, d); on a side whose projection has a bias, one more, for the constant 1 of the features `X' = [X | 1]`.
+
+        Raises:
+            IndexError: there is no such head; the message tells the number of heads.
+            ValueError: the family normalises queries and keys, so the logits are no bilinear form.
+        """
+        attention = self._attention
+        if attention.normalises:
+            raise ValueError(
+                f"Layer {self.layer_idx} normalises its queries and keys, so that its logits are no bilinear form and "
+                "have no pattern. Its messages can be viewed."
+            )
+        query, key = self._factors("query", head), self._factors("key", head)
+        if attention.rotate is not None:
+            # Some rope types choose frequencies by the largest position of a call, and write them into the module.
+            last = abs(offset) if length is None else length - 1
+            positions = torch.tensor([[offset], [0], [last]], device=query.device)
+            rotary = copy.deepcopy(self._rotary, {id(self._rotary.config): self._rotary.config})
+            cos, sin = type(rotary).forward(rotary, query, positions)
+            query, key = attention._rotate_old_dims(query.expand(3, 1, -1, -1), key.expand(3, 1, -1, -1), cos, sin)
+            query, key = query[0, 0], key[1, 0]
+        return FactoredMatrix(query, key)
+
+    def message(self, head: int) -> FactoredMatrix:
+        """Return the message of a query head, `W^M = W_V W_O`: the head adds `softmax(..) X' W^M` to the output.
+
+        The factors are copies, in fp32 or fp64. The output's own bias belongs to no head. Draft 003 section 3.
+
+        Args:
+            head: query head; under GQA it passes on the values of its group.
+
+        Returns:
+            (d, d), or (d + 1, d) for the features `X' = [X | 1]` where values have a bias.
+
+        Raises:
+            IndexError: there is no such head; the message tells the number of heads.
+        """
+        return FactoredMatrix(self._factors("value", head), self._factors("output", head))
+
+    @torch.no_grad()
+    def refactored(self, hidden_states: Tensor, causal: bool = True, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the module's output computed as `sum_h softmax(s P_h X^T) M_h`, plus the output projection's bias.
+
+        Without dropout, for positions that count up by one. It takes `tokens^2` memory, and with rotation one pattern
+        for each offset: it is there to understand and to test. Draft 003 section 5.
+
+        Args:
+            hidden_states: the attention's input `X`, (batch, tokens, d).
+            causal: let no token attend to a later one.
+            attention_mask: (batch, 1, tokens, tokens), added to the logits; it holds a sliding window too.
+
+        Returns:
+            (batch, tokens, d), in the dtype of `hidden_states`.
+
+        Raises:
+            ValueError: the family normalises queries and keys, caps its logits or adds ALiBi to them; the tokens exceed
+                the layer's sliding window and there is no mask.
+        """
+        if self._attention._at("config.attn_logit_softcapping") or self._attention._at("config.alibi"):
+            raise ValueError(f"The logits of layer {self.layer_idx} are not patterns alone: soft cap or ALiBi follows.")
+        if attention_mask is None and (window := self._attention.window) and hidden_states.shape[1] > window:
+            raise ValueError(
+                f"Layer {self.layer_idx} looks back {window} tokens at most, and there are {hidden_states.shape[1]}: "
+                "pass the attention_mask that holds its window."
+            )
+        features = F.augment(_working(hidden_states))  # cut to X where there is no bias
+        output = torch.zeros_like(features[..., :-1])
+        for head in range(self.heads):
+            logits = self.scaling * self._logits(head, features, causal)
+            if attention_mask is not None:
+                logits = logits + attention_mask[:, 0]
+            message = self.message(head)
+            output += logits.softmax(-1) @ (features[..., : message.shape[0]] @ message)
+        bias = self._attention.projection_of("output").bias
+        return (output if bias is None else output + bias).to(hidden_states.dtype)
+
+    def _logits(self, head: int, features: Tensor, causal: bool) -> Tensor:
+        """`P_h X^T` before the scale, (batch, tokens, tokens); minus infinity for later keys where `causal`."""
+        length = features.shape[1]
+        logits = features.new_full((*features.shape[:2], length), -torch.inf)
+        if self._attention.rotate is None:
+            pattern = self.pattern(head)
+            patterns = features[..., : pattern.shape[0]] @ pattern
+            return patterns @ features[..., : pattern.shape[1]].mT + (logits.triu(1) if causal else 0)
+        for offset in range(0 if causal else 1 - length, length):
+            pattern = self.pattern(head, offset, length)
+            queries = features[:, max(offset, 0) : length + min(offset, 0), : pattern.shape[0]]
+            keys = features[:, max(-offset, 0) : length - max(offset, 0), : pattern.shape[1]]
+            logits.diagonal(-offset, dim1=1, dim2=2).copy_((queries @ pattern * keys).sum(-1))
+        return logits
+
+    def _factors(self, role: str, head: int) -> Tensor:
+        """Copy a query head's factors of a role, (d or d + 1, width)."""
+        attention, heads = self._attention, self.heads
+        if head not in range(heads):
+            raise IndexError(f"Layer {self.layer_idx} has {heads} heads, 0 to {heads - 1}; got head {head}.")
+        own = head * attention.heads_of(role) // heads
+        weight, bias = attention.weight_of(role)[own, None], attention.bias_of(role)
+        factors = F.join_bias(weight, None if bias is None else bias[own, None])[0]
+        return _working(factors).clone()
+
+
+def attention_views(model: PreTrainedModel) -> list[AttentionView]:
+    """Return a view on the self-attention of each layer, in the order of the layers; the model stays as it is.
+
+    Args:
+        model: a transformers model of a known family, stock, patched or grown, whole.
+
+    Raises:
+        ValueError: its `config.model_type` is unknown (the message lists the known ones), its attention is quantized,
+            or it lacks the rotary embedding of its family, as a part of a model does.
+    """
+    modules: list[Any] = attentions(model)
+    if modules:
+        row = modules[0].architecture
+    else:
+        row = architecture_of(model.config.model_type)
+        stock = getattr(row.modeling_file, row.attention)
+        found = (m for m in model.modules() if isinstance(m, stock) and not getattr(m, "is_cross_attention", False))
+        modules = sorted(found, key=lambda module: AttentionView(module, row, None).layer_idx)
+    rotary = next((m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb")), None)
+    if row.rotate is not None and rotary is None:
+        raise ValueError(f"{type(model).__name__} has no rotary_emb; pass the whole model, not a part of it.")
+    views = [AttentionView(module, row, rotary) for module in modules]
+    for attention in (view._attention for view in views):
+        for role in ("query", "key", "value", "output"):
+            attention.check_plain(role)
+    return views

@@ -1,0 +1,285 @@
+"""What a growth or a trim measured and did: `GrowthReport` and `TrimReport`, which print as tables."""
+
+import io
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from . import pages, pictures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class LayerGrowth:
+    """One kind of bottleneck of one layer in a growth.
+
+    Attributes:
+        layer: index.
+        kind: "patterns" (`qk_head_dim`) or "messages" (`v_head_dim`).
+        width: `qk_head_dim` or `v_head_dim` before and after.
+        step_size: the step `gamma` that was taken here; 0 after a rollback and where nothing grew.
+        in_sample: first-order decrease of the loss per unit of step, for each direction that was measured, over all
+            heads, on the growth batches themselves.
+        validated: the same on batches that the direction was not chosen from; may be negative.
+        strength: for each direction the share of it that was taken, as much as its gain held; 0 where it was not grown.
+        starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims.
+        existing_slope, existing_validated: first-order decrease of the loss per unit of step by the existing weights,
+            where they are moved, on the growth batches and on unseen ones.
+        quadratic_ratio: draft 001 section 1.5, at the step that was taken: how much of it is beyond first order. Only
+            moving the existing weights makes it more than 0.
+    """
+
+    layer: int
+    kind: str
+    width: tuple[int, int]
+    step_size: float
+    in_sample: tuple[float, ...]
+    validated: tuple[float, ...]
+    strength: tuple[float, ...]
+    starvation: float
+    existing_slope: float = 0.0
+    existing_validated: float = 0.0
+    quadratic_ratio: float = 0.0
+
+    @property
+    def taken(self) -> list[bool]:
+        """For each direction whether it was grown."""
+        return [self.step_size > 0 and strength > 0 for strength in self.strength]
+
+    @property
+    def in_sample_gain(self) -> float:
+        """First-order decrease of the loss on the growth batches at the step that was taken, in the loss's unit."""
+        new = sum(gain * strength for gain, strength in zip(self.in_sample, self.strength))
+        return self.step_size * (new + self.existing_slope)
+
+    @property
+    def predicted_gain(self) -> float:
+        """First-order decrease of the loss that new batches should show, from the validated gains of the new dims."""
+        new = sum(gain * strength for gain, strength in zip(self.validated, self.strength))
+        return self.step_size * (new + self.existing_validated)
+
+    @property
+    def gain(self) -> float | None:
+        """`predicted_gain`, as tables and maps show it: None where nothing grew."""
+        return self.predicted_gain if self.step_size > 0 else None
+
+    def cells(self) -> list[str]:
+        """The row of the table of `GrowthReport.columns`, for a terminal and for a page."""
+        steps = (f"{self.in_sample_gain:.4f}", f"{self.predicted_gain:.4f}", f"{self.step_size:.3g}")
+        directions = f"{sum(strength > 0 for strength in self.strength)} of {len(self.strength)}"
+        measured = [str(self.layer), self.kind, _width(self.width), f"{self.starvation:.2f}", directions]
+        return [*measured, *(steps if self.step_size > 0 else ["-"] * 3)]
+
+
+@dataclass(frozen=True)
+class GrowthReport:
+    """What a growth measured and did; prints as a table.
+
+    Attributes:
+        loss_before, loss_after: mean loss of the growth batches, in the loss's own unit; equal if nothing was kept.
+        layers: one entry for each layer and kind that was measured.
+        added_parameters: number of weights added.
+        line_search: mean loss, of some of the growth batches, at every common step that was tried; by the step of the
+            first layer and kind, where kinds differ.
+        seconds: wall time of each phase.
+        kept: False for what `Grower.measure` tried and took back.
+        columns: of the table.
+    """
+
+    columns: ClassVar = ("layer", "kind", "width", "starvation", "directions", "gain", "validated gain", "step")
+
+    loss_before: float
+    loss_after: float
+    layers: list[LayerGrowth]
+    added_parameters: int
+    line_search: dict[float, float]
+    seconds: dict[str, float]
+    kept: bool = True
+
+    @property
+    def applied(self) -> bool:
+        """Whether the model has grown."""
+        return self.kept and self.found
+
+    @property
+    def found(self) -> bool:
+        """Whether there was something worth growing."""
+        return any(layer.step_size > 0 for layer in self.layers)
+
+    @property
+    def in_sample_gain(self) -> float:
+        """First-order decrease of the loss on the growth batches at the steps that were taken."""
+        return sum(layer.in_sample_gain for layer in self.layers)
+
+    @property
+    def predicted_gain(self) -> float:
+        """First-order decrease of the loss that new batches should show at the steps that were taken."""
+        return sum(layer.predicted_gain for layer in self.layers)
+
+    def figures(self) -> dict[str, float]:
+        """What the growth did, as flat numbers for a tracker, as in `accelerator.log(report.figures(), step=step)`."""
+        figures = {
+            "growth_loss_before": self.loss_before,
+            "growth_loss_after": self.loss_after,
+            "growth_predicted_gain": self.predicted_gain,
+            "growth_added_parameters": self.added_parameters,
+        }
+        for layer in (layer for layer in self.layers if layer.step_size > 0):
+            name = f"growth_layer_{layer.layer}_{layer.kind}"
+            figures |= {f"{name}_width": layer.width[1], f"{name}_gain": layer.predicted_gain}
+            figures |= {f"{name}_step_size": layer.step_size, f"{name}_starvation": layer.starvation}
+        return figures
+
+    def by_layer(self) -> dict[int, dict[str, LayerGrowth]]:
+        """The entries by layer, then by kind."""
+        layers: dict[int, dict[str, LayerGrowth]] = {}
+        for layer in self.layers:
+            layers.setdefault(layer.layer, {})[layer.kind] = layer
+        return layers
+
+    def __str__(self) -> str:
+        rows = [layer.cells() for layer in self.layers]
+        return f"{printed(self.columns, rows)}{self.outcome()}\n{self.timing()}"
+
+    def _repr_html_(self) -> str:
+        return pages.fragment(self)
+
+    def save(
+        self, path: str | Path, history: Iterable = (), step: int | None = None, command: str | None = None
+    ) -> None:
+        """Write a page for people, one HTML file that opens offline; `save_report` writes one of several growths.
+
+        Args:
+            path: the file; its folder is made if it is not there.
+            history: of the losses: `trainer.state.log_history`, or (step, loss) of the training.
+            step: the optimizer step of the growth, where the history does not know it.
+            command: what was run; by default the command line of this process, without its secrets. "" leaves it out.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        pages.save_report([self], path, history, None if step is None else [step], command)
+
+    def plot(self) -> "Figure":
+        """Draw what was measured: a notebook shows it, its `savefig` writes it.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return pictures.plotted(self)
+
+    def timing(self) -> str:
+        """How long each phase took, in a sentence."""
+        return f"Time: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.seconds.items())}."
+
+    def outcome(self) -> str:
+        """What came of it, in a sentence."""
+        if self.found:
+            done = "added" if self.kept else "would be added. Nothing was changed"
+            return (
+                f"Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the growth batches (first order promised "
+                f"{self.in_sample_gain:.4f} there, {self.predicted_gain:.4f} on new ones), "
+                f"{self.added_parameters:,} parameters {done}."
+            )
+        if not any(any(layer.strength) for layer in self.layers):
+            reason = "no direction's gain holds on batches that it was not chosen from"
+        else:
+            reason = f"no step lowers the loss of {self.loss_before:.4f} on the growth batches"
+        return f"Nothing was grown: {reason}. The model is as it was."
+
+
+def grown_layers(figures: dict[str, float]) -> list[dict]:
+    """Gather what `GrowthReport.figures` flattened: for each layer and kind its width, gain, step_size, starvation."""
+    layers: dict[tuple[int, str], dict] = {}
+    for name, value in figures.items():
+        if found := re.fullmatch(r"growth_layer_(\d+)_([a-z]+)_(\w+)", name):
+            layers.setdefault((int(found[1]), found[2]), {})[found[3]] = value
+    return [{"layer": layer, "kind": kind, **of} for (layer, kind), of in layers.items()]
+
+
+@dataclass(frozen=True)
+class LayerTrim:
+    """The new dims of one kind of one layer in a trim.
+
+    Attributes:
+        layer: index.
+        kind: "patterns" (`qk_head_dim`) or "messages" (`v_head_dim`).
+        width: `qk_head_dim` or `v_head_dim` before and after.
+        worth: what the mean loss of the batches rises by without any of these dims, the mean of cutting them before and
+            after those of all other layers and kinds; None without batches, and where the loss allowed to cut them all.
+        error: share of what these dims compute that was cut, as a squared size in the metric of the logits or outputs.
+        removed_parameters: number of weights removed.
+    """
+
+    layer: int
+    kind: str
+    width: tuple[int, int]
+    worth: float | None
+    error: float
+    removed_parameters: int
+
+    def cells(self) -> list[str]:
+        """The row of the table of a `TrimReport`."""
+        worth = "-" if self.worth is None else f"{self.worth:.4f}"
+        cut = (f"{self.error:.1%}", f"{self.removed_parameters:,}")
+        return [str(self.layer), self.kind, _width(self.width), worth, *cut]
+
+
+@dataclass(frozen=True)
+class TrimReport:
+    """What a trim measured and cut; prints as a table.
+
+    Attributes:
+        loss_before, loss_after: mean loss of the batches, in the loss's own unit; None without batches.
+        max_loss_increase: what the loss was allowed to rise by.
+        layers: one entry for each layer and kind that had grown.
+    """
+
+    loss_before: float | None
+    loss_after: float | None
+    max_loss_increase: float
+    layers: list[LayerTrim]
+
+    @property
+    def removed_parameters(self) -> int:
+        """Number of weights removed."""
+        return sum(layer.removed_parameters for layer in self.layers)
+
+    def __str__(self) -> str:
+        columns = ("layer", "kind", "width", "worth", "error", "parameters removed")
+        return printed(columns, [layer.cells() for layer in self.layers]) + self._outcome()
+
+    def _outcome(self) -> str:
+        if not self.layers:
+            return "Nothing was cut: no layer has grown."
+        outcome = f"{self.removed_parameters:,} parameters removed" if self.removed_parameters else "Nothing was cut"
+        if self.loss_before is None:
+            return f"{outcome}; without batches only dims that do nothing are."
+        return (
+            f"{outcome}. Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the batches, where it was allowed to "
+            f"rise by {self.max_loss_increase:g}."
+        )
+
+
+def _width(width: tuple[int, int]) -> str:
+    before, after = width
+    return f"{before} -> {after}" if after != before else str(before)
+
+
+def printed(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as text, as wide as it needs, on a terminal at most as wide as that."""
+    text, width = io.StringIO(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 110
+    table = Table(*(Column(name, overflow="fold") for name in columns))  # a narrow terminal shows all digits
+    for row in rows:
+        table.add_row(*row)
+    Console(file=text, width=min(110, width)).print(table)
+    return text.getvalue()

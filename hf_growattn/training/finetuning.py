@@ -1,0 +1,242 @@
+"""Fine-tuning by TRL's SFTTrainer, whose attention grows on the way.
+
+`growattn finetune` is its command line, `run` is for models that are in memory already.
+"""
+
+import copy
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from datasets import logging as datasets_logging
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import logging as transformers_logging
+from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer.utils import get_peft_config, get_quantization_config
+
+from ..grow.provenance import origin_of
+from ..growable.models import is_grown
+from ..growable.patching import patch_model, unpatch_model
+from ..interop.checkpoints import load_config, load_growable, load_tokenizer
+from ..interop.figures import source_of
+from ..report.pages import save_report
+from . import outcome
+from .arguments import budget_of
+from .data import Data, Rows, check_length, check_tokens, prepared, split
+from .recipe import Recipe
+from .trainer import GROWN_BASE, GrowthCallback
+
+
+class MeasuredGrowth(GrowthCallback):
+    """Growth, half-way if no time is given, that also notes the held-out loss right before and after."""
+
+    trainer: SFTTrainer  # set by whoever makes it
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Find the middle of the training, and check that growth will be possible."""
+        if self.steps == [0]:
+            self.steps = [max(state.max_steps // 2, 1)]
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Measure, grow, measure, if it is time."""
+        if self.is_time(state):
+            before = self._held_out()
+            super().on_step_end(args, state, control, **kwargs)
+            after, due = self._held_out(), control.should_log
+            seconds = sum(self.reports[-1].seconds.values())
+            self.trainer.log({outcome.BEFORE: before, outcome.AFTER: after, outcome.SECONDS: seconds})
+            control.should_log = due  # logging takes this back
+            if state.is_world_process_zero:
+                tqdm.write(f"Held-out loss {before:.4f} -> {after:.4f} at the growth.")
+
+    def _held_out(self) -> float:
+        # evaluate() would log it as one of the regular evaluations, which a plateau is read from
+        loader = self.trainer.get_eval_dataloader()
+        return (self.trainer.evaluation_loop(loader, "Held out", prediction_loss_only=True).metrics or {})["eval_loss"]
+
+
+def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
+    """Make the callback that grows; None if nothing shall grow.
+
+    Raises:
+        ValueError: the arguments contradict each other, or one is out of its range.
+    """
+    growth = recipe.growth
+    half_way = growth.grow_steps is None and growth.grow_every is None and growth.grow_at is None
+    if growth.compare and growth.max_growths == 0:
+        raise ValueError("--compare shows what growing gives, and --max_growths 0 grows nothing. Drop one of them.")
+    callback = MeasuredGrowth(
+        recipe.growth_config(default="2%"),
+        steps=[1] if half_way else growth.grow_steps,
+        every=growth.grow_every,
+        at=growth.grow_at,
+        batches=growth.growth_batches,
+        max_growths=growth.max_growths or None,
+        total_budget=None if growth.total_budget is None else budget_of(str(growth.total_budget)),
+    )
+    if half_way:
+        callback.steps = [0]
+    return None if growth.max_growths == 0 else callback
+
+
+def make_trainer(model, tokenizer, data: tuple[Rows, Rows], training, peft_config, growth=None) -> SFTTrainer:
+    """Make an SFTTrainer of rows that `prepared` made, that grows if asked."""
+    training = copy.copy(training)
+    training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
+    trainer = SFTTrainer(
+        model,
+        training,
+        train_dataset=data[0],
+        eval_dataset=data[1],
+        processing_class=tokenizer,
+        peft_config=copy.deepcopy(peft_config),
+        callbacks=[growth] if growth else None,
+    )
+    if growth:
+        growth.trainer = trainer
+    return trainer
+
+
+def train(trainer: SFTTrainer) -> float:
+    """Train to the end, measure the held-out loss there, and return the seconds it took, growths included."""
+    output = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    if not evaluated or evaluated[-1] < trainer.state.global_step:
+        trainer.evaluate()
+    return output.metrics["train_runtime"]
+
+
+def save(trainer: SFTTrainer) -> None:
+    """Save the model, adapters merged, as a stock one if nothing grew, and the tokenizer; every process calls this."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
+    if hasattr(model, "merge_and_unload"):
+        model = model.merge_and_unload()
+    vars(model).pop("forward", None)  # TRL's own, which computes a loss without logits
+    trainer.model = model if is_grown(model) else unpatch_model(model)
+    trainer.save_model()
+
+
+RELOAD = """
+import sys, torch, hf_growattn
+from transformers import AutoModelForCausalLM
+sample = torch.load(sys.argv[2], weights_only=True)
+with torch.no_grad():
+    logits = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()(sample["input_ids"]).logits
+print((logits.float() - sample["logits"].float()).abs().max().item())
+"""
+
+
+@torch.no_grad()
+def reloaded_difference(model, sample: torch.Tensor, output: Path) -> float:
+    """Load what was saved in a fresh process, and return the largest difference of the logits."""
+    model = copy.deepcopy(model).cpu().eval()
+    kept = output / "sample.pt"
+    torch.save({"input_ids": sample, "logits": model(sample).logits}, kept)
+    command = [sys.executable, "-c", RELOAD, str(output), str(kept)]
+    difference = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    kept.unlink()
+    return difference
+
+
+def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Recipe) -> dict:
+    """Train with growth and save, then train without it where asked; leave pictures and figures beside the model.
+
+    Args:
+        model: a stock or grown causal LM; it is patched, and saved as a stock one if nothing grew.
+        tokenizer: its own, saved beside it.
+        data: rows to train on and held-out ones, as `split` gives them.
+        recipe: how to train and to grow.
+
+    Returns:
+        What `figures.json` holds.
+
+    Raises:
+        ValueError: the training ended before it was time to grow; the trained model is saved.
+    """
+    training, peft_config, callback = recipe.training, get_peft_config(recipe.model), callback_of(recipe)
+    source, output = source_of(origin_of(model), recipe.dataset), Path(training.output_dir)
+    twin = copy.deepcopy(model) if recipe.growth.compare else None
+    before = outcome.size_of(patch_model(model))
+    grown_base = Path(training.resume_from_checkpoint or "", GROWN_BASE)
+    if training.resume_from_checkpoint and grown_base.exists():  # the rest of that checkpoint is adapters
+        model = AutoModelForCausalLM.from_pretrained(grown_base)
+    trainer = make_trainer(model, tokenizer, data, training, peft_config, callback)
+    reports = callback.reports if callback else []
+    try:
+        seconds = train(trainer) - sum(sum(report.seconds.values()) for report in reports)
+    except RuntimeError as error:
+        if trainer.state.global_step < trainer.state.max_steps or reports or not callback:
+            raise
+        save(trainer)  # it never grew, and yet is trained
+        raise ValueError(f"{error} It is saved in {output}.") from error
+    save(trainer)
+    first = trainer.is_world_process_zero()
+    sample = torch.tensor(data[1][0]["input_ids"])[None]
+    difference = reloaded_difference(trainer.model, sample, output) if first else 0.0
+    history, after = trainer.state.log_history, outcome.size_of(trainer.model)
+    grew = callback or any(outcome.AFTER in entry for entry in history)  # it may have before it stopped
+    histories = (history, None) if grew else (None, history)
+    figures = outcome.figures(source, *histories, before, after, seconds, difference)
+    if first:
+        outcome.write(figures, output)
+        if reports and outcome.drawable():  # a resumed run may have grown before it stopped
+            save_report(reports, output / outcome.REPORT, history)
+    if twin is not None:
+        plain_training = copy.copy(training)
+        plain_training.resume_from_checkpoint, plain_training.report_to = None, []
+        plain_training.save_strategy = "no"
+        plain_training.eval_on_start = training.evaluates
+        plain = make_trainer(twin, tokenizer, data, plain_training, peft_config)
+        train(plain)
+        figures = outcome.figures(source, history, plain.state.log_history, before, after, seconds, difference)
+        if first:
+            outcome.write(figures, output)
+    if first:
+        print(outcome.summary(figures, output))
+    if difference > 1e-5 and model.dtype == torch.float32:
+        raise RuntimeError("The reloaded model computes something else: this is a bug, please report it.")
+    return figures
+
+
+def read_all(recipe: Recipe) -> tuple[Data, PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Read what a recipe names but the model's weights: the data, the model's config and its tokenizer.
+
+    Raises:
+        ValueError: there is none of these, or they do not fit each other.
+    """
+    transformers_logging.disable_progress_bar()
+    datasets_logging.set_verbosity(logging.CRITICAL)  # what it says comes again, as an error
+    with recipe.training.main_process_first():  # one reads, the others find it in the cache
+        data = Data(recipe)
+    name, revision = recipe.name, recipe.model.model_revision
+    config, tokenizer = load_config(name, revision=revision), load_tokenizer(name, revision=revision)
+    check_length(recipe.training, config)
+    return data, config, tokenizer
+
+
+def load(recipe: Recipe, dtype: str) -> PreTrainedModel:
+    """Load the model of a recipe, patched, in a precision where the recipe names none."""
+    chosen = recipe.model
+    options = dict(attn_implementation=chosen.attn_implementation, quantization_config=get_quantization_config(chosen))
+    options = {name: value for name, value in options.items() if value is not None}
+    return patch_model(load_growable(recipe.name, True, chosen.model_revision, dtype=chosen.dtype or dtype, **options))
+
+
+def main(recipe: Recipe) -> dict:
+    """Read the data of a recipe, then its model, and `run` it.
+
+    Raises:
+        ValueError, ImportError: no such model or data, or they do not fit each other.
+    """
+    callback = callback_of(recipe)
+    data, config, tokenizer = read_all(recipe)
+    rows = split(prepared(data.train, data.test, tokenizer, recipe.training), recipe.training)
+    check_tokens(rows[1]["input_ids"], config)
+    model = load(recipe, dtype="float32")
+    if callback:
+        callback.check_budgets(model)
+    return run(model, tokenizer, rows, recipe)

@@ -1,0 +1,129 @@
+"""What a fine-tuning with growth gave: its figures, as a file, a table and a picture."""
+
+import json
+from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise, product
+from pathlib import Path
+
+from ..interop.cards import PICTURE
+from ..interop.figures import FIGURES
+from ..measure.kinds import KINDS
+from ..model.configuration import PREFIX, layer_widths, stock_head_dim
+from ..report.pictures import BLUE, GREY, HELD_OUT, draw_gains, draw_lead, draw_losses, drawn, loss_curves
+from ..report.report import grown_layers, printed
+
+BEFORE, AFTER, _ = HELD_OUT
+SECONDS = "growth_seconds"
+REPORT = "report.html"
+
+
+def drawable() -> bool:
+    """Whether pictures can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
+def size_of(model) -> dict:
+    """The parameters of a model, stock or grown, and the widths of its layers."""
+    config = model.config
+    growable, stock = config.model_type.startswith(PREFIX), (stock_head_dim(config),) * 2
+    widths = [layer_widths(config, layer) if growable else stock for layer in range(config.num_hidden_layers)]
+    qk_head_dim, v_head_dim = map(list, zip(*widths))
+    return {"parameters": model.num_parameters(), "qk_head_dim": qk_head_dim, "v_head_dim": v_head_dim}
+
+
+def figures(
+    source: dict,
+    grown: list[dict] | None,
+    plain: list[dict] | None,
+    before: dict,
+    after: dict,
+    seconds: float,
+    difference: float,
+) -> dict:
+    """Gather all figures as one dict for JSON.
+
+    Args:
+        source: `source_of` the training.
+        grown: log history of the training with growth; None if there was none.
+        plain: of the one without; None if there was none.
+        before: `size_of` the model before the training.
+        after: the same after it.
+        seconds: wall time of the training, of the one with growth if there are two, since it was started or resumed,
+            without the growths.
+        difference: largest difference of the logits after reloading.
+    """
+    growths = [
+        {
+            "step": entry["step"],
+            "held_out": [measured[BEFORE], measured[AFTER]],
+            "growth_batches": [entry["growth_loss_before"], entry["growth_loss_after"]],
+            "added_parameters": entry["growth_added_parameters"],
+            "layers": grown_layers(entry),
+            "seconds": measured[SECONDS],
+        }
+        for entry, measured in pairwise(grown or [])
+        if AFTER in measured
+    ]
+    return {
+        **source,
+        "with_growth": grown and loss_curves(grown),
+        "without_growth": plain and loss_curves(plain),
+        "growths": growths,
+        "before": before,
+        "after": after,
+        "seconds": {"growing": sum(growth["seconds"] for growth in growths), "training": seconds},
+        "reloaded_difference": difference,
+    }
+
+
+def write(figures: dict, output: Path) -> None:
+    """Leave `figures.json`, and of a training with growth, where matplotlib is installed, `growth.png`."""
+    (output / FIGURES).write_text(json.dumps(figures, indent=1))
+    if figures["with_growth"] and drawable():
+        picture(figures, output / PICTURE)
+
+
+def summary(figures: dict, output: Path) -> str:
+    """What a user wants to know at the end."""
+    runs = [name for name in ("with_growth", "without_growth") if figures[name]]
+    first, *others = (figures[name]["held_out"] for name in runs)
+    moments, rows = [("start", *first[0])], []
+    for growth in figures["growths"]:
+        whens = ("before growth", "after growth") if growth["layers"] else ("nothing grew",)
+        moments += [(when, growth["step"], loss) for when, loss in zip(whens, growth["held_out"])]
+    for when, step, loss in [*moments, ("end", *first[-1])]:
+        beside = [f"{dict(losses)[step]:.4f}" if step in dict(losses) else "-" for losses in others]
+        rows.append([f"step {step}, {when}", f"{loss:.4f}", *beside])
+    before, after, seconds = figures["before"], figures["after"], figures["seconds"]
+    share = after["parameters"] / before["parameters"] - 1
+    lines = [f"Parameters: {before['parameters']:,} -> {after['parameters']:,} ({share:+.1%})."]
+    for name, what in (("qk_head_dim", "queries and keys"), ("v_head_dim", "values")):
+        widths = [" ".join(map(str, size[name])) for size in (before, after)]
+        lines.append(f"Widths of {what}, by layer: {' -> '.join(dict.fromkeys(widths))}.")
+    growing = f"growing {seconds['growing']:.0f} s, " if figures["with_growth"] else ""
+    with_page = f", its figures and {REPORT}" if (output / REPORT).exists() else " and its figures"
+    lines += [
+        f"Time: {growing}training and evaluating since the last start {seconds['training']:.0f} s.",
+        f"Reloaded in a fresh process: largest difference of the logits {figures['reloaded_difference']:.2e}.",
+        f"The model{with_page}: {output}.",
+    ]
+    if figures["with_growth"] and not drawable():
+        lines[-1] += f" For {REPORT} and {PICTURE}, pip install matplotlib first."
+    return printed(["held-out loss", *(name.replace("_", " ") for name in runs)], rows) + "\n".join(lines)
+
+
+def picture(figures: dict, path: Path) -> None:
+    """Draw the losses by step, the lead of the grown model, and the validated gains of the last growth, into a PNG."""
+    grown, plain, growths = figures["with_growth"], figures["without_growth"], figures["growths"]
+    steps = [growth["step"] for growth in growths]
+    runs = [run for run in (("without growth, ", plain, GREY), ("with growth, ", grown, BLUE)) if run[1]]
+    panels = [partial(draw_losses, runs=runs, growths=steps)]
+    if plain:
+        panels.append(partial(draw_lead, grown=grown, plain=plain, growths=steps))
+    if last := [growth for growth in growths if growth["layers"]][-1:]:
+        gains = dict.fromkeys(product(range(len(figures["after"]["qk_head_dim"])), KINDS))
+        gains |= {(grew["layer"], grew["kind"]): grew["gain"] for grew in last[0]["layers"]}
+        title = "Validated gain" + (f", growth at step {last[0]['step']}" if len(growths) > 1 else "")
+        panels.append(partial(draw_gains, title=title, gains=gains))
+    drawn(panels, columns=len(panels)).savefig(path, dpi=110)

@@ -1,0 +1,225 @@
+"""Growth inside transformers' Trainer: `GrowthCallback`."""
+
+import contextlib
+import random
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from ..grow.frozen import train_marked
+from ..grow.growth import Grower
+from ..grow.plan import GrowthConfig, cheapest_dim, check_budget, weights_of
+from ..grow.provenance import name_kept
+from ..growable.adapters import is_adapted, without_adapters
+from ..growable.models import GrowableModelMixin, attentions, is_grown
+from ..report.report import GrowthReport
+
+GROWN_BASE = "grown_base"
+_MOMENTS = ("epoch", "plateau")
+_ADDED = "growth_added_parameters"
+
+
+class GrowthCallback(TrainerCallback):
+    """Grow the model of a Trainer (or of TRL's SFTTrainer) at chosen steps, on batches of its own training data.
+
+    Give one of `steps`, `every` and `at`. The growth batches are drawn with a seed of their own and made by the
+    training data loader's collator, so the order of the training data and all random states stay as they are. What grew
+    is logged through the Trainer. Everything that a resumed run must know is in the Trainer's own log history; only a
+    peft model, of which Trainer saves the adapters alone, must be put on the `grown_base` of the checkpoint first.
+
+    Args:
+        config: what to grow each time.
+        steps: optimizer steps after which to grow.
+        every: grow after every so many optimizer steps.
+        at: "epoch" for the end of each epoch, or "plateau" for when the evaluation loss stops falling.
+        batches: growth batches of a device's batch size, on each device.
+        max_growths: growths at most.
+        total_budget: weights to add at most in all growths together: a whole number, or a share of the model's
+            parameters before the first one. For a config with a budget.
+
+    Attributes:
+        reports: what happened at each growth of this run.
+
+    Raises:
+        ValueError: not exactly one of `steps`, `every` and `at`, or a value out of its range; when training starts, a
+            time to grow that it will not reach, a budget that buys nothing, or a model or optimizer that cannot grow.
+        RuntimeError: at the end of a training in which it never fired.
+    """
+
+    def __init__(
+        self,
+        config: GrowthConfig,
+        steps: Sequence[int] | None = None,
+        every: int | None = None,
+        at: str | None = None,
+        batches: int = 16,
+        max_growths: int | None = None,
+        total_budget: int | float | None = None,
+    ):
+        if sum(given is not None for given in (steps, every, at)) != 1:
+            raise ValueError('Say when to grow by one of steps=[500, 1000], every=500, at="epoch" and at="plateau".')
+        if at is not None and at not in _MOMENTS:
+            raise ValueError(f"at must be one of {', '.join(map(repr, _MOMENTS))}; got {at!r}.")
+        if total_budget is not None and config.budget is None:
+            raise ValueError("total_budget bounds what budgets buy: give GrowthConfig a budget, not fixed widths.")
+        if total_budget is not None:
+            replace(config, budget=total_budget)  # the same range
+        counts = {"every": every, "batches": batches, "max_growths": max_growths}
+        counts |= {f"steps[{index}]": step for index, step in enumerate(steps or ())}
+        for name, value in counts.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a whole number, at least 1; got {value!r}.")
+        self.config, self.steps, self.every, self.at = config, steps, every, at
+        self.batches, self.max_growths, self.total_budget = batches, max_growths, total_budget
+        self.reports: list[GrowthReport] = []
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        """Let a checkpoint that frozen weights have grown in be resumed: the optimizer is made right after loading."""
+        for module in model.modules() if model is not None else ():
+            if isinstance(module, GrowableModelMixin):
+                module.register_load_state_dict_post_hook(_train_loaded)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Check that growth will be possible, before hours of training."""
+        last = max(self.steps) if self.steps else self.every
+        if last is not None and last >= state.max_steps:
+            raise ValueError(
+                f"Growth is set for step {last}, but training ends at step {state.max_steps}. Choose an earlier step, "
+                "so that there is training after the growth."
+            )
+        if self.at == "plateau" and args.eval_strategy == "no":
+            raise ValueError('at="plateau" watches the evaluation loss: set eval_strategy and eval_dataset.')
+        self._trainer = _trainer_of(state)
+        wrapped: Any = self._trainer.model_wrapped
+        self._grower = Grower(wrapped, self.config, self._trainer.optimizer, self._trainer.accelerator)
+        self._grower.follow_loaded()  # a checkpoint may have had other widths
+        self.check_budgets(self._grower.model)
+        self._cheapest = cheapest_dim(self.config, attentions(self._grower.model))
+
+    def check_budgets(self, model: PreTrainedModel) -> None:
+        """Check what is checked when training starts, that the budgets buy something, of a patched model.
+
+        Raises:
+            ValueError: one of them does not.
+        """
+        for budget in {self.config.budget, self.total_budget} - {None}:
+            check_budget(replace(self.config, budget=budget), attentions(model), model.num_parameters())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Grow, if it is time."""
+        if self.is_time(state):
+            self._grower.config = self._config(state)
+            with name_kept(self._grower.model):  # Trainer's model card says what the run was started from
+                report = self._grower.grow(self._growth_batches(args, state))
+            self.reports.append(report)
+            if state.is_world_process_zero:
+                tqdm.write(f"Step {state.global_step}:\n{report}")
+            due = control.should_log  # logging takes this back, and the step's own logs may still be due
+            self._trainer.log(report.figures())
+            control.should_log = due
+
+    def on_save(self, args, state, control, **kwargs):
+        """Beside adapters, which are all that Trainer saves of a peft model, save the base model that grew."""
+        model = self._grower.model
+        if state.is_world_process_zero and any(map(is_adapted, model.modules())) and is_grown(model):
+            folder = Path(f"{args.output_dir}/checkpoint-{state.global_step}", GROWN_BASE)
+            model.save_pretrained(folder, state_dict=without_adapters(model.state_dict()))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Make sure that the growth somebody waited for did happen."""
+        if not _growths(state):
+            raise RuntimeError(
+                f"The training is over after {state.global_step} steps, and GrowthCallback never fired: "
+                + ("the evaluation loss never stopped falling. " if self.at == "plateau" else "its time never came. ")
+                + "The trained model is in trainer.model as usual; save it, and choose an earlier time to grow."
+            )
+
+    def is_time(self, state) -> bool:
+        """Whether to grow after the optimizer step that was just taken."""
+        growths = _growths(state)
+        if state.global_step >= state.max_steps or (self.max_growths and len(growths) >= self.max_growths):
+            return False
+        if self.total_budget is not None and self._left(state) < self._cheapest:
+            return False
+        if self.steps is not None:
+            return state.global_step in self.steps
+        if self.every is not None:
+            return state.global_step % self.every == 0
+        if self.at == "epoch":
+            return state.epoch == int(state.epoch)
+        since = growths[-1]["step"] if growths else -1
+        losses = [_evaluation_loss(entry) for entry in state.log_history if entry["step"] > since]
+        losses = [loss for loss in losses if loss is not None]
+        return len(losses) > 1 and losses[-1] >= min(losses[:-1])
+
+    def _left(self, state) -> int:
+        """What the total budget still holds."""
+        added = int(sum(growth[_ADDED] for growth in _growths(state)))
+        return weights_of(self.total_budget, self._grower.model.num_parameters() - added) - added
+
+    def _config(self, state) -> GrowthConfig:
+        if self.total_budget is None:
+            return self.config
+        budget = weights_of(self.config.budget, self._grower.model.num_parameters())
+        return replace(self.config, budget=min(budget, self._left(state)))
+
+    def _growth_batches(self, args, state) -> list[dict]:
+        """Draw this rank's part of batches that are the same for any number of ranks."""
+        loader: Any = self._trainer.callback_handler.train_dataloader
+        size, dataset, mine, world = args.train_batch_size, loader.dataset, args.process_index, args.world_size
+        with _random_states_kept():
+            if not hasattr(dataset, "__len__"):
+                parts = islice(_batched(dataset, size), mine, self.batches * world, world)
+                return [loader.collate_fn(part) for part in parts]
+            generator = torch.Generator().manual_seed(self.config.seed + state.global_step)
+            wanted = self.batches * world * size
+            drawn = torch.randperm(len(dataset), generator=generator)[:wanted].split(world * size)
+            own = [together[mine * size : (mine + 1) * size].tolist() for together in drawn]
+            return [loader.collate_fn([dataset[row] for row in rows]) for rows in own if rows]
+
+
+def _trainer_of(state) -> Any:
+    """The Trainer whose state this is, among those that are calling: it hands callbacks no reference to itself."""
+    for frame, _ in traceback.walk_stack(None):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer) and caller.state is state:
+            return caller
+    raise ValueError("GrowthCallback runs inside a transformers Trainer; in another loop, call Grower yourself.")
+
+
+def _train_loaded(model: PreTrainedModel, keys) -> None:
+    train_marked(model)
+
+
+def _growths(state) -> list[dict]:
+    return [entry for entry in state.log_history if _ADDED in entry]
+
+
+def _evaluation_loss(entry: dict) -> float | None:
+    return next((value for key, value in entry.items() if key.startswith("eval_") and key.endswith("loss")), None)
+
+
+def _batched(stream, size: int) -> Iterator[list]:
+    rows = iter(stream)
+    while batch := list(islice(rows, size)):
+        yield batch
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Let datasets and collators draw at random without a trace in the training."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)

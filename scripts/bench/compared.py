@@ -1,0 +1,180 @@
+"""Other ways to choose directions than the engine's: the drafts' own, the plain gradient, and chance.
+
+All of them look at the whole gradient, so they are for small models; none projects out what the old dims can do. In
+one process only.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hf_growattn import Grower, GrowthConfig
+from hf_growattn.grow.search import StepSearch
+from hf_growattn.measure import functional as F
+from hf_growattn.measure.blocks import Block, measure_moments
+from hf_growattn.measure.gradients import Gradient, beyond_old_dims, shares, whole_gradients
+
+ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
+
+
+class ComparedGrower(Grower):
+    """A `Grower` along directions of one of the `ESTIMATORS`."""
+
+    def __init__(self, model, config: GrowthConfig, optimizer=None, estimator: str = "random"):
+        super().__init__(model, config, optimizer)
+        self.estimator = estimator
+
+    def directions(self, blocks: list[Block], halves, tick) -> list[Gradient]:
+        """Find them, in one pass over the batches."""
+        dims = max(self.config.most_dims(block.attention, block.kind) for block in blocks)
+        found = self.model, blocks, halves, dims, self.config.ridge, self.config.seed, tick
+        return compared_gradients(self.estimator, *found)
+
+    def steps(self, search: StepSearch, batches: list[dict], loss_before: float, tick):
+        """Search them, but for random dims: these wait for training."""
+        if self.estimator != "random":
+            return super().steps(search, batches, loss_before, tick)
+        steps = [1.0] * len(search.trial.changes)
+        search.trial.take(steps)
+        return steps, loss_before
+
+
+def grower(model, config: GrowthConfig, optimizer=None, estimator: str = "whitened") -> Grower:
+    """The engine's own `Grower`, whose directions are whitened, or one along those of another estimator."""
+    if estimator in ESTIMATORS:
+        return ComparedGrower(model, config, optimizer, estimator)
+    return Grower(model, config, optimizer)
+
+
+def compared_gradients(
+    name: str,
+    model: nn.Module,
+    blocks: list[Block],
+    halves: tuple[list[dict], list[dict]],
+    dims: int,
+    ridge: float,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Gradient]:
+    """Return every block's directions by one of the `ESTIMATORS`.
+
+    Per-sequence, pooled-truncated and gradient differ in what they truncate: the mean over sequences of `X_n^+ G_n
+    X_n^+T`, the pooled `C_a^-1 T C_b^-1` (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022). "random"
+    draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside `undisturbed`.
+    """
+    whole = whole_gradients(model, blocks, halves, tick)
+    weights = shares(halves)
+    targets: list[list[Tensor]]
+    if name == "per-sequence":
+        targets = _sequence_targets(model, blocks, halves, ridge)
+    else:
+        targets = [[_target(name, block, part) for part in parts] for block, parts in zip(blocks, whole)]
+    generator = torch.Generator().manual_seed(seed)
+    gradients = []
+    for block, parts, target in zip(blocks, whole, targets):
+        _, starvation = beyond_old_dims(block, parts)
+        if name == "random":
+            gradients.append(_random(block, dims, generator, starvation))
+            continue
+        together = weights[0] * parts[0] + weights[1] * parts[1]
+        directions = partial(_whitened_directions, block)
+        u, sigma, v = directions(weights[0] * target[0] + weights[1] * target[1], dims)
+        own = tuple(directions(part, dims) for part in target)
+        validated = (_gain(*own[0], parts[1]) + _gain(*own[1], parts[0])) / 2
+        in_sample = _gain(u, sigma, v, together)
+        gradients.append(Gradient(block, u, sigma, v, in_sample, validated, starvation, own))
+    return gradients
+
+
+def _gain(u: Tensor, sigma: Tensor, v: Tensor, whitened: Tensor) -> Tensor:
+    """First-order decrease of the loss per unit of step of each dim, over all heads, (p,)."""
+    return (sigma * (u * (whitened @ v)).sum(-2)).sum(0)
+
+
+def _per_head(block: Block, stacked: Tensor, whitening: Tensor) -> Tensor:
+    """Apply a root of the stacked side to a stacked matrix, (G, g a, n)."""
+    return F.stack_groups(F.apply_root(whitening, F.unstack_groups(stacked, block.heads)), block.groups)
+
+
+def _target(name: str, block: Block, whitened: Tensor) -> Tensor:
+    """What an estimator truncates, (G, g a, b), from the whitened gradient."""
+    roots = block.roots
+    if name == "pooled-truncated":
+        return _per_head(block, whitened, roots.stacked_whitening) @ roots.shared_whitening
+    return _per_head(block, whitened, roots.stacked_root) @ roots.shared_root
+
+
+def _sequence_targets(model: nn.Module, blocks: list[Block], halves, ridge: float) -> list[list[Tensor]]:
+    """Mean over the sequences of each half of the pooled-truncated target with that sequence's moments."""
+    attentions = list(dict.fromkeys(block.attention for block in blocks))
+    kinds = list(dict.fromkeys(block.kind for block in blocks))
+    targets: list[list[Tensor]] = [[] for _ in blocks]
+    for half in halves:
+        rows = [{key: value[i : i + 1] for key, value in batch.items()} for batch in half for i in range(_rows(batch))]
+        sums: list[Tensor | float] = [0.0] * len(blocks)
+        for row in rows:
+            own, _ = measure_moments(model, attentions, kinds, [row], ridge)
+            for index, (block, (part,)) in enumerate(zip(own, whole_gradients(model, own, ([row],)))):
+                sums[index] = sums[index] + _target("pooled-truncated", block, part)
+        for target, total in zip(targets, sums):
+            target.append(total / len(rows))
+    return targets
+
+
+def _rows(batch: dict) -> int:
+    return len(next(value for value in batch.values() if torch.is_tensor(value)))
+
+
+def _whitened_directions(block: Block, target: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best directions of an unwhitened target, in whitened coordinates, with unit columns."""
+    u, sigma, v = F.best_directions(target, dims)
+    u, v = _per_head(block, u, block.roots.stacked_root), block.roots.shared_root @ v
+    sizes = u.norm(dim=-2, keepdim=True), v.norm(dim=-2, keepdim=True)
+    tiny = torch.finfo(u.dtype).tiny
+    return u / sizes[0].clamp_min(tiny), sigma * (sizes[0] * sizes[1]).squeeze(-2), v / sizes[1].clamp_min(tiny)
+
+
+def _random(block: Block, dims: int, generator: torch.Generator, starvation: float) -> Gradient:
+    stacked, shared = block.whitened_factors()
+    drawn = torch.randn((*shared.shape[:2], dims), generator=generator, dtype=shared.dtype).to(shared.device)
+    directions = (
+        stacked.new_zeros(*stacked.shape[:2], dims),
+        shared.new_zeros(len(shared), dims),
+        block.roots.shared_root @ drawn,
+    )
+    nothing = shared.new_zeros(dims)
+    return Gradient(block, *directions, nothing, nothing, starvation, (directions, directions))
+
+
+def whiten(cross: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor, groups: int) -> Tensor:
+    """Return `M = C_a^(-1/2) T C_b^(-1/2)`, stacked over each group: (H, a, b) -> (G, g a, b).
+
+    Args:
+        cross: `T` of every head, (H, a, b).
+        stacked_whitening: `C_a^(-1/2)`, (a, a), or a scalar.
+        shared_whitening: `C_b^(-1/2)`, (b, b).
+        groups: number of key/value heads `G`.
+
+    Source: draft 000 section 2, with the whitening that its truncation needs.
+    """
+    return F.stack_groups(F.apply_root(stacked_whitening, cross) @ shared_whitening, groups)
+
+
+def logit_variance(head_dim: int, new_dims: int = 0, new_variance: float = 1.0, recompute_scale: bool = False) -> float:
+    """Return the variance of a scaled logit `s q.k` whose entries are independent, with zero mean and unit variance.
+
+    `Var(q.k) = d_k`, so `s = d_k^(-1/2)` gives 1 before growth. New dims whose products `q_i k_i` have another variance
+    add it; a scale recomputed from the new width shrinks every logit, those of the old dims too, even when the new dims
+    are zero. That is why the scale is kept.
+
+    Args:
+        head_dim: `d_k` before growth.
+        new_dims: dims that are added.
+        new_variance: variance of the product of a new query and key entry; 0 for dims that were just added.
+        recompute_scale: take `s` from the new width instead of keeping it.
+
+    Source: draft 004, proposition 5.
+    """
+    return (head_dim + new_dims * new_variance) / (head_dim + new_dims if recompute_scale else head_dim)

@@ -1,0 +1,82 @@
+"""Where others look a model up by its type or by the name of its class, ours are found as the stock ones are."""
+
+import json
+import shutil
+
+import pytest
+from conftest import data_path
+from families import VARIANTS, build, word_tokenizer
+from transformers import AutoTokenizer, pipeline
+from transformers.models.auto import modeling_auto
+
+from hf_growattn import patch_model
+
+TEXT = "First Citizen: we're 12\n\n  proceed,  na\u00efve <s> hear</s>"
+# As files of the Hub may have it: right for the type, missing, or of another class.
+TOKENIZER_CLASSES = ("as it is", None, "LlamaTokenizer", "GPT2Tokenizer")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_class_names_stand_wherever_the_stock_ones_do(variant):
+    """Trainer looks the names of causal models up to shift their labels, and the pipelines those of their task."""
+    config = VARIANTS[variant]()
+    patch_model(build(variant))
+    tables = {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
+    assert f"growattn_{config.model_type}" not in tables.pop("CONFIG_MAPPING_NAMES")  # these are in transformers itself
+    stood = {name: table[config.model_type] for name, table in tables.items() if config.model_type in table}
+    assert "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES" in stood
+    for name, stock in stood.items():
+        ours = tables[name][f"growattn_{config.model_type}"]
+        assert ours == (f"GrowAttn{stock}" if isinstance(stock, str) else tuple(f"GrowAttn{one}" for one in stock))
+
+
+def loaded_tokenizer(files, folder, model, tokenizer_class):
+    """What AutoTokenizer makes of the files of a tokenizer beside the config of a model."""
+    folder.mkdir()
+    shutil.copy(files / "tokenizer.json", folder)
+    described = json.loads((files / "tokenizer_config.json").read_text())
+    if tokenizer_class is not None:
+        named = {} if tokenizer_class == "as it is" else {"tokenizer_class": tokenizer_class}
+        (folder / "tokenizer_config.json").write_text(json.dumps({**described, **named}))
+    model.config.save_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # such files do not suit such a type
+        return str(error)
+
+
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2", "qwen2", "phi3", "mistral", "gemma", "olmo2", "gpt-neox"])
+def test_the_same_tokenizer_is_loaded(tmp_path, variant):
+    files = data_path("models", "stories260K")
+    for index, tokenizer_class in enumerate(TOKENIZER_CLASSES):
+        stock = loaded_tokenizer(files, tmp_path / f"stock{index}", build(variant), tokenizer_class)
+        ours = loaded_tokenizer(files, tmp_path / f"ours{index}", patch_model(build(variant)), tokenizer_class)
+        assert type(ours) is type(stock), tokenizer_class
+        if isinstance(stock, str):
+            assert ours == stock
+        else:
+            assert ours(TEXT)["input_ids"] == stock(TEXT)["input_ids"], tokenizer_class
+
+
+def test_pipelines_accept_it(caplog):
+    pipeline("text-generation", patch_model(build("llama-2")), tokenizer=word_tokenizer(), device="cpu")
+    assert "is not supported" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("targets", ["all-linear", None])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lora_finds_the_same_maps(variant, targets):
+    peft = pytest.importorskip("peft")
+
+    def adapted(model):
+        lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
+        return {name: tuple(p.shape) for name, p in lora.named_parameters() if "lora_" in name}
+
+    try:
+        stock = adapted(build(variant))
+    except ValueError as error:  # peft has no default targets for this type
+        with pytest.raises(ValueError, match=str(error)[:40]):
+            adapted(patch_model(build(variant)))
+    else:
+        assert adapted(patch_model(build(variant))) == stock

@@ -1,0 +1,261 @@
+"""What training computes: loss values of stock and patched models through the options of Trainer and TRL."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import data_path, real_batches, real_model
+from families import build, lm_batches, word_tokenizer
+from training import Rows
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
+from hf_growattn.grow.provenance import origin_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"
+)  # of peft and TRL
+
+LORA = dict(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+class Uneven(Rows):
+    """Rows of which some labels count not, each row another number of them."""
+
+    def __getitem__(self, row: int) -> dict:
+        labels = self.ids[row].clone()
+        labels[: 1 + row % 7] = -100
+        return {"input_ids": self.ids[row], "labels": labels}
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    """A loss of the user's own: the margin of the wrong tokens over the right one."""
+    logits, targets = outputs.logits[:, :-1], labels[:, 1:]
+    right = logits.gather(-1, targets.clamp_min(0)[..., None])
+    margins = (1 + logits - right).clamp_min(0).mean(-1)[targets != -100]
+    return margins.sum() / (num_items_in_batch or len(margins))
+
+
+OPTIONS = {
+    "plain": {},
+    "label smoothing": dict(label_smoothing_factor=0.1),
+    "smoothing and accumulation": dict(label_smoothing_factor=0.1, gradient_accumulation_steps=3),
+    "accumulation": dict(gradient_accumulation_steps=3),
+    "noisy embeddings": dict(neftune_noise_alpha=5.0),
+    "packing": dict(data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=False)),
+    "packing and smoothing": dict(data_collator=DataCollatorWithFlattening(), label_smoothing_factor=0.1),
+    "own loss": dict(compute_loss_func=own_loss, gradient_accumulation_steps=2),
+}
+
+
+def losses(model, folder, data_collator=None, compute_loss_func=None, callbacks=None, **options) -> list[float]:
+    """The losses of three steps, and of an evaluation after them."""
+    set_seed(0)
+    defaults = dict(max_steps=3, learning_rate=1e-2, per_device_train_batch_size=4, logging_steps=1)
+    quiet = dict(use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no")
+    trainer = Trainer(
+        model,
+        TrainingArguments(output_dir=str(folder), **(defaults | quiet | options)),
+        train_dataset=Uneven(36),
+        eval_dataset=Uneven(8),
+        data_collator=data_collator,
+        compute_loss_func=compute_loss_func,
+        callbacks=callbacks,
+    )
+    trainer.train()
+    trained = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*trained, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+def test_patched_trains_on_the_losses_of_stock(tmp_path, variant, options):
+    stock = losses(build(variant), tmp_path, **options)
+    assert losses(patch_model(build(variant)), tmp_path, **options) == stock
+
+
+def saved(folder):
+    patch_model(build("llama-2")).save_pretrained(folder)
+    return folder
+
+
+def test_a_loaded_model_trains_on_smoothed_losses_of_stock(tmp_path):
+    options = OPTIONS["label smoothing"]
+    loaded = AutoModelForCausalLM.from_pretrained(saved(tmp_path / "saved"))
+    assert losses(loaded, tmp_path, **options) == losses(build("llama-2"), tmp_path, **options)
+
+
+def test_code_of_a_checkpoint_trains_on_smoothed_losses_of_stock(tmp_path):
+    script = f"""if True:
+        import sys
+        sys.modules["hf_growattn"] = None
+        from pathlib import Path
+        import torch, transformers
+        torch.set_num_threads(1)
+        rows = torch.load({str(tmp_path / "rows.pt")!r})
+        model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / "saved")!r}, trust_remote_code=True)
+        arguments = transformers.TrainingArguments(
+            output_dir={str(tmp_path)!r}, label_smoothing_factor=0.1, use_cpu=True, report_to="none", disable_tqdm=True
+        )
+        trainer = transformers.Trainer(model.eval(), arguments)
+        print(trainer.compute_loss(trainer.model, {{"input_ids": rows, "labels": rows}}).item())
+    """
+    saved(tmp_path / "saved")
+    rows = Rows(4).ids
+    torch.save(rows, tmp_path / "rows.pt")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    trainer = Trainer(build("llama-2"), arguments)
+    stock = trainer.compute_loss(trainer.model, {"input_ids": rows, "labels": rows.clone()}).item()
+    assert float(done.stdout.split()[-1]) == stock
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_under_lora_patched_trains_on_the_losses_of_stock(tmp_path, options):
+    peft = pytest.importorskip("peft")
+
+    def adapted(model):
+        set_seed(1)
+        return peft.get_peft_model(model, peft.LoraConfig(**LORA))
+
+    stock = losses(adapted(build("llama-2")), tmp_path, **options)
+    assert losses(adapted(patch_model(build("llama-2"))), tmp_path, **options) == stock
+
+
+def test_new_dims_of_peft_train_on_shifted_labels(tmp_path):
+    peft = pytest.importorskip("peft")
+    from hf_growattn import GrowAttnConfig
+
+    model = peft.get_peft_model(build("llama-2"), GrowAttnConfig(qk_dims=2))
+    options = OPTIONS["label smoothing"] | dict(learning_rate=0.0)  # the new dims change nothing yet
+    assert losses(model, tmp_path, **options) == losses(build("llama-2"), tmp_path, **options)
+
+
+def test_smoothed_losses_of_a_real_model(tmp_path):
+    batch = real_batches(1, size=4)[0]
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    measured = {}
+    for name, model in {"stock": real_model(), "patched": patch_model(real_model())}.items():
+        trainer = Trainer(model, arguments)
+        measured[name] = trainer.compute_loss(model, {"input_ids": batch, "labels": batch.clone()}).item()
+    assert measured["patched"] == measured["stock"]
+
+
+@pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated in .SFTTrainer")  # by TRL, not by users
+def test_growattn_finetune_trains_on_smoothed_losses_of_stock(tmp_path):
+    finetuning, recipes = (pytest.importorskip(f"hf_growattn.training.{name}") for name in ("finetuning", "recipe"))
+    (tmp_path / "play.txt").write_text(data_path("text", "tinyshakespeare.txt").read_text()[:30_000])
+    words = [str(data_path("models", "stories260K")), str(tmp_path / "play.txt"), "--output_dir", str(tmp_path / "out")]
+    words += ["--max_steps", "2", "--growth_batches", "2", "--qk_dims", "1", "--max_length", "128"]
+    recipe = recipes.read([*words, "--label_smoothing_factor", "0.1", "--loss_type", "nll", "--use_cpu"], usage="")
+    figures = finetuning.main(recipe)
+
+    data, _, tokenizer = finetuning.read_all(recipe)
+    rows = finetuning.split(finetuning.prepared(data.train, data.test, tokenizer, recipe.training), recipe.training)
+    stock = finetuning.make_trainer(real_model(), tokenizer, rows, recipe.training, None)
+    assert figures["with_growth"]["held_out"][0] == [0, pytest.approx(stock.evaluate()["eval_loss"], abs=1e-6)]
+
+
+def preferences():
+    from datasets import Dataset
+
+    words = [" ".join(f"w{2 + (7 * row + step) % 90}" for step in range(12)) for row in range(16)]
+    rows = [{"prompt": w[:20], "chosen": w[20:], "rejected": w[:2] * 4} for w in words]
+    return Dataset.from_list([{key: value.strip() for key, value in row.items()} for row in rows])
+
+
+def preferred(folder, model, ref_model=None):
+    """A DPOTrainer of TRL over a few preferences."""
+    trl = pytest.importorskip("trl")
+    set_seed(0)
+    arguments = trl.DPOConfig(
+        output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
+        use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    return trl.DPOTrainer(model, ref_model, arguments, train_dataset=preferences(), processing_class=word_tokenizer())
+
+
+def logged(trainer) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_preferences_are_learned_as_by_stock(tmp_path):
+    stock, patched = build("llama-2"), patch_model(build("llama-2"))
+    expected = logged(preferred(tmp_path, stock, copy.deepcopy(stock)))
+    assert logged(preferred(tmp_path, patched, copy.deepcopy(patched))) == expected
+    assert expected[0] == pytest.approx(0.6931, abs=1e-4) and expected[1] != expected[0]
+
+
+def test_policies_are_learned_as_by_stock(tmp_path):
+    trl = pytest.importorskip("trl")
+
+    def run(model):
+        set_seed(0)
+        arguments = trl.GRPOConfig(
+            output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, num_generations=4, learning_rate=1e-2,
+            max_completion_length=6, logging_steps=1, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
+            save_strategy="no",
+        )  # fmt: skip
+        trainer = trl.GRPOTrainer(
+            model,
+            lambda completions, **kwargs: [float(len(set(words.split()))) for words in completions],
+            arguments,
+            train_dataset=preferences().select_columns(["prompt"]),
+            processing_class=word_tokenizer(),
+        )
+        trainer.train()
+        wanted = ("loss", "reward", "grad_norm", "entropy")
+        return [[entry[key] for key in wanted] for entry in trainer.state.log_history if "loss" in entry]
+
+    assert run(patch_model(build("llama-2"))) == run(build("llama-2"))
+
+
+def grown_in_memory(folder):
+    """A model that was loaded from a folder with its tokenizer, and has grown since."""
+    build("llama-2").save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    model = patch_model(AutoModelForCausalLM.from_pretrained(folder))
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)).grow(lm_batches()).applied
+    return model
+
+
+def test_no_other_model_becomes_the_reference_of_one_that_grew(tmp_path):
+    model = grown_in_memory(tmp_path / "stock")
+    with pytest.raises(RuntimeError, match=r"grew in memory.*ref_model=copy.deepcopy\(model\)"):
+        preferred(tmp_path, model)
+    trainer = preferred(tmp_path, model, copy.deepcopy(model))
+    assert logged(trainer)[0] == pytest.approx(0.6931, abs=1e-4)  # the policy begins at its reference
+    model.save_pretrained(tmp_path / "grown")
+    trainer = preferred(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path / "grown"))
+    assert type(trainer.ref_model) is type(model) and logged(trainer)[0] == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_a_growth_in_training_leaves_trainers_model_card_the_checkpoint(tmp_path):
+    build("llama-2").save_pretrained(tmp_path / "stock")
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
+    growth = GrowthCallback(GrowthConfig(qk_dims=2, v_dims=2, oversampling=4), steps=[1], batches=4)
+    losses(model, tmp_path, callbacks=[growth])
+    assert growth.reports[0].applied and model.config.name_or_path == str(tmp_path / "stock")
+
+
+def test_a_model_that_grew_is_not_taken_for_its_checkpoint(tmp_path):
+    model = grown_in_memory(tmp_path / "stock")
+    with pytest.raises(RuntimeError, match="processing_class=tokenizer"):
+        AutoTokenizer.from_pretrained(model.config.name_or_path)
+    assert origin_of(model) == origin_of(copy.deepcopy(model)) == str(tmp_path / "stock")
+    Grower(model, GrowthConfig(qk_dims=1)).grow(lm_batches())
+    assert origin_of(model) == str(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "grown")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "grown").config.name_or_path == str(tmp_path / "grown")
+    Grower(patched := patch_model(build("llama-2")), GrowthConfig(qk_dims=1)).measure(lm_batches())
+    assert patched.config.name_or_path == ""

@@ -1,0 +1,126 @@
+"""`GrowAttnConfig(budget=...)`: spread evenly at first, spent by the guided start, and saved as dims of each layer."""
+
+import json
+
+import pytest
+import torch
+from families import build
+from test_growth import same
+from test_peft_method import BATCHES, LLAMA, VARIANTS, logits, near, peft, pytestmark, stir, train, trainable  # noqa: F401
+
+import hf_growattn.measure.functional as F
+from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights, patch_model
+from hf_growattn.growable.models import attentions
+
+BUDGET = 0.08
+
+
+def adapted(variant, **kwargs):
+    return peft.get_peft_model(build(variant), GrowAttnConfig(**{"budget": BUDGET} | kwargs)).eval()
+
+
+def dims_of(config):
+    return config.qk_dims, config.v_dims
+
+
+def count(model, name="default"):
+    return sum(p.numel() for key, p in model.named_parameters() if "growattn_" in key and key.endswith(f".{name}"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_budget_is_spread_evenly_until_the_guided_start(variant):
+    base = build(variant)
+    expected, bought = logits(base), int(BUDGET * base.num_parameters())
+    model = adapted(variant)
+    near(logits(model), expected)
+    numbers = [n for by_layer in dims_of(model.peft_config["default"]) for n in by_layer.values()]
+    assert len(numbers) == 2 * len(attentions(model)) and max(numbers) - min(numbers) <= 1
+    grown = patch_model(build(variant))
+    attentions(grown)[0].widen(1, 1)
+    dim = grown.num_parameters() - build(variant).num_parameters()  # of either kind, in one layer
+    assert bought - dim < count(model) <= bought
+    losses = train(model, steps=8)
+    assert losses[-2] < losses[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_guided_start_spends_it_as_growth_does(variant, tmp_path):
+    grown = patch_model(build(variant))
+    growth = Grower(grown, GrowthConfig(budget=BUDGET, old_dims_train=False)).grow(BATCHES)
+    model = adapted(variant)
+    model.add_adapter("other", GrowAttnConfig(v_dims=1))  # has no part in it
+    report = initialize_growattn_weights(model, BATCHES)
+    assert (report.loss_before, report.loss_after) == (growth.loss_before, growth.loss_after)
+    assert 0 < count(model) == report.added_parameters == growth.added_parameters
+    kinds = ("patterns", "messages")
+    widths = [{g.layer: g.width[1] - g.width[0] for g in report.layers if g.kind == kind} for kind in kinds]
+    found = tuple({layer: n for layer, n in of.items() if n} for of in widths)
+    assert dims_of(model.peft_config["default"]) == found and found[0] != found[1]
+    assert trainable(model).keys() == {name for name, _ in model.named_parameters() if name.endswith(".default")}
+
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["qk_dims"] == {str(layer): n for layer, n in found[0].items()} and saved["budget"] == BUDGET
+    loaded = peft.PeftModel.from_pretrained(build(variant), tmp_path, is_trainable=True).eval()
+    assert torch.equal(logits(loaded), expected) and dims_of(loaded.peft_config["default"]) == found
+    loaded.load_adapter(tmp_path / "other", adapter_name="second")
+    for tried in (loaded, model):
+        tried.merge_adapter()
+        near(logits(tried), expected)
+        tried.unmerge_adapter()
+        assert torch.equal(logits(tried), expected)
+    assert same(dict(model.merge_and_unload().state_dict()), dict(grown.state_dict()))
+    train(loaded)
+    trained = logits(loaded)
+    near(logits(loaded.merge_and_unload()), trained)
+
+
+def test_layers_that_get_nothing_have_no_new_dims():
+    model = adapted(LLAMA, budget=3000, layers=[1])
+    assert initialize_growattn_weights(model, BATCHES).applied
+    assert all(set(by_layer) <= {1} for by_layer in dims_of(model.peft_config["default"]))
+    assert attentions(model)[0].extension is None
+    again = initialize_growattn_weights(model, BATCHES[:2])  # spends it anew
+    assert again.applied and count(model) == again.added_parameters
+
+
+def test_an_inactive_adapter_stays_so_and_in_its_precision():
+    base = build(LLAMA, dtype=torch.bfloat16)
+    model = peft.get_peft_model(base, GrowAttnConfig(v_dims=1))
+    model.add_adapter("other", GrowAttnConfig(budget=BUDGET))
+    model.set_adapter("default")
+    stir(model)
+    expected = logits(model)
+    assert initialize_growattn_weights(model, BATCHES, "other").applied
+    assert torch.equal(logits(model), expected)
+    other = [p for name, p in model.named_parameters() if name.endswith(".other")]
+    assert other and {(p.dtype, p.requires_grad) for p in other} == {(torch.float32, False)}
+    model.set_adapter("other")
+    assert all(p.requires_grad for p in other)
+
+
+def test_a_start_that_finds_nothing_leaves_the_even_one(monkeypatch):
+    model = stir(adapted(LLAMA))
+    expected, dims = logits(model), dims_of(model.peft_config["default"])
+    down = F.step_factors  # each step goes uphill instead
+    monkeypatch.setattr(F, "step_factors", lambda *args: [side * (-1) ** i for i, side in enumerate(down(*args))])
+    assert not initialize_growattn_weights(model, BATCHES).applied
+    assert torch.equal(logits(model), expected) and dims_of(model.peft_config["default"]) == dims
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        (dict(budget=0.1, v_dims=2), "budget, or fixed widths"),
+        (dict(budget=2.5), "budget must be a whole number of weights, or a share"),
+        (dict(budget=10), "10 weights buy nothing: one more dim of a layer costs .* Choose a larger budget"),
+        (dict(v_dims={0: 2}), "v_dims must be a whole number"),
+    ],
+)
+def test_budgets_that_are_refused(options, match):
+    base = build(LLAMA)
+    kind = type(base)
+    with pytest.raises(ValueError, match=match):
+        peft.get_peft_model(base, GrowAttnConfig(**options))
+    assert type(base) is kind

@@ -1,0 +1,241 @@
+"""Quantized bases: what only runs them works, and what would read or resize their weights is refused by name."""
+
+import copy
+
+import pytest
+import torch
+from families import build, lm_batches
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.integrations.bitnet import AutoBitLinear
+
+from hf_growattn import Grower, GrowthConfig, attention_views, export_model, patch_model, trim_model
+from hf_growattn.cli.inspection import inspected
+from hf_growattn.growable.models import attentions
+
+peft = pytest.importorskip("peft")
+from hf_growattn import GrowAttnConfig, initialize_growattn_weights  # noqa: E402  they import peft
+
+# What peft and bitsandbytes ask of others is not ours to mend.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:MatMul8bitLt"),
+]
+MODEL = "smollm3"  # without biases, and in multiples of 64, as bitsandbytes wants 4-bit layers on CPUs
+BATCHES = lm_batches(4)
+GROWTH = GrowthConfig(qk_dims=2, v_dims=2)
+FIX = "oad the model without quantization"
+
+
+class QuantLinear(nn.Module):
+    """As GPTQ's and AWQ's layers look: integers and scales in buffers, and no weight."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.register_buffer("scales", linear.weight.detach().abs().max() / 127)
+        self.register_buffer("qweight", (linear.weight.detach() / self.scales).round().to(torch.int8))
+        self.bias = linear.bias
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.qweight * self.scales, self.bias)
+
+
+def bitnet(linear):
+    """A layer whose weight is floating-point and still not what it computes with."""
+    layer = AutoBitLinear(linear.in_features, linear.out_features, linear.bias is not None)
+    layer.load_state_dict({**linear.state_dict(), "weight_scale": torch.full((1,), 0.5)})
+    return layer
+
+
+def in_place(module, convert):
+    """Put other layers in the place of all linear ones inside a module, but for the head."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and name != "lm_head":
+                setattr(parent, name, convert(child))
+
+
+def by_torchao(module):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    quantization.quantize_(module, quantization.Int8WeightOnlyConfig())
+
+
+def by_bitsandbytes(**options):
+    def load(folder):
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(**options)).eval()
+
+    return load
+
+
+def loaded_and(quantize):
+    def load(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        quantize(model)
+        return model
+
+    return load
+
+
+# How to load a checkpoint quantized, and the name in an error.
+KINDS = {
+    "int8": (by_bitsandbytes(load_in_8bit=True), r"quantized by bitsandbytes \(Linear8bitLt\)"),
+    "nf4": (by_bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"), r"by bitsandbytes \(Linear4bit\)"),
+    "stored in bf16": (
+        by_bitsandbytes(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16"),
+        r"by bitsandbytes \(Linear4bit\)",
+    ),
+    "torchao": (loaded_and(by_torchao), r"quantized by torchao \(\w+\)"),
+    "BitNet": (loaded_and(lambda model: in_place(model, bitnet)), r"quantized by transformers \(AutoBitLinear\)"),
+    "GPTQ": (loaded_and(lambda model: in_place(model, QuantLinear)), "a QuantLinear of test_quantized"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints of one model, stock and grown."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    model = build(MODEL)
+    model.save_pretrained(folder / "stock")
+    assert Grower(patch_model(model), GrowthConfig(qk_dims=16)).grow(BATCHES).applied
+    model.save_pretrained(folder / "grown")
+    return folder
+
+
+def adapted(model, **dims):
+    """A quantized model under an adapter of ours that has an effect."""
+    model = peft.get_peft_model(model, GrowAttnConfig(**(dims or dict(qk_dims=3, v_dims=2)))).eval()
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "growattn_" in name:
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def with_lora(model):
+    """Under LoRA: on the queries where every version of peft knows how, and else beside them."""
+    kind = type(model.model.layers[0].self_attn.q_proj)
+    target = "q_proj" if issubclass(kind, nn.Linear) and kind is not nn.Linear else "embed_tokens"
+    return peft.get_peft_model(patch_model(model), peft.LoraConfig(target_modules=[target]))
+
+
+REFUSED = {
+    "views": lambda model, _: attention_views(model),
+    "views, patched": lambda model, _: attention_views(patch_model(model)),
+    "inspection": lambda model, _: inspected(model),
+    "growth": lambda model, _: Grower(patch_model(model), GrowthConfig(budget=0.1)),  # before any training
+    "growth beside LoRA": lambda model, _: Grower(with_lora(model), GROWTH).grow(BATCHES),
+    "guided start": lambda model, _: initialize_growattn_weights(adapted(model), BATCHES),
+    "merge_adapter": lambda model, _: adapted(model).merge_adapter(),
+    "merge_and_unload": lambda model, _: adapted(model).merge_and_unload(),
+    "export": lambda model, folder: export_model(patch_model(model), folder / "exported"),
+}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(**BATCHES[0]).logits
+
+
+@pytest.mark.parametrize("action", REFUSED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_needs_the_weights_is_refused_by_name(kind, action, folders, tmp_path):
+    load, name = KINDS[kind]
+    model = load(folders / "stock")
+    before = logits(model)
+    with pytest.raises(ValueError, match=rf"(q|k|v|o)_proj\b.* is .*{name}.*{FIX}"):
+        REFUSED[action](model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    for attention in attentions(model):
+        assert (attention.qk_head_dim, attention.v_head_dim) == (16, 16)
+        attention.extension = None
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_grown_checkpoint_loads_quantized_and_is_not_resized(kind, folders):
+    load, name = KINDS[kind]
+    model = load(folders / "grown")
+    before = logits(model)
+    assert (before - logits(build(MODEL))).abs().max() > 0
+    attention = attentions(model)[0]
+    for attempt in (lambda: trim_model(model, BATCHES), attention.new_entries, lambda: attention.widen(1, 1)):
+        with pytest.raises(ValueError, match=rf"q_proj of layer 0 is .*{name}.*{FIX}"):
+            attempt()
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_patching_and_adapters_work_beside_quantized_weights(kind, folders, tmp_path):
+    load, _ = KINDS[kind]
+    model = load(folders / "stock")
+    in_training, expected = logits(model.train()), logits(model.eval())  # bitsandbytes rounds otherwise in training
+    stock_class = type(model)
+    assert torch.equal(logits(patch_model(model)), expected)
+
+    model = peft.get_peft_model(load(folders / "stock"), GrowAttnConfig(qk_dims=3, v_dims=2)).train()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("growattn_" in name and parameter.dtype == torch.float32 for name, parameter in trained.items())
+    assert (logits(model) - in_training).abs().max() <= 1e-5 * in_training.abs().max()
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses = []
+    for step in range(8):
+        loss = model(**BATCHES[step % 2]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-2] < losses[0]
+
+    after = logits(model.eval())
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(load(folders / "stock"), tmp_path).eval()
+    assert torch.equal(logits(again), after)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), expected)
+    unloaded = model.unload()
+    assert type(unloaded) is stock_class and torch.equal(logits(unloaded), expected)
+
+
+def test_one_quantized_layer_is_refused_before_another_is_merged():
+    model = adapted(build(MODEL))
+    in_place(attentions(model)[1], QuantLinear)
+    before = logits(model)
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match=f"q_proj of layer 1 is a QuantLinear.*{FIX}"):
+            merge()
+        assert torch.equal(logits(model), before)
+
+
+def test_what_does_not_touch_quantized_weights_goes_on():
+    model = patch_model(build(MODEL))
+    grower = Grower(model, GrowthConfig(qk_dims=2))
+    in_place(attentions(model)[1], QuantLinear)
+    for attempt in (grower.grow, grower.measure):
+        with pytest.raises(ValueError, match=f"q_proj of layer 1 is a QuantLinear.*{FIX}"):
+            attempt(BATCHES)
+    assert Grower(model, GrowthConfig(qk_dims=2, layers=[0])).grow(BATCHES).applied
+
+    model = patch_model(build(MODEL))
+    for layer in model.model.layers:
+        in_place(layer.mlp, bitnet)
+    assert len(attention_views(model)) == 2
+    assert Grower(model, GROWTH).grow(BATCHES).applied
+
+
+@pytest.mark.parametrize("convert", [bitnet, QuantLinear])
+def test_a_model_whose_other_layers_are_quantized_is_not_exported(convert, tmp_path):
+    model = patch_model(build(MODEL))
+    in_place(model.model.layers[1].mlp, convert)
+    with pytest.raises(ValueError, match=f"layers.1.mlp.gate_proj.*{FIX}"):
+        export_model(model, tmp_path / "exported")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int8"])  # bitsandbytes takes that on GPUs only
+def test_a_state_dict_of_a_quantized_model_leaves_its_layers_as_they_are(kind, folders):
+    load, _ = KINDS[kind]
+    model = patch_model(load(folders / "stock"))
+    before, sizes = logits(model), repr(model)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), strict=False)
+    assert repr(model) == sizes and torch.equal(logits(model), before)

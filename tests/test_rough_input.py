@@ -1,0 +1,138 @@
+"""Rough input, each refused in one line that names the fix: budgets, limits, tokens, names, secrets."""
+
+import html
+import shutil
+
+import pytest
+import torch
+from families import HEADS, VOCABULARY, build, lm_batches, save_with_text, tokens
+from test_bad_input import refused
+from test_cli import call, only_line
+from transformers import Trainer, TrainingArguments
+
+from hf_growattn import Grower, GrowthCallback, GrowthConfig, GrowthReport, patch_model, trim_model
+from hf_growattn.growable.models import attentions
+
+SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
+DIM = 6 * 48  # weights that one more dim of patterns or messages adds to a layer of "llama-2"
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A folder with a tiny model and its tokenizer, and a text in which each word has one successor."""
+    folder = tmp_path_factory.mktemp("given")
+    save_with_text(folder, words=1200)
+    return folder
+
+
+# Budgets
+
+
+@pytest.mark.parametrize("option", ["--budget", "--total_budget"])
+def test_finetune_refuses_a_budget_that_buys_nothing_before_it_trains(given, tmp_path, option):
+    options = "--growth_batches 4 --max_steps 4 --max_length 16 --use_cpu".split()
+    done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", option, "5", *options)
+    assert f"5 weights buy nothing: one more dim of a layer costs {DIM:,}" in only_line(done)
+    assert "held-out loss" not in done.output and not list(tmp_path.iterdir())
+
+
+def test_a_grower_refuses_a_budget_that_buys_nothing():
+    assert Grower(patch_model(build("llama-2")), GrowthConfig(budget=DIM)).measure(lm_batches(4)).layers
+    refused(patch_model(build("llama-2")), lm_batches(4), "287 weights buy nothing", GrowthConfig(budget=DIM - 1))
+    refused(patch_model(build("llama-2")), lm_batches(4), "46 weights buy nothing", GrowthConfig(budget=0.001))
+
+
+def test_a_callback_refuses_a_budget_that_buys_nothing_before_it_trains(tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8)]
+    options = dict(output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
+    for config in (dict(config=GrowthConfig(budget=5)), dict(config=GrowthConfig(budget=0.1), total_budget=5)):
+        callback = GrowthCallback(**config, steps=[1])
+        trainer = Trainer(
+            patch_model(build("llama-2")), TrainingArguments(**options), train_dataset=rows, callbacks=[callback]
+        )
+        with pytest.raises(ValueError, match="5 weights buy nothing"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+
+
+# Limits
+
+
+@pytest.mark.parametrize("name, limit", [("qk", "max_qk_head_dim"), ("v", "max_v_head_dim")])
+def test_a_limit_below_the_present_width_is_refused(name, limit):
+    model = patch_model(build("llama-2"))
+    config = {limit: 15, "budget": 0.1}
+    with pytest.raises(ValueError, match=rf"{limit}=15 is below.*{name}_head_dim=16.*at least 17"):
+        Grower(model, GrowthConfig(**config))
+    attentions(model)[0].widen(qk_dims=4, v_dims=4)  # one that is wider already stays, and the other may grow
+    Grower(model, GrowthConfig(**config | {limit: 18}))
+    with pytest.raises(ValueError, match=rf"no layer has less than {name}_head_dim=20"):
+        Grower(model, GrowthConfig(**config | {limit: 18}, layers=[0]))
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("key, value", [("input_ids", VOCABULARY), ("input_ids", -1), ("labels", VOCABULARY)])
+def test_tokens_that_the_model_does_not_know_are_refused_by_batch(key, value):
+    batches = [{name: tensor.clone() for name, tensor in batch.items()} for batch in lm_batches(4)]
+    batches[2][key][1, 3] = value
+    told = rf"Batch 2 has {key} from -?\d+ to \d+.*0 to {VOCABULARY - 1}.*own tokenizer"
+    refused(patch_model(build("llama-2")), batches, told)
+    refused(patch_model(build("gpt2-2")), batches, told, GrowthConfig(budget=0.1))
+    grown = patch_model(build("llama-2"))
+    Grower(grown, GrowthConfig(qk_dims=2)).grow(lm_batches(4))
+    with pytest.raises(ValueError, match=told):
+        trim_model(grown, batches)
+
+
+def test_labels_of_other_heads_are_no_tokens():
+    model = patch_model(build("llama-2", HEADS["sequence-classification"]))
+    batch = {"input_ids": tokens(4), "labels": torch.tensor([0, 1, 1, 0])}
+    assert Grower(model, GrowthConfig(qk_dims=2)).measure([batch]).layers
+
+
+# Texts
+
+
+def test_a_text_without_a_name_is_refused(given, monkeypatch):
+    monkeypatch.chdir(given)  # where a text would be found
+    for name in ("", " "):
+        assert "the name of the data is empty" in only_line(call("measure", given / "model", name, *SMALL)).lower()
+
+
+# Names and secrets
+
+
+def test_names_in_brackets_are_shown_as_they_are(given, tmp_path):
+    for name in ("a[v2]", "b:smile:"):
+        shutil.copytree(given / "model", tmp_path / name)
+    shutil.copy(given / "text.txt", tmp_path / "[red]text.txt")
+    options = ["--base", tmp_path / "b:smile:", "--text", tmp_path / "[red]text.txt"]
+    done = call("evaluate", tmp_path / "a[v2]", *options)
+    assert done.exit_code == 0, done.output
+    for shown in (" a[v2] ", " b:smile: ", " a[v2] - base ", " [red]text.txt "):
+        assert shown in done.stdout
+    done = call("grow", "m[v2]", "d", "-o", tmp_path / "a[v2]")
+    assert done.exit_code == 2 and "a[v2]" in "".join(done.stderr.replace("│", " ").split()), done.stderr
+
+
+WORDS = """
+growattn finetune m d -o out -t abc1 --token abc2 --hub_token=abc3 --push_to_hub_token abc4 -t=abc5 hub.token=abc6
+https://me:abc7@host:80/a https://abc8@host/b me:abc9@host/c d@e hf_oauth_abcabc0.abc-0 --tokenizer words
+--lr_scheduler_type cosine https://me:a/bc@host/d ssh://git@host/e git@host:f/g --passwd abc
+"""
+SHOWN = """
+growattn finetune m d -o out -t *** --token *** --hub_token=*** --push_to_hub_token *** -t=*** hub.token=***
+https://***@host:80/a https://***@host/b ***@host/c d@e *** --tokenizer words
+--lr_scheduler_type cosine https://***@host/d ssh://***@host/e git@host:f/g --passwd ***
+"""
+
+
+def test_the_command_line_shows_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/growattn", *WORDS.split()[1:]])
+    page = GrowthReport(1.0, 1.0, [], 0, {}, {})
+    page.save(tmp_path / "a.html")
+    told = html.unescape((tmp_path / "a.html").read_text()).split("<code>")[1].split("</code>")[0].replace("'", "")
+    assert "abc" not in told and "a/bc" not in told
+    assert told == SHOWN.replace("\n", " ").strip()

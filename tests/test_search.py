@@ -1,0 +1,82 @@
+"""A growth is short: few evaluations of few batches, passes that stop early, and a bar that says how long it takes."""
+
+import pytest
+import torch
+from families import build, lm_batches
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.grow import growth, search
+from hf_growattn.measure import gradients
+
+CONFIGS = [GrowthConfig(budget=0.05, oversampling=4), GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["budget", "fixed"])
+@pytest.mark.parametrize("batches", [2, 12])
+def test_ten_evaluations_of_four_batches_are_the_most(config, batches, monkeypatch):
+    evaluated, measured = [], []
+    loss_at, mean_loss = search.StepSearch.loss_at, growth.mean_loss
+
+    def counting(self, steps):
+        before = sum(measured)
+        loss = loss_at(self, steps)
+        evaluated.append(sum(measured) - before)
+        return loss
+
+    def noting(model, few, tick):
+        measured.append(len(few))
+        return mean_loss(model, few, tick)
+
+    monkeypatch.setattr(search.StepSearch, "loss_at", counting)
+    monkeypatch.setattr(growth, "mean_loss", noting)
+    assert Grower(patch_model(build("llama-2")), config).grow(lm_batches(batches)).applied
+    assert 5 <= len(evaluated) <= 10 and max(evaluated) <= 4
+
+
+class _Bar:
+    """Stands for tqdm: notes what it was told."""
+
+    def __init__(self, **kwargs):
+        self.total, self.n, self.totals = None, 0, []
+
+    def __enter__(self):
+        self.__class__.last = self
+        return self
+
+    def __exit__(self, *args):
+        return False
+
+    def set_description(self, text):
+        pass
+
+    def update(self, n=1):
+        self.n += n
+        self.totals.append(self.total)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["budget", "fixed"])
+def test_the_bar_knows_its_end_from_the_first_second(config, monkeypatch):
+    monkeypatch.setattr(growth, "tqdm", _Bar)
+    model = patch_model(build("llama-2"))
+    Grower(model, config, torch.optim.AdamW(model.parameters())).grow(lm_batches(8))
+    assert len(set(_Bar.last.totals)) == 1
+    assert 0.6 * _Bar.last.total < _Bar.last.n <= _Bar.last.total
+
+
+def test_a_sketch_in_which_nothing_holds_is_the_last(monkeypatch):
+    passes, backward, from_products = [], gradients.backward, gradients._from_products
+
+    def nothing_holds(*args):
+        found = from_products(*args)
+        found.validated = -found.validated.abs()
+        return found
+
+    monkeypatch.setattr(
+        gradients,
+        "backward",
+        lambda model, batches, tick: passes.append(len(batches)) or backward(model, batches, tick),
+    )
+    monkeypatch.setattr(gradients, "_from_products", nothing_holds)
+    report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(8))
+    assert passes == [1, 1, 4, 4] and not report.applied and not report.line_search
+    assert "holds" in str(report)
