@@ -1,14 +1,15 @@
 """Run in a fresh process: print the peak memory of one training step or of one sketching pass at 2,048 tokens.
 
-Usage: python memory.py training|sketch. Prints JSON in bytes: "work" is the peak over the loaded model, "square" the
-size of one layer's T x T logits.
+Usage: python memory.py training|sketch. Prints JSON in bytes: "work" is the peak of what torch allocates beyond the
+loaded model, "square" the size of one layer's T x T logits.
 """
 
 import json
 import sys
-from pathlib import Path
+from itertools import accumulate
 
 import torch
+from torch.autograd.profiler import profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
@@ -19,12 +20,6 @@ from hf_growattn.measure.kinds import MESSAGES, PATTERNS
 from hf_growattn.measure.passes import undisturbed
 
 BATCH, TOKENS, HEADS = 1, 2048, 8
-
-
-def peak() -> int:
-    """The process's own high-water mark; getrusage would count what it inherits from its parent."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 torch.set_num_threads(1)
@@ -42,11 +37,12 @@ batch = {"input_ids": input_ids, "labels": input_ids}
 short = {key: value[:, :16] for key, value in batch.items()}
 model(**short).loss.backward()  # libraries load, and gradients of the weights exist before the count starts
 model.zero_grad(set_to_none=sys.argv[1] == "sketch")
-before = peak()
-if sys.argv[1] == "training":
-    model(**batch).loss.backward()
-else:
-    with undisturbed(model):
-        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], [batch], ridge=0.05)
-        sketched_gradients(model, blocks, ([batch], [batch]), dims=8, oversampling=8, seed=0)
-print(json.dumps({"work": peak() - before, "square": BATCH * HEADS * TOKENS**2 * 4}))
+with profile(profile_memory=True) as allocations:  # what the process keeps of freed memory differs between machines
+    if sys.argv[1] == "training":
+        model(**batch).loss.backward()
+    else:
+        with undisturbed(model):
+            blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], [batch], ridge=0.05)
+            sketched_gradients(model, blocks, ([batch], [batch]), dims=8, oversampling=8, seed=0)
+sizes = [event.nbytes() for event in allocations.kineto_results.events() if event.name() == "[memory]"]
+print(json.dumps({"work": max(accumulate(sizes)), "square": BATCH * HEADS * TOKENS**2 * 4}))

@@ -334,7 +334,6 @@ def test_statistics_are_fp32_whatever_the_model():
         torch.testing.assert_close(one.sigma, other.sigma, rtol=0.3, atol=0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 def test_memory_of_the_sketch_stays_near_a_training_step():
     """At T = 2,048: neither a T x T nor a per-head d x d matrix would fit into this allowance."""
     script = Path(__file__).with_name("memory.py")
@@ -344,5 +343,5 @@ def test_memory_of_the_sketch_stays_near_a_training_step():
     }
     ratio = peaks["sketch"]["work"] / peaks["training"]["work"]
     print(f"training {peaks['training']['work'] / 2**20:.0f} MiB, sketch {ratio:.2f} of it")
-    assert ratio <= 1.3
+    assert ratio <= 1.15
     assert peaks["sketch"]["work"] < peaks["sketch"]["square"] + peaks["training"]["work"]
