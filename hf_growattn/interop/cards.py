@@ -6,7 +6,6 @@ import math
 import re
 import tempfile
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -80,20 +79,23 @@ def model_card(
         raise ValueError(f"{type(model).__name__} is not growable: the card is for models that patch_model has seen.")
     figures = {"growths": list(map(growth_figures, reports))} if figures is None else figures
     check_figures(figures, "The dict of figures")
-    figures = {"growths": []} | {key: value for key, value in figures.items() if value is not None}
+    figures = {"growths": [], "dataset": "", "before": {}} | {k: v for k, v in figures.items() if v is not None}
     if base_model or "base_model" not in figures:
         base_model, base_name, licence = _origin(base_model or origin_of(model))
     else:
         base_model, base_name, licence = _origin(figures["base_model"], given=False)
     auto_class, task = task_of(type(model).__name__)
-    dataset = figures.get("dataset") or ""
+    dataset = figures["dataset"]
     on_hub = _is_hub_id(dataset)
     dataset = dataset if on_hub else _plain(Path(dataset).name if Path(dataset).is_absolute() else dataset)
     evaluations = _evaluations(figures)
-    result = partial(EvalResult, task_type=task, dataset_type=dataset if on_hub else "text", dataset_split="held out")
-    result = partial(result, dataset_name=dataset or "text")
+    evaluated = {
+        "dataset_type": dataset if on_hub else "text",
+        "dataset_name": dataset or "text",
+        "dataset_split": "held out",
+    }
     results = [
-        result(metric_type=metric, metric_name=f"{metric} {name}", metric_value=round(value, 4))
+        EvalResult(task, metric_type=metric, metric_name=f"{metric} {name}", metric_value=round(value, 4), **evaluated)
         for name, *values in evaluations
         for metric, value in zip(("loss", "perplexity"), values)
     ]
@@ -124,7 +126,7 @@ def model_card(
         stock_width=stock_head_dim(config),
         widths=[layer_widths(config, layer) for layer in range(config.num_hidden_layers)],
         parameters=model.num_parameters(),
-        parameters_before=figures.get("before", {}).get("parameters") if grew else None,
+        parameters_before=figures["before"].get("parameters") if grew else None,
         growths=figures["growths"],
         evaluations=evaluations,
         without_growth=(figures.get("without_growth") or {}).get("held_out") if figures.get("with_growth") else None,
@@ -133,7 +135,7 @@ def model_card(
 
 
 def push_folder(
-    folder: str | Path,
+    folder: Path,
     repo_id: str,
     token: bool | str | None = None,
     revision: str | None = None,
@@ -145,26 +147,15 @@ def push_folder(
 
     `HfApi.upload_folder` may make several commits, between which the repository holds half a model. The arguments are
     as for `push_model`; the repository must be there.
-
-    Raises:
-        huggingface_hub.errors.HfHubHTTPError: the Hub refused, and has nothing of it.
     """
     api = HfApi(token=token)
     if revision is not None and not create_pr and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    files = [path for path in Path(folder).rglob("*") if path.is_file()]
-    names = {path.relative_to(folder).as_posix(): path for path in sorted(files)}
-    there = api.list_repo_files(repo_id, revision=revision)
-    operations = [CommitOperationAdd(name, path) for name, path in names.items()]
-    operations += [CommitOperationDelete(name) for name in there if is_weights(name) and name not in names]
-    return api.create_commit(
-        repo_id,
-        operations,
-        commit_message=commit_message or "Upload model",
-        commit_description=commit_description,
-        revision=revision,
-        create_pr=create_pr,
-    )
+    names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    former = {name for name in api.list_repo_files(repo_id, revision=revision) if is_weights(name)} - names.keys()
+    operations = [*(CommitOperationAdd(*file) for file in names.items()), *map(CommitOperationDelete, sorted(former))]
+    message = {"commit_message": commit_message or "Upload model", "commit_description": commit_description}
+    return api.create_commit(repo_id, operations, **message, revision=revision, create_pr=create_pr)
 
 
 def push_model(
@@ -172,14 +163,11 @@ def push_model(
     repo_id: str,
     *,
     reports: Iterable[GrowthReport] = (),
-    commit_message: str | None = None,
-    commit_description: str | None = None,
     private: bool | None = None,
     token: bool | str | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    max_shard_size: int | str | None = None,
-    tags: list[str] | None = None,
+    max_shard_size: int | str = "50GB",
+    tags: Iterable[str] | None = None,
+    **commit,
 ) -> CommitInfo:
     """Push a grown model in its native form with a card; this is `model.push_to_hub`.
 
@@ -187,14 +175,12 @@ def push_model(
         model: the grown model.
         repo_id: where to; made if it is not there.
         reports: of the growths; with them the card is written anew, else a card that the repository has is kept.
-        commit_message: first line of the commit.
-        commit_description: the rest of it.
         private: make a new repository private.
         token: of a user who may write; None takes the one of `hf auth login` or HF_TOKEN.
-        revision: branch to push to, made if it is not there; None means the main one.
-        create_pr: open a pull request instead.
         max_shard_size: size of a file of weights at most, in bytes or as in "5GB".
         tags: for the card, beside those of this library.
+        commit: `commit_message`, `commit_description`, `revision` (a branch, made if it is not there) and `create_pr`,
+            as for `HfApi.create_commit`.
 
     Returns:
         The commit; it is the only one, so that the repository never holds half a model.
@@ -210,9 +196,9 @@ def push_model(
     card = card or model_card(model, repo_id, reports=reports)
     card.data["tags"] = list(dict.fromkeys([*(card.data.get("tags") or []), *(tags or [])]))
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder, max_shard_size=max_shard_size or "50GB")
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
         card.save(Path(folder, CARD))
-        return push_folder(folder, repo_id, token, revision, create_pr, commit_message, commit_description)
+        return push_folder(Path(folder), repo_id, token, **commit)
 
 
 def _plain(text: str) -> str:
