@@ -14,24 +14,7 @@ from .frozen import old_dims_train, under_peft
 from .plan import GrowthConfig, check_budget
 
 
-def inside_peft(model: Any) -> nn.Module:
-    """The transformers model inside a peft model; any other model as it is.
-
-    Raises:
-        ValueError: peft adds prompts, without which the loss would be another one.
-    """
-    if not hasattr(model, "get_base_model"):
-        return model
-    for name, config in model.peft_config.items():
-        if config.is_prompt_learning or config.is_adaption_prompt:
-            raise ValueError(
-                f"The adapter {name!r} ({type(config).__name__}) adds prompts, which growth cannot see. Grow the model "
-                "before get_peft_model, or use LoRA."
-            )
-    return model.get_base_model()
-
-
-def growable_model(model: nn.Module) -> GrowableModelMixin:
+def growable_model(model: Any) -> GrowableModelMixin:
     """The patched model inside DistributedDataParallel, DataParallel, torch.compile and peft's wrappers.
 
     Raises:
@@ -39,12 +22,17 @@ def growable_model(model: nn.Module) -> GrowableModelMixin:
     """
     while not isinstance(model, GrowableModelMixin):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inner, nn.Module) and hasattr(model, "get_base_model"):
+            for name, config in model.peft_config.items():
+                if config.is_prompt_learning or config.is_adaption_prompt:
+                    raise ValueError(
+                        f"The adapter {name!r} ({type(config).__name__}) adds prompts, which growth cannot see. Grow "
+                        "the model before get_peft_model, or use LoRA."
+                    )
+            inner = model.get_base_model()
         if not isinstance(inner, nn.Module):
-            model = inside_peft(model)
-            break
+            raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
         model = inner
-    if not isinstance(model, GrowableModelMixin):
-        raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
     if any(attention.extension is not None for attention in attentions(model)):
         raise ValueError(
             "The model carries adapters of GrowAttnConfig, which growth would not see. Call merge_and_unload() first, "
@@ -68,13 +56,11 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
     if torch.is_inference_mode_enabled():
         raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
     trainable_parameters(model, chosen, config.chosen_kinds)
+    rewriting = ["update_existing=True"] if config.update_existing else []
+    rewriting += ['method="refactor"'] if config.method == "refactor" else []
     for attention in chosen:
-        for setting, rewrites in (
-            ("update_existing=True", config.update_existing),
-            ('method="refactor"', config.method == "refactor"),
-        ):
-            if rewrites:
-                check_rewritable(attention, config.chosen_kinds, setting)
+        for setting in rewriting:
+            check_rewritable(attention, config.chosen_kinds, setting)
         way = "rotates" if attention.rotate is not None else "normalises" if attention.normalises else None
         if config.method == "refactor" and way and PATTERNS in config.chosen_kinds:
             raise ValueError(
@@ -123,43 +109,31 @@ def trainable_parameters(
             for module, part, _ in (entry for role in kind.roles for entry in attention.parameters_along(role)):
                 parameter = getattr(module, part)
                 name = f"{names[parameter]} of layer {attention.layer_idx}"
-                _check(name, parameter, adapted or frozen or not peft)
+                if parameter.is_meta:
+                    raise ValueError(f"{name} is on the meta device: load the weights onto a real device first.")
+                if parameter.is_inference():
+                    raise ValueError(f"{name} was made under torch.inference_mode(): load the model outside of it.")
                 if parameter.requires_grad:
                     trainable[name] = parameter
+                elif peft and not (adapted or frozen):
+                    raise ValueError(
+                        f"{name} is frozen, and under peft new dims would be, too: call requires_grad_(True) on it "
+                        "first, or let LoRA target it."
+                    )
     return trainable
 
 
-def check_rewritable(attention: GrowableAttention, kinds: list[Kind], setting: str) -> None:
-    """Raise a ValueError if a setting that rewrites old weights meets frozen ones, or adapters trained for them."""
-    check_no_adapters(attention, kinds, setting)
+def check_rewritable(attention: GrowableAttention, kinds: list[Kind], setting: str, frozen: bool = False) -> None:
+    """Raise a ValueError if what rewrites old weights meets adapters, or frozen weights where that is not allowed."""
     for role in (role for kind in kinds for role in kind.roles):
-        if not old_dims_train(attention, (role,)):
-            raise ValueError(
-                f"{setting} rewrites existing weights, and {getattr(attention.architecture, role)} of layer "
-                f"{attention.layer_idx} is frozen. Call requires_grad_(True) on it first, or do without {setting}: "
-                "new dims beside frozen ones train alone."
-            )
-
-
-def check_no_adapters(attention: GrowableAttention, kinds: list[Kind], setting: str) -> None:
-    """Raise a ValueError if a setting that rewrites old weights meets adapters, which were trained for those."""
-    for role in (role for kind in kinds for role in kind.roles):
+        start = f"{setting} rewrites existing weights, and {attention.name_of(role)}"
         if is_adapted(attention.projection_of(role)):
             raise ValueError(
-                f"{setting} rewrites existing weights, and {getattr(attention.architecture, role)} of layer "
-                f"{attention.layer_idx} carries adapters that were trained for them. Call merge_and_unload() first, or "
-                f"do without {setting}."
+                f"{start} carries adapters that were trained for them. Call merge_and_unload() first, or do without "
+                f"{setting}."
             )
-
-
-def _check(name: str, parameter: nn.Parameter, may_be_frozen: bool) -> None:
-    """Raise a ValueError that names the fix if a parameter cannot be grown and trained."""
-    if parameter.is_meta:
-        raise ValueError(f"{name} is on the meta device: load the weights onto a real device before growing.")
-    if parameter.is_inference():
-        raise ValueError(f"{name} was made under torch.inference_mode(): load the model outside of it.")
-    if not parameter.requires_grad and not may_be_frozen:
-        raise ValueError(
-            f"{name} is frozen, and under peft new dims would be, too: call requires_grad_(True) on it first, or let "
-            "LoRA target it."
-        )
+        if not frozen and not old_dims_train(attention, (role,)):
+            raise ValueError(
+                f"{start} is frozen. Call requires_grad_(True) on it first, or do without {setting}: new dims beside "
+                "frozen ones train alone."
+            )

@@ -164,14 +164,19 @@ def _fault(key: str, value, parameter: nn.Parameter) -> str | None:
 
 
 def _fits(key: str, value, parameter: nn.Parameter) -> bool:
-    """Whether an entry of a state is a single number, not a tensor, or as large as the parameter asks for."""
+    """Whether an entry of a state is a single number, not a tensor, or lies beside the parameter."""
     if not torch.is_tensor(value):
         return not _has_tensors(value)
-    shapes = [parameter.shape]
-    if key in _AVERAGED_AXIS and parameter.dim() > 1:
-        mean = parameter.detach().narrow(_AVERAGED_AXIS[key], 0, 1)
-        shapes = [mean.shape, mean.squeeze(_AVERAGED_AXIS[key]).shape]
-    return value.numel() <= 1 or value.shape in shapes
+    return value.numel() <= 1 or _beside(key, value, parameter) is not None
+
+
+def _beside(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor | None:
+    """A state with the axes of its parameter, of size 1 where it is a mean; None if it does not lie beside it."""
+    shape, axis = list(parameter.shape), _AVERAGED_AXIS.get(key)
+    if axis is not None and len(shape) > 1:
+        shape[axis] = 1
+        value = value.unsqueeze(axis) if value.dim() < len(shape) else value
+    return value if list(value.shape) == shape else None
 
 
 def _has_tensors(value) -> bool:
@@ -184,21 +189,16 @@ def _has_tensors(value) -> bool:
 
 def _carried(state: dict, resize: Resize) -> dict:
     """Spread every state tensor that follows the resized axis over the new size; other entries stay."""
-    return {key: _spread(key, value, resize) if _follows(key, value, resize) else value for key, value in state.items()}
-
-
-def _follows(key: str, value, resize: Resize) -> bool:
-    if not torch.is_tensor(value) or value.dim() == 0:
-        return False
-    if key in _AVERAGED_AXIS:
-        return resize.axis != resize.old.dim() + _AVERAGED_AXIS[key]
-    return value.shape == resize.old.shape
+    carried = dict(state)
+    for key, value in state.items():
+        old = _beside(key, value, resize.old) if torch.is_tensor(value) and value.numel() > 1 else None
+        if old is not None and old.shape[resize.axis] == resize.old.shape[resize.axis]:
+            new = _spread(key, old, resize)
+            carried[key] = new if value.dim() == new.dim() else new.squeeze(_AVERAGED_AXIS[key])
+    return carried
 
 
 def _spread(key: str, old: Tensor, resize: Resize) -> Tensor:
-    if old.dim() < resize.old.dim():  # a factored state without the axis that it is a mean over
-        axis = _AVERAGED_AXIS[key]
-        return _spread(key, old.unsqueeze(axis), resize).squeeze(axis)
     shape = list(old.shape)
     shape[resize.axis] = resize.new.shape[resize.axis]
     new = old.new_zeros(shape)

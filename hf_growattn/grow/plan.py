@@ -60,17 +60,11 @@ class GrowthConfig:
     seed: int = 0
 
     def __post_init__(self):
-        least = {
-            "qk_dims": 0,
-            "v_dims": 0,
-            "multiple_of": 1,
-            "oversampling": 0,
-            "max_qk_head_dim": 1,
-            "max_v_head_dim": 1,
-        }
-        for name, smallest in least.items():
+        least = {"qk_dims": 0, "v_dims": 0, "oversampling": 0, "multiple_of": 1}
+        limits = {name: 1 for name in ("max_qk_head_dim", "max_v_head_dim") if getattr(self, name) is not None}
+        for name, smallest in (least | limits).items():
             value = getattr(self, name)
-            if not (name.startswith("max") and value is None) and (type(value) is not int or value < smallest):
+            if type(value) is not int or value < smallest:
                 raise ValueError(f"{name} must be a whole number, at least {smallest}; got {value!r}.")
         if self.budget is None and not self.qk_dims and not self.v_dims:
             raise ValueError("Nothing to grow: give qk_dims, v_dims or both, at least 1, or a budget such as 0.01.")

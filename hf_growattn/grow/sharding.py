@@ -1,6 +1,7 @@
 """Refuse what is sharded: growth needs every weight and its optimizer state whole, in one process."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import chain
 
 from torch import nn
 
@@ -18,12 +19,18 @@ _DISTRIBUTED_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None) -> None:
-    """Make sure that neither the model nor its optimizers are sharded over processes.
+    """Make sure that neither the model nor its bare optimizers are sharded over processes.
 
     Raises:
         ValueError: they are, by FSDP, tensor parallelism, DeepSpeed, Megatron or ZeroRedundancyOptimizer.
     """
-    for found in _shardings(model, optimizers, accelerator):
+    kind = str(getattr(getattr(accelerator, "distributed_type", None), "value", None))
+    found = f"accelerator.distributed_type is {kind}" if kind in _DISTRIBUTED_TYPES else None
+    parts = chain(model.named_modules(), model.named_parameters()) if isinstance(model, nn.Module) else ()
+    for name, part in chain(((f"the optimizer, {type(o).__name__},", o) for o in optimizers), parts):
+        how = _sharding_of(part)
+        found = found or (how and f"{name or 'the model'} is {how}")
+    if found:
         raise ValueError(
             f"Growth needs every weight and its optimizer state whole, and {found}. Save the full model and the full "
             "optimizer state, grow them in one process, un-sharded, and load the grown checkpoint into the sharded "
@@ -31,31 +38,13 @@ def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None) -> 
         )
 
 
-def _shardings(model, optimizers, accelerator) -> Iterator[str]:
-    """Say what is sharded, one clause for each thing found."""
-    kind = str(getattr(getattr(accelerator, "distributed_type", None), "value", None))
-    if kind in _DISTRIBUTED_TYPES:
-        yield f"accelerator.distributed_type is {kind}"
-    for optimizer in optimizers:
-        for inner in (optimizer, getattr(optimizer, "optimizer", None)):  # accelerate's wrapper holds another
-            for what in _known_as(inner):
-                yield f"the optimizer, {type(inner).__name__}, is {what}"
-    if not isinstance(model, nn.Module):
-        return
-    for name, module in model.named_modules():
-        for what in _known_as(module):
-            yield f"{name or 'the model'} is {what}"
-    for name, parameter in model.named_parameters():
-        marks = [what for mark, what in _MARKS.items() if hasattr(parameter, mark)]
-        for what in [*marks, *_known_as(parameter)]:
-            yield f"{name} is {what}"
-
-
-def _known_as(thing) -> list[str]:
-    """What the classes of an object, its parents among them, are known as in the table."""
-    classes = [(f"{cls.__module__}.", cls.__name__) for cls in type(thing).__mro__]
-    return [
-        what
-        for (package, name), what in _CLASSES.items()
-        if any(module.startswith(f"{package}.") and name in ("", own) for module, own in classes)
-    ]
+def _sharding_of(part) -> str | None:
+    """What shards a module, a parameter or an optimizer, by its marks and its classes; None if nothing does."""
+    known = [what for mark, what in _MARKS.items() if hasattr(part, mark)]
+    for cls in type(part).__mro__:
+        known += [
+            what
+            for (package, name), what in _CLASSES.items()
+            if f"{cls.__module__}.".startswith(f"{package}.") and name in ("", cls.__name__)
+        ]
+    return next(iter(known), None)

@@ -19,7 +19,7 @@ from ..measure.kinds import KINDS, Kind
 from ..measure.passes import autocast_in_the_model_only, mean_loss, undisturbed
 from ..report.report import LayerTrim, TrimReport
 from .batches import as_dicts
-from .checks import check_no_adapters, growable_model, trainable_parameters
+from .checks import check_rewritable, growable_model, trainable_parameters
 from .growth import settle
 from .optimizer import bare_optimizers, check_optimizers, swap_parameters
 from .plan import parameters_of_a_dim
@@ -233,7 +233,7 @@ def _new_dims(model: nn.Module, optimizers: list) -> list[NewDims]:
     ]
     trained = {}
     for attention, kind in grown:
-        check_no_adapters(attention, [kind], "trim_model")
+        check_rewritable(attention, [kind], "trim_model", frozen=True)
         trained |= trainable_parameters(model, [attention], [kind], frozen=True)
     check_optimizers(optimizers, trained)
     return [NewDims.of(attention, kind) for attention, kind in grown]

@@ -100,7 +100,7 @@ class Widths(GrownAttention):
         """Raise a ValueError that names the fix if a role's weight does not hold the numbers that it computes with."""
         problem = obscured(self.projection_of(role))
         if problem is not None:
-            raise ValueError(f"{self._name_of(role)} is {problem}")
+            raise ValueError(f"{self.name_of(role)} is {problem}")
 
     def weight_of(self, role: str) -> Tensor:
         """A view on a role's live weight, (heads, width, hidden_size); for "output" that is `W_O` itself per head.
@@ -243,10 +243,11 @@ class Widths(GrownAttention):
         """
         problem = hindrance(self.projection_of(role))
         if problem is not None:
-            raise ValueError(f"{self._name_of(role)} is {problem}")
+            raise ValueError(f"{self.name_of(role)} is {problem}")
         return parameters_along(self.projection_of(role), outputs=role != "output")
 
-    def _name_of(self, role: str) -> str:
+    def name_of(self, role: str) -> str:
+        """What to call a role's projection in a message."""
         return f"{getattr(self.architecture, role)} of layer {self.layer_idx}"
 
     def _axis(self, role: str) -> int:
