@@ -48,12 +48,13 @@ def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
             )
 
 
-def halves_of(batches: list[dict]) -> tuple[list[dict], list[dict]]:
-    """Split the batches in two, every other one; a single batch is split by its rows, if it has several."""
+def halves_of(batches: list, whole: bool = False) -> tuple[list, list]:
+    """Split the batches in two, every other one; a single batch, unless `whole`, by its rows, if it has several."""
     if len(batches) != 1:
         return batches[0::2], batches[1::2]
-    batch = batches[0]
-    rows = max((len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()), default=0)
+    batch, rows = batches[0], 0
+    if not whole:
+        rows = max((len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()), default=0)
     if rows < 2:
         return (batches, []) if ranks.rank() % 2 == 0 else ([], batches)
 

@@ -1,9 +1,12 @@
 """What must hold before a model grows: which layers and parameters it resizes, and whether training can go on."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..growable.adapters import is_adapted
@@ -14,31 +17,71 @@ from .frozen import old_dims_train, under_peft
 from .plan import GrowthConfig, check_budget
 
 
+def unwrapped(model: Any) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile."""
+    while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
 def growable_model(model: Any) -> GrowableModelMixin:
-    """The patched model inside DistributedDataParallel, DataParallel, torch.compile and peft's wrappers.
+    """The patched model that a module holds, or is: inside peft, sentence-transformers or whatever wraps it.
 
     Raises:
-        ValueError: there is none, or peft adds prompts or new dims of its own.
+        ValueError: there is none, or more than one; or peft adds prompts or new dims of its own.
     """
-    while not isinstance(model, GrowableModelMixin):
-        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-        if not isinstance(inner, nn.Module) and hasattr(model, "get_base_model"):
-            for name, config in model.peft_config.items():
-                if config.is_prompt_learning or config.is_adaption_prompt:
-                    raise ValueError(
-                        f"The adapter {name!r} ({type(config).__name__}) adds prompts, which growth cannot see. Grow "
-                        "the model before get_peft_model, or use LoRA."
-                    )
-            inner = model.get_base_model()
-        if not isinstance(inner, nn.Module):
-            raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
-        model = inner
-    if any(attention.extension is not None for attention in attentions(model)):
+    outer = unwrapped(model)
+    inside: list[Any] = [*outer.modules()] if isinstance(outer, nn.Module) else []
+    for name, config in (entry for module in inside for entry in getattr(module, "peft_config", {}).items()):
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise ValueError(
+                f"The adapter {name!r} ({type(config).__name__}) adds prompts, which growth cannot see. Grow the model "
+                "before get_peft_model, or use LoRA."
+            )
+    found = [module for module in inside if isinstance(module, GrowableModelMixin)]
+    if not found:
+        raise ValueError(f"{type(outer).__name__} is not growable yet: call patch_model(model) first.")
+    parts = set(found[0].modules())
+    if apart := [module for module in found if module not in parts]:
+        raise ValueError(
+            f"{type(outer).__name__} holds several models that could grow, a {type(found[0]).__name__} and a "
+            f"{type(apart[0]).__name__}. Pass the one that shall grow, and the loss as a function of that."
+        )
+    if any(attention.extension is not None for attention in attentions(found[0])):
         raise ValueError(
             "The model carries adapters of GrowAttnConfig, which growth would not see. Call merge_and_unload() first, "
             "or start an adapter where growth would: initialize_growattn_weights(peft_model, batches)."
         )
-    return model
+    return found[0]
+
+
+@contextlib.contextmanager
+def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
+    """Refuse a loss that takes the model itself, with other adapters or none, for a reference: that would grow, too.
+
+    Raises:
+        ValueError: from inside such a loss.
+    """
+    adapted = [module for module in model.modules() if is_adapted(module)]
+
+    def active(module: Any) -> tuple:
+        return module.disable_adapters, *module.active_adapters
+
+    before = [active(module) for module in adapted]
+
+    def check(*_) -> None:
+        if [active(module) for module in adapted] != before:
+            raise ValueError(
+                "The loss compares the model with itself under other adapters or none, and growth would change both: "
+                "new dims go into the base. Compute the reference before (in TRL precompute_ref_log_probs=True), or "
+                "give it a model of its own."
+            )
+
+    handle = attentions(model)[0].register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[GrowableAttention]:

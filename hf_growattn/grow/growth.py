@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -25,12 +26,12 @@ from ..measure.gradients import (
     sketched_gradients,
     tangent_steps,
 )
-from ..measure.passes import autocast_in_the_model_only, mean_loss, undisturbed
+from ..measure.passes import mean_loss, measured_by, undisturbed
 from ..report.report import GrowthReport, LayerGrowth
 from .batches import as_dicts, halves_of
-from .checks import growable_model, layers_to_grow, trainable_parameters
+from .checks import adapters_stay, growable_model, layers_to_grow, trainable_parameters, unwrapped
 from .frozen import old_dims_train, train_grown, train_marked
-from .optimizer import admit, bare_optimizers, check_optimizers, follow_gradients, follow_resized, swap_parameters
+from .optimizer import admit, bare_optimizers, check_optimizers, follow_gradients, follow_resized, held, swap_parameters
 from .plan import GrowthConfig, candidates, check_limits, spend
 from .provenance import leave_checkpoint
 from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
@@ -50,12 +51,12 @@ class _Run:
 
     model: PreTrainedModel
     chosen: list[GrowableAttention]
-    halves: tuple[list[dict], list[dict]]
+    halves: tuple[list, list]
     bar: tqdm
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
-    def batches(self) -> list[dict]:
+    def batches(self) -> list:
         return self.halves[0] + self.halves[1]
 
     @contextlib.contextmanager
@@ -65,7 +66,7 @@ class _Run:
         self.seconds[phase] = time.perf_counter() - start
 
     @property
-    def few(self) -> list[list[dict]]:
+    def few(self) -> list[list]:
         """A few of the batches of either half, from all over them."""
         return [half[:: max(-(-2 * len(half) // _SEARCH_BATCHES), 1)] for half in self.halves]
 
@@ -108,11 +109,13 @@ class Grower:
 
     Args:
         model: a model that `patch_model` has seen, or one loaded from a grown checkpoint; also a peft model of one
-            with LoRA, whose adapters grow along.
+            with LoRA, whose adapters grow along, or any other module with one such model in it.
         config: what to grow.
         optimizer: the optimizer of the running training, if there is one, or a list of all of them: they keep their
             groups, order and state.
         accelerator: the `accelerate.Accelerator` of the training, if there is one.
+        loss: what to lower, a function of `model` (without DistributedDataParallel) in evaluation mode and a batch of
+            any form, which gives a tensor of one number, the batch's mean; by default what the model returns as loss.
 
     Where torch.distributed runs, all ranks grow together, each on batches of its own: statistics and losses are summed
     over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
@@ -124,10 +127,10 @@ class Grower:
             narrow as the config's limits.
     """
 
-    def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, accelerator=None):
+    def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, accelerator=None, loss=None):
         self.optimizers = bare_optimizers(optimizer)
         refuse_sharded(model, self.optimizers, accelerator)
-        self.model, self.wrapped = growable_model(model), model
+        self.model, self.wrapped, self.loss = growable_model(model), model, loss
         check_limits(config, attentions(self.model))
         self.config = config
         for attention in attentions(self.model):
@@ -155,8 +158,9 @@ class Grower:
 
         Args:
             batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids` (batch, tokens), which are
-                their own labels. They are read once, and kept for the passes over them. Each half of them judges what
-                the other found, so there must be two sequences at least; a few dozen batches are better.
+                their own labels; with `loss=`, what that takes. They are read once, and kept for the passes over them.
+                Each half of them judges what the other found, so there must be two sequences at least, or two batches
+                with `loss=`; a few dozen batches are better.
             keep: False takes all of it back, as `measure`; a function gets the new dims instead, as by `hand_over`.
 
         Returns:
@@ -203,20 +207,29 @@ class Grower:
         with ranks.together():
             chosen = layers_to_grow(self.model, self.config)
             check_optimizers(self.optimizers, trainable_parameters(self.model, chosen, kinds))
-            halves = halves_of(as_dicts(batches, self.model))
+            read = as_dicts(batches, self.model) if self.loss is None else [*batches]
+            halves = halves_of(read, whole=self.loss is not None)
         if not all(ranks.total(*map(len, halves))):
             raise ValueError(
-                "There are too few batches to grow on: a growth needs two sequences at least, so that one can judge "
-                "what the other found. Pass a few dozen of your training batches."
+                "There are too few batches to grow on: a growth needs two sequences at least, two batches with loss=, "
+                "so that one can judge what the other found. Pass a few dozen of your training batches."
             )
         hidden = True if ranks.rank() > 0 else None
         with (
-            autocast_in_the_model_only(self.model),
+            adapters_stay(self.model),
+            measured_by(self.model, self.loss and partial(self.loss, unwrapped(self.wrapped))),
             tqdm(desc="growth: measuring", disable=hidden, leave=False) as bar,
         ):
             run = _Run(self.model, chosen, halves, bar)
             bar.total = self._length(run)
             yield run
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """All around the model included: what wraps it, and what its optimizers train beside it."""
+        trained = [parameter for bare in self.optimizers for parameter in held(bare)]
+        with ranks.unsynchronized(self.wrapped), undisturbed(unwrapped(self.wrapped), trained):
+            yield
 
     def _most_dims(self, chosen: list[GrowableAttention]) -> int:
         """How many dims to look for, in every layer alike."""
@@ -237,7 +250,7 @@ class Grower:
         """Measure the mean loss, and every block's best directions; nothing has changed then."""
         config = self.config
         trains = [old_dims_train(layer, kind.roles) for layer in run.chosen for kind in config.chosen_kinds]
-        with undisturbed(self.model):
+        with self._undisturbed():
             with run.timed("moments"):
                 # In the order they were given in: what is wrong with a batch is said here, by its number.
                 given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
@@ -257,8 +270,8 @@ class Grower:
         """Decide what to do to each block: all that the config admits, or what a budget buys of it."""
         changes = candidates(self.config, measured.gradients)
         if self.config.budget is not None:
-            with run.timed("pricing"):
-                prices, measured.search = prices_of(self.model, changes, run.loss_of_a_few)
+            with run.timed("pricing"), self._undisturbed():
+                prices, measured.search = prices_of(changes, run.loss_of_a_few)
             changes = spend(self.config, changes, prices, self.model.num_parameters())
         changes = [_as_first_rank(change) for change in changes]
         for change, step in zip(changes, measured.existing):
@@ -272,7 +285,7 @@ class Grower:
             trial = Trial([change for change in changes if change.dims or change.existing])
         with self._undone_on_failure(trial):
             search = StepSearch(trial, run.loss_of_a_few, measured.search)
-            with run.timed("line search"), undisturbed(self.model):
+            with run.timed("line search"), self._undisturbed():
                 steps, loss = self.steps(search, run.batches, measured.loss, run.forward)
         tried = (measured.search or search).tried
         return _Found(changes, trial, steps, loss, tried)
@@ -315,7 +328,7 @@ class Grower:
         resizes = trial.keep()
         followed = follow_gradients(self.optimizers)
         steep = [resize for resize in resizes if resize.old in followed]
-        with undisturbed(self.model):
+        with self._undisturbed():
             measure_steepness(self.model, steep, run.batches, run.there_and_back)
         self.model.sync_config()
         swap_parameters(self.optimizers, resizes)
@@ -324,7 +337,7 @@ class Grower:
         leave_checkpoint(self.model)
 
     def steps(
-        self, search: StepSearch, batches: list[dict], loss_before: float, tick: Callable[[], None]
+        self, search: StepSearch, batches: list, loss_before: float, tick: Callable[[], None]
     ) -> tuple[list[float], float]:
         """Find steps on a few batches and write the part that lowers the loss of all batches; zeros if none does."""
         nothing = [0.0] * len(search.trial.changes), loss_before
@@ -337,9 +350,7 @@ class Grower:
                 return smaller, loss_after
         return nothing
 
-    def directions(
-        self, blocks: list[Block], halves: tuple[list[dict], list[dict]], tick: Callable[[], None]
-    ) -> list[Gradient]:
+    def directions(self, blocks: list[Block], halves: tuple[list, list], tick: Callable[[], None]) -> list[Gradient]:
         """Find every block's best directions; a subclass may find others."""
         config, dims = self.config, self._most_dims([block.attention for block in blocks])
         if self._sketches(dims):

@@ -38,8 +38,8 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], parameters: dict[s
         ValueError: none of the optimizers holds one of the parameters, or one keeps a state, for whatever parameter,
             that does not lie weight by weight beside it or cannot be indexed: flat, quantized or sharded.
     """
-    held = {id(parameter) for optimizer in optimizers for parameter in _held(optimizer)}
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in held]
+    known = {id(parameter) for optimizer in optimizers for parameter in held(optimizer)}
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in known]
     if optimizers and missing:
         raise ValueError(
             f"The optimizer does not hold {len(missing)} of the parameters to grow, such as {missing[0]}. Build it "
@@ -48,7 +48,7 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], parameters: dict[s
         )
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
-        for parameter in _held(optimizer):
+        for parameter in held(optimizer):
             name = names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
             for key, value in optimizer.state.get(parameter, {}).items():
                 fault = _fault(key, value, parameter)
@@ -111,7 +111,7 @@ def follow_resized(optimizers: list[torch.optim.Optimizer]) -> bool:
     """
     changed = False
     for optimizer in optimizers:
-        new_of = {p: _live(p) for p in _held(optimizer) if hasattr(p, "_grown_into")}
+        new_of = {p: _live(p) for p in held(optimizer) if hasattr(p, "_grown_into")}
         states = {
             new: optimizer.state[old]
             for old, new in new_of.items()
@@ -122,7 +122,8 @@ def follow_resized(optimizers: list[torch.optim.Optimizer]) -> bool:
     return changed
 
 
-def _held(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
+def held(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
+    """All parameters of an optimizer."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 

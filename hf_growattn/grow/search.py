@@ -3,10 +3,7 @@
 import math
 from collections.abc import Callable
 
-from torch import nn
-
 from ..measure.kinds import Kind
-from ..measure.passes import undisturbed
 from .plan import worth_of
 from .trial import Change, Trial
 
@@ -154,21 +151,19 @@ class StepSearch:
         return total if math.isfinite(total) else math.inf
 
 
-def prices_of(
-    model: nn.Module, changes: list[Change], measure: Callable[[int], float]
-) -> tuple[list[float], StepSearch]:
+def prices_of(changes: list[Change], measure: Callable[[int], float]) -> tuple[list[float], StepSearch]:
     """Return what a unit of worth buys in each change's kind, and the search that found it.
 
     All candidates are tried together for a moment. What they gain is divided between the kinds by the Shapley value,
-    the mean of what a kind adds first and what it adds last, and then among directions by their worth.
+    the mean of what a kind adds first and what it adds last, and then among directions by their worth. Call inside
+    `undisturbed`.
     """
     kept = [change for change in changes if change.dims]
     trial = Trial(kept)
     try:
-        with undisturbed(model):
-            search = StepSearch(trial, measure)
-            _, after = search.run(spare=_AFTER_PRICING)
-            gains = {kind: search.gain_alone(kind) for kind in search.promises}
+        search = StepSearch(trial, measure)
+        _, after = search.run(spare=_AFTER_PRICING)
+        gains = {kind: search.gain_alone(kind) for kind in search.promises}
     finally:
         trial.undo()
     if len(gains) == 2:

@@ -16,7 +16,7 @@ from ..measure import functional as F
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
 from ..measure.kinds import KINDS, Kind
-from ..measure.passes import autocast_in_the_model_only, mean_loss, undisturbed
+from ..measure.passes import mean_loss, measured_by, undisturbed
 from ..report.report import LayerTrim, TrimReport
 from .batches import as_dicts
 from .checks import check_rewritable, growable_model, trainable_parameters
@@ -80,7 +80,7 @@ def trim_model(
     keep, before, after = {new: new.live for new in found}, None, None
     if batches is not None:
         with (
-            autocast_in_the_model_only(model),
+            measured_by(model),
             undisturbed(model),
             tqdm(desc="trimming", total=0, disable=True if ranks.rank() > 0 else None, leave=False) as bar,
         ):

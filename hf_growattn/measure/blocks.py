@@ -1,5 +1,6 @@
 """The unit of growth: one kind of bottleneck of one layer, and the metric in which its steps are measured."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ def measure_moments(
     model: PreTrainedModel,
     attentions: list[GrowableAttention],
     kinds: list[Kind],
-    batches: list[dict],
+    batches: list,
     ridge: float,
     tick: Callable[[], object] = lambda: None,
 ) -> tuple[list[Block], float]:
@@ -82,7 +83,8 @@ def measure_moments(
     of the attention's output, so that a step changes logits by so many nats and outputs by such a share. Call inside
     `undisturbed`.
 
-    A batch's two-dimensional "attention_mask" tells padding; `ridge` is the fraction of the mean eigenvalue to add.
+    The two-dimensional "attention_mask" that the model is run with tells padding; `ridge` is the fraction of the mean
+    eigenvalue to add.
 
     Returns:
         One block for each layer and kind, in this order, and the mean loss of the batches.
@@ -97,6 +99,11 @@ def measure_moments(
         outputs[attention] = sums[attention].new_zeros(())
     mask: Tensor | None = None
 
+    def note_mask(module, args, kwargs):  # a loss may run the model several times, with another one each time
+        nonlocal mask
+        told = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+        mask = told.get("attention_mask")
+
     def add(module, args, kwargs, output):
         inputs = args[0] if args else kwargs["hidden_states"]
         inputs, attended = (x.detach().to(sums[module].dtype) for x in (inputs, output[0]))
@@ -105,11 +112,13 @@ def measure_moments(
             outputs[module] += F.square_sum(attended, mask)
 
     hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
+    for module in model.modules():  # some heads call a part of their base model
+        if isinstance(module, PreTrainedModel):
+            hooks.append(module.register_forward_pre_hook(note_mask, with_kwargs=True))
     loss = 0.0
     try:
         with torch.no_grad(), together():
             for index, batch in enumerate(batches):
-                mask = batch.get("attention_mask")
                 loss += batch_loss(model, batch, index).item()
                 tick()
     finally:

@@ -1,7 +1,9 @@
 """Passes over batches on a model that is only looked at: what is left behind is what the caller reads."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +13,19 @@ from ..growable.attention import GrowableAttention
 from .extension import set_extension
 from .ranks import together, total
 
+_LOSSES: dict[nn.Module, Callable[[Any, int], Tensor]] = {}  # of a batch and its number, while `measured_by` has them
+
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterator[None]:
     """Run passes whose only trace is what the caller reads: frozen parameters, no dropout, forked random state.
 
     On leaving, also by an exception, training modes, `requires_grad` flags, gradients, extensions and the random state
-    are as they were.
+    are as they were. `others` are parameters outside the model that its loss may train: they are frozen, too.
     """
     training = [(module, module.training) for module in model.modules()]
-    parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
+    every = dict.fromkeys((*model.parameters(), *others))
+    parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in every]
     extensions = [(m, m.extension) for m in model.modules() if isinstance(m, GrowableAttention)]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     # Probes would recompile a compiled model for a few passes; what attention itself compiles goes on being compiled.
@@ -30,8 +35,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for module, _ in compiled:
                 module._compiled_call_impl = None
             model.eval()
-            model.requires_grad_(False)
-            model.zero_grad(set_to_none=True)  # the user's gradients come back on leaving
+            for parameter in every:
+                parameter.requires_grad_(False)
+                parameter.grad = None  # the user's gradients come back on leaving
             yield
         finally:
             for module, call in compiled:
@@ -46,28 +52,26 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def autocast_in_the_model_only(model: nn.Module) -> Iterator[None]:
-    """Switch the caller's autocast off for all but the model's own forward: solving wants the statistics' precision."""
+def measured_by(model: PreTrainedModel, loss: Callable[[Any], Tensor] | None = None) -> Iterator[None]:
+    """Let passes over a model take this loss of a batch, by default its own, in the caller's autocast.
+
+    All else runs without autocast: solving wants the statistics' precision.
+    """
     kind = next(model.parameters()).device.type
-    if not torch.is_autocast_enabled(kind):
-        yield
-        return
-    own = vars(model).get("forward")
-    with torch.autocast(kind, enabled=False):
-        model.forward = torch.autocast(kind, torch.get_autocast_dtype(kind))(model.forward)
-        try:
+    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+    _LOSSES[model] = autocast(partial(_given_loss, loss) if loss else partial(_own_loss, model))
+    try:
+        with torch.autocast(kind, enabled=False):
             yield
-        finally:
-            del model.forward
-            if own is not None:
-                model.forward = own
+    finally:
+        del _LOSSES[model]
 
 
-def batch_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> Tensor:
+def batch_loss(model: PreTrainedModel, batch: Any, index: int) -> Tensor:
     """Return the loss of one batch, a scalar.
 
     Raises:
-        ValueError: the model returns no loss, or one that is NaN or infinite; the message names the batch and a fix.
+        ValueError: there is no loss, or one that is NaN or infinite; the message names the batch and a fix.
     """
     loss = _loss(model, batch, index)
     if not torch.isfinite(loss):
@@ -78,7 +82,7 @@ def batch_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> 
     return loss
 
 
-def mean_loss(model: PreTrainedModel, batches: list[dict], tick: Callable[[], object] = lambda: None) -> float:
+def mean_loss(model: PreTrainedModel, batches: list, tick: Callable[[], object] = lambda: None) -> float:
     """Return the mean of the batches' losses over all ranks, finite or not. Call inside `undisturbed`."""
     loss = 0.0
     with torch.no_grad(), together():
@@ -89,7 +93,19 @@ def mean_loss(model: PreTrainedModel, batches: list[dict], tick: Callable[[], ob
     return loss / count
 
 
-def _loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> Tensor:
+def _loss(model: PreTrainedModel, batch: Any, index: int) -> Tensor:
+    return _LOSSES[model](batch, index) if model in _LOSSES else _own_loss(model, batch, index)
+
+
+def _given_loss(loss: Callable[[Any], Tensor], batch: Any, index: int) -> Tensor:
+    value = loss(batch)
+    if not torch.is_tensor(value) or value.numel() != 1:
+        found = f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else repr(value)
+        raise ValueError(f"A loss must be a tensor of one number, and that of batch {index} is {found}.")
+    return value
+
+
+def _own_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> Tensor:
     device = next(model.get_input_embeddings().parameters()).device
     given = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
     outputs = model(**{"use_cache": False, **given})
@@ -97,12 +113,13 @@ def _loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> Tenso
     if loss is None:
         raise ValueError(
             f"{type(model).__name__} returns no loss for batch {index} with the keys {sorted(batch)}. Growth needs a "
-            'model with a head, and the targets in every batch: for a causal LM "labels", a copy of "input_ids".'
+            'model with a head, and the targets in every batch: for a causal LM "labels", a copy of "input_ids"; or '
+            "your own loss=."
         )
     return loss
 
 
-def backward(model: PreTrainedModel, batches: list[dict], tick: Callable[[], object] = lambda: None) -> None:
+def backward(model: PreTrainedModel, batches: list, tick: Callable[[], object] = lambda: None) -> None:
     """Sum the gradients of this rank's batches into whatever asks for them: the installed probes.
 
     The loss is scaled up by a power of two for the way back, as fp16 needs it and as other types do not notice. Call
@@ -118,7 +135,10 @@ def backward(model: PreTrainedModel, batches: list[dict], tick: Callable[[], obj
             parameter.grad = None
         with torch.enable_grad(), _recomputing(model), together():
             for index, batch in enumerate(batches):
-                (batch_loss(model, batch, index) * scale).backward()
+                loss = batch_loss(model, batch, index)
+                if not loss.requires_grad:
+                    raise ValueError(f"The loss of batch {index} has no gradient: compute it outside torch.no_grad().")
+                (loss * scale).backward()
                 tick()
         gradients = [parameter.grad for parameter in asked if parameter.grad is not None]
         (overflown,) = total(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))

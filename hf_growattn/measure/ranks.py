@@ -84,6 +84,16 @@ def together() -> Iterator[None]:
         raise RuntimeError("The growth failed in another process, whose own error says why; nothing was changed here.")
 
 
+@contextlib.contextmanager
+def unsynchronized(wrapped: nn.Module) -> Iterator[None]:
+    """Let DistributedDataParallel around a model pass it on as it is: a loss of the user's may call it."""
+    with contextlib.ExitStack() as stack:
+        for module in wrapped.modules():
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+        yield
+
+
 def rebuild_ddp(model: nn.Module, wrapped: nn.Module) -> None:
     """Let DistributedDataParallel around a model reduce the parameters that it has now.
 

@@ -1,16 +1,19 @@
 """Growth inside transformers' Trainer: `GrowthCallback`."""
 
 import contextlib
+import copy
 import random
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
@@ -28,11 +31,12 @@ _ADDED = "growth_added_parameters"
 
 
 class GrowthCallback(TrainerCallback):
-    """Grow the model of a Trainer (or of TRL's SFTTrainer) at chosen steps, on batches of its own training data.
+    """Grow the model of a Trainer (transformers', TRL's, sentence-transformers') at chosen steps, on its own data.
 
-    Give one of `steps`, `every` and `at`. The growth batches are drawn with a seed of their own and made by the
-    training data loader's collator, so the order of the training data and all random states stay as they are. What grew
-    is logged through the Trainer. Everything that a resumed run must know is in the Trainer's own log history; only a
+    Give one of `steps`, `every` and `at`. What growth lowers is the trainer's own loss, its `compute_loss`, of which
+    its metrics keep no trace. The growth batches are drawn with a seed of their own and made by the training data
+    loader's collator, so the order of the training data and all random states stay as they are. What grew is logged
+    through the Trainer. Everything that a resumed run must know is in the Trainer's own log history; only a
     peft model, of which Trainer saves the adapters alone, must be put on the `grown_base` of the checkpoint first.
 
     Args:
@@ -116,7 +120,7 @@ class GrowthCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         """Grow, if it is time."""
         if self.is_time(state):
-            self._grower.config = self._config(state)
+            self._grower.config, self._grower.loss = self._config(state), loss_of(self._trainer)
             with name_kept(self._grower.model):  # Trainer's model card says what the run was started from
                 report = self._grower.grow(self._growth_batches(args, state))
             self.reports.append(report)
@@ -176,14 +180,58 @@ class GrowthCallback(TrainerCallback):
         loader: Any = self._trainer.callback_handler.train_dataloader
         size, dataset, mine, world = args.train_batch_size, loader.dataset, args.process_index, args.world_size
         with _random_states_kept():
-            if not hasattr(dataset, "__len__"):
-                parts = islice(_batched(dataset, size), mine, self.batches * world, world)
-                return [loader.collate_fn(part) for part in parts]
-            generator = torch.Generator().manual_seed(self.config.seed + state.global_step)
-            wanted = self.batches * world * size
-            drawn = torch.randperm(len(dataset), generator=generator)[:wanted].split(world * size)
-            own = [together[mine * size : (mine + 1) * size].tolist() for together in drawn]
-            return [loader.collate_fn([dataset[row] for row in rows]) for rows in own if rows]
+            if hasattr(dataset, "__len__"):
+                generator = torch.Generator().manual_seed(self.config.seed + state.global_step)
+                drawn = _drawn(dataset, self.batches, world * size, generator)
+                # Each rank as many: a loss may gather something over the ranks.
+                drawn = [rows for rows in drawn if len(rows) > (world - 1) * size] or drawn
+                parts = [[dataset[row] for row in rows[mine * size : (mine + 1) * size]] for rows in drawn]
+            else:
+                streamed = [*islice(_batched(dataset, size), self.batches * world)]
+                parts = streamed[: len(streamed) // world * world or None][mine::world]
+            parts = [rows for rows in parts if rows]
+            if len(parts) == 1 and len(parts[0]) > 1:  # two to judge each other
+                parts = [parts[0][0::2], parts[0][1::2]]
+            batches = [loader.collate_fn(rows) for rows in parts]
+        if not all(isinstance(batch, Mapping) for batch in batches):
+            raise ValueError(
+                f"{type(self._trainer).__name__} makes its batches while it trains, so growth cannot draw any. Call "
+                "Grower yourself, between two trainings, with batches and a loss= of your own."
+            )
+        return [dict(batch) for batch in batches]
+
+
+def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
+    """The loss of a Trainer on a collated batch, as its evaluation computes it, of which nothing is left in its state.
+
+    A loss may note metrics in the trainer, which are for its logs: this one computes on a copy that has its own.
+    """
+    twin = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        if name not in ("train_dataset", "eval_dataset"):
+            setattr(twin, name, _own(value))
+    twin.log = lambda *_, **__: None
+    twin.args = copy.copy(trainer.args)
+    twin.args.average_tokens_across_devices = False  # growth itself takes the mean over the ranks
+
+    def loss(model, batch: dict) -> torch.Tensor:
+        inputs = twin._prepare_inputs(batch)
+        items = twin._get_num_items_in_batch([inputs], trainer.args.device)
+        with twin.compute_loss_context_manager():
+            return twin.compute_loss(model, inputs, num_items_in_batch=items)
+
+    return loss
+
+
+def _own(value: Any) -> Any:
+    """A copy of containers and the tensors in them, whose other content is the same."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        twin = copy.copy(value)
+        twin.update({key: _own(item) for key, item in value.items()})
+        return twin
+    return type(value)(map(_own, value)) if type(value) in (list, deque) else value
 
 
 def _trainer_of(state) -> Any:
@@ -205,6 +253,17 @@ def _growths(state) -> list[dict]:
 
 def _evaluation_loss(entry: dict) -> float | None:
     return next((value for key, value in entry.items() if key.startswith("eval_") and key.endswith("loss")), None)
+
+
+def _drawn(dataset: Any, batches: int, size: int, generator: torch.Generator) -> list[list[int]]:
+    """The rows of so many batches; where data sets were concatenated, those of a batch are from the same one."""
+    ends = dataset.cumulative_sizes if isinstance(dataset, ConcatDataset) else [len(dataset)]
+    drawn: list[list[int]] = []
+    for start, end in pairwise([0, *ends]):
+        rows = start + torch.randperm(end - start, generator=generator)[: batches * size]
+        drawn += [part.tolist() for part in rows.split(size)]
+    order = torch.randperm(len(drawn), generator=generator).tolist() if len(ends) > 1 else range(len(drawn))
+    return [drawn[index] for index in order][:batches]
 
 
 def _batched(stream, size: int) -> Iterator[list]:
