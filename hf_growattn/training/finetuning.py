@@ -27,7 +27,7 @@ from . import outcome
 from .arguments import budget_of
 from .data import Data, Rows, check_length, check_tokens, prepared, split
 from .recipe import Recipe
-from .trainer import GROWN_BASE, GrowthCallback
+from .trainer import GROWN_BASE, GrowthCallback, note, twin_of
 
 
 class MeasuredGrowth(GrowthCallback):
@@ -48,7 +48,7 @@ class MeasuredGrowth(GrowthCallback):
             super().on_step_end(args, state, control, **kwargs)
             after, due = self._held_out(), control.should_log
             seconds = sum(self.reports[-1].seconds.values())
-            self.trainer.log({outcome.BEFORE: before, outcome.AFTER: after, outcome.SECONDS: seconds})
+            note(self.trainer, {outcome.BEFORE: before, outcome.AFTER: after, outcome.SECONDS: seconds})
             control.should_log = due  # logging takes this back
             if state.is_world_process_zero:
                 tqdm.write(f"Held-out loss {before:.4f} -> {after:.4f} at the growth.")
@@ -56,7 +56,9 @@ class MeasuredGrowth(GrowthCallback):
     def _held_out(self) -> float:
         # evaluate() would log it as one of the regular evaluations, which a plateau is read from
         loader = self.trainer.get_eval_dataloader()
-        return (self.trainer.evaluation_loop(loader, "Held out", prediction_loss_only=True).metrics or {})["eval_loss"]
+        return (twin_of(self.trainer).evaluation_loop(loader, "Held out", prediction_loss_only=True).metrics or {})[
+            "eval_loss"
+        ]
 
 
 def callback_of(recipe: Recipe) -> MeasuredGrowth | None:

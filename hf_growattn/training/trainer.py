@@ -127,7 +127,7 @@ class GrowthCallback(TrainerCallback):
             if state.is_world_process_zero:
                 tqdm.write(f"Step {state.global_step}:\n{report}")
             due = control.should_log  # logging takes this back, and the step's own logs may still be due
-            self._trainer.log(report.figures())
+            note(self._trainer, report.figures())
             control.should_log = due
 
     def on_save(self, args, state, control, **kwargs):
@@ -201,18 +201,14 @@ class GrowthCallback(TrainerCallback):
         return [dict(batch) for batch in batches]
 
 
-def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
-    """The loss of a Trainer on a collated batch, as its evaluation computes it, of which nothing is left in its state.
+def note(trainer: Any, figures: dict[str, float]) -> None:
+    """Log figures beside a Trainer's own: TRL's would close the means of the metrics that it has under way."""
+    Trainer.log(trainer, figures)
 
-    A loss may note metrics in the trainer, which are for its logs: this one computes on a copy that has its own.
-    """
-    twin = copy.copy(trainer)
-    for name, value in vars(trainer).items():
-        if name not in ("train_dataset", "eval_dataset"):
-            setattr(twin, name, _own(value))
-    twin.log = lambda *_, **__: None
-    twin.args = copy.copy(trainer.args)
-    twin.args.average_tokens_across_devices = False  # growth itself takes the mean over the ranks
+
+def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
+    """The loss of a Trainer on a collated batch, the mean over it, as `compute_loss` gives it."""
+    twin = twin_of(trainer)
 
     def loss(model, batch: dict) -> torch.Tensor:
         inputs = twin._prepare_inputs(batch)
@@ -221,6 +217,18 @@ def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
             return twin.compute_loss(model, inputs, num_items_in_batch=items)
 
     return loss
+
+
+def twin_of(trainer: Any) -> Any:
+    """A copy of a Trainer to compute losses with, which leaves the metrics that it keeps for its logs as they are."""
+    twin = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        if name not in ("train_dataset", "eval_dataset"):
+            setattr(twin, name, _own(value))
+    twin.log = lambda *_, **__: None
+    twin.args = copy.copy(trainer.args)
+    twin.args.average_tokens_across_devices = False  # growth itself takes the mean over the ranks
+    return twin
 
 
 def _own(value: Any) -> Any:

@@ -1,0 +1,105 @@
+"""What growth lowers is the user's own loss: what `compute_loss` of a trainer says, or a function of one's own."""
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+from families import build, lm_batches
+from test_growth import fingerprint, same
+from test_losses import Uneven
+from test_training import launch
+from torch.utils.data import ConcatDataset
+from user_losses import (
+    CONFIG,
+    ROUNDING,
+    TRAINERS,
+    Witness,
+    cached,
+    contrastive,
+    encoder,
+    lora,
+    pairs,
+    plain,
+    preferring,
+    save_encoder,
+    trains_down,
+)  # fmt: skip
+
+from hf_growattn import Grower, patch_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+
+
+@pytest.mark.parametrize("make", TRAINERS.values(), ids=TRAINERS)
+def test_growth_lowers_the_loss_of_the_trainer(tmp_path, make):
+    trains_down(tmp_path, make)
+
+
+def test_two_processes_lower_the_loss_of_the_trainer_and_a_hand_written_one(tmp_path):
+    save_encoder(tmp_path / "sentences")
+    done = launch(Path(__file__).with_name("user_losses.py"), str(tmp_path), processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(name in done.stdout for name in ("label smoothing", "preferences", "sentences", "contrastive"))
+
+
+def test_a_loss_of_two_forward_passes_gradient_cached_or_not():
+    reports = []
+    for loss in (contrastive, cached):
+        model = encoder()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        before = fingerprint(model.inner, optimizer)
+        expected = mean(contrastive(model.eval(), batch).item() for batch in pairs(6))
+        grower = Grower(model.train(), CONFIG, optimizer, loss=loss)
+        reports.append(grower.measure(pairs(6)))
+        assert same(fingerprint(model.inner, optimizer), before) and model.dropout.training
+        assert reports[-1].loss_before == pytest.approx(expected, rel=ROUNDING)
+        grown = grower.grow(pairs(6))
+        assert grown.applied and grown.loss_after < grown.loss_before
+        after = mean(contrastive(model.eval(), batch).item() for batch in pairs(6))
+        assert after == pytest.approx(grown.loss_after, rel=1e-4)  # now in the weights
+    plain, by_parts = ([gain for layer in report.layers for gain in layer.validated] for report in reports)
+    assert plain == pytest.approx(by_parts, rel=1e-2, abs=1e-5) and max(plain) > 0
+
+
+def test_what_the_loss_trains_beside_the_model_keeps_its_gradients():
+    model, head = patch_model(build("llama-2")), torch.nn.Linear(48, 97)
+    head.weight.grad = kept = torch.ones_like(head.weight)
+
+    def loss(model, batch):
+        states = model.base_model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+        return torch.nn.functional.cross_entropy(head(states[:, :-1]).flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
+    assert Grower(model, CONFIG, optimizer, loss=loss).grow(lm_batches(4)).applied
+    assert head.weight.grad is kept and kept.eq(1).all() and head.bias.grad is None and head.weight.requires_grad
+
+
+def test_a_reference_that_would_grow_too_is_refused(tmp_path):
+    trainer = preferring(tmp_path, lora(patch_model(build("llama-2"))), Witness())
+    with pytest.raises(ValueError, match=r"compares the model with itself.*precompute_ref_log_probs=True"):
+        trainer.train()
+
+
+def test_batches_that_come_to_be_in_training_are_refused(tmp_path):
+    trainer = plain(tmp_path, patch_model(build("llama-2")), Witness())
+    trainer.data_collator = lambda rows: rows
+    trainer._prepare_inputs = lambda rows: torch.utils.data.default_collate(rows)
+    with pytest.raises(ValueError, match="Trainer makes its batches while it trains"):
+        trainer.train()
+
+
+class Marked(Uneven):
+    """Rows that begin with a word of their own."""
+
+    def __getitem__(self, row: int) -> dict:
+        return {"input_ids": torch.cat((torch.tensor([96]), self.ids[row, 1:])), "labels": self.ids[row]}
+
+
+def test_a_batch_is_of_one_of_the_data_sets_that_were_concatenated(tmp_path):
+    growth = Witness()
+    trainer = plain(tmp_path, patch_model(build("llama-2")), growth)
+    trainer.train_dataset = ConcatDataset([Uneven(30), Marked(20)])
+    trainer.train()
+    marks = [batch["input_ids"][:, 0].eq(96).float().mean().item() for batch in growth.drawn]
+    assert set(marks) == {0.0, 1.0}

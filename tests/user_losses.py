@@ -1,0 +1,246 @@
+"""Trainers with losses of their own, and a hand-written one; run by torchrun, both are grown by two processes.
+
+Each checks what growth reports as the loss against what the trainer itself says.
+"""
+
+import copy
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import VARIANTS, build, tokens, word_tokenizer
+from test_losses import Uneven, preferences
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments, set_seed
+
+from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
+from hf_growattn.growable.models import attentions
+
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+ROUNDING = 2e-6  # of the loss: fp32, whose sums run over other batch sizes or in another order
+QUIET = dict(
+    max_steps=4, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=3, use_cpu=True, report_to="none",
+    disable_tqdm=True, save_strategy="no",
+)  # fmt: skip
+
+
+class Witness(GrowthCallback):
+    """Grows after step 2, and asks the trainer itself for the loss of the batches, and for what it notes."""
+
+    def __init__(self):
+        super().__init__(CONFIG, steps=[2], batches=6)
+
+    def _growth_batches(self, args, state):
+        trainer, batches = self._trainer, super()._growth_batches(args, state)
+        self.drawn = batches
+        noted, trained = notes(trainer), trainer.model.training
+        trainer.model.eval()
+        losses = []
+        for batch in batches:
+            items = (batch["labels"][:, 1:] != -100).sum() if trainer.compute_loss_func else None
+            with torch.no_grad():
+                losses.append(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items).item())
+        trainer.model.train(trained)
+        vars(trainer).update(noted)
+        self.expected = over_ranks(mean(losses))
+        return batches
+
+    def on_step_end(self, args, state, control, **kwargs):
+        before = notes(self._trainer)
+        super().on_step_end(args, state, control, **kwargs)
+        assert notes(self._trainer) == before
+
+
+def over_ranks(number: float) -> float:
+    """The mean over the processes, if there are several."""
+    if not dist.is_initialized():
+        return number
+    total = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def notes(trainer) -> dict:
+    """What trainers of TRL and of sentence-transformers gather for their next log."""
+    kept = ("_metrics", "_total_train_tokens", "accum_loss_components")
+    return {name: copy.deepcopy(value) for name, value in vars(trainer).items() if name in kept}
+
+
+def needy_loss(outputs, labels, num_items_in_batch):
+    """A user's loss that cannot do without the number of items."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return cross_entropy(logits, targets, reduction="sum", label_smoothing=0.2) / num_items_in_batch
+
+
+class Overridden(Trainer):
+    """Two forward passes, the second on what the first one predicts; notes and logs what it computes."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        first = model(**inputs)
+        second = model(input_ids=first.logits.argmax(-1), labels=inputs["labels"])
+        self.log({"second": second.loss.item()})
+        return (first.loss + second.loss, first) if return_outputs else first.loss + second.loss
+
+
+def plain(folder, model, growth, cls=Trainer, compute_loss_func=None, **options):
+    arguments = TrainingArguments(str(folder), **(QUIET | options))
+    return cls(
+        model, arguments, train_dataset=Uneven(48), compute_loss_func=compute_loss_func, callbacks=[growth],
+    )  # fmt: skip
+
+
+def preferring(folder, model, growth, reference=None, **options):
+    trl = pytest.importorskip("trl")
+    arguments = trl.DPOConfig(str(folder), bf16=False, **(QUIET | options))
+    return trl.DPOTrainer(
+        model, reference, arguments, train_dataset=preferences(), processing_class=word_tokenizer(), callbacks=[growth],
+    )  # fmt: skip
+
+
+def rewarding(folder, model, growth):
+    trl = pytest.importorskip("trl")
+    config = VARIANTS["llama-2"]()
+    config.num_labels = 1
+    model = patch_model(AutoModelForSequenceClassification.from_config(config))
+    arguments = trl.RewardConfig(str(folder), bf16=False, **QUIET)
+    return trl.RewardTrainer(
+        model, arguments, train_dataset=preferences(), processing_class=word_tokenizer(), callbacks=[growth],
+    )  # fmt: skip
+
+
+def save_encoder(folder: Path) -> Path:
+    """Save a base model and its tokenizer, once."""
+    source = folder / "encoder"
+    if not source.exists():
+        build("llama-2", AutoModel).save_pretrained(source)
+        word_tokenizer().save_pretrained(source)
+    return source
+
+
+def embedding(folder, model, growth, loss="MultipleNegativesRankingLoss", **options):
+    st = pytest.importorskip("sentence_transformers")
+    from datasets import Dataset
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    source = save_encoder(folder)
+    outer = st.SentenceTransformer(modules=[modules.Transformer(str(source)), modules.Pooling(48)], device="cpu")
+    patch_model(outer[0].auto_model)
+    rows = [dict(anchor=f"w{2 + r % 90} w{3 + r % 90}", positive=f"w{3 + r % 90} w{2 + r % 90} w8") for r in range(64)]
+    loss = getattr(losses, loss)(outer, scale=5.0, **options)
+    arguments = st.SentenceTransformerTrainingArguments(str(folder), **(QUIET | dict(per_device_train_batch_size=8)))
+    return st.SentenceTransformerTrainer(
+        outer, arguments, train_dataset=Dataset.from_list(rows), loss=loss, callbacks=[growth],
+    )  # fmt: skip
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    set_seed(1)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+TRAINERS = {
+    "label smoothing": lambda *given: plain(*given, label_smoothing_factor=0.1),
+    "a loss function": lambda *given: plain(*given, compute_loss_func=needy_loss),
+    "an override": lambda *given: plain(*given, cls=Overridden),
+    "checkpointing": lambda *given: plain(*given, cls=Overridden, gradient_checkpointing=True),
+    "bf16": lambda *given: plain(*given, label_smoothing_factor=0.1, bf16=True),
+    "LoRA": lambda folder, model, growth: plain(folder, lora(model), growth, label_smoothing_factor=0.1),
+    "preferences": lambda folder, model, growth: preferring(folder, model, growth, copy.deepcopy(model)),
+    "preferences, LoRA": lambda folder, model, growth: preferring(
+        folder, lora(model), growth, precompute_ref_log_probs=True
+    ),
+    "rewards": rewarding,
+    "sentences": embedding,
+    "sentences, gradient-cached": lambda *given: embedding(
+        *given, loss="CachedMultipleNegativesRankingLoss", mini_batch_size=2
+    ),
+}
+
+
+def trains_down(folder, make) -> None:
+    """Train by a trainer, and check the growth on the way."""
+    set_seed(0)
+    growth = Witness()
+    trainer = make(folder, patch_model(build("llama-2")), growth)
+    trainer.train()
+    (report,) = growth.reports
+    assert report.loss_before == pytest.approx(growth.expected, rel=ROUNDING)
+    assert report.applied and report.loss_after < report.loss_before
+    assert attentions(trainer.model)[0].v_head_dim > 16
+
+
+class Encoder(nn.Module):
+    """A user's own module around a model: the mean of its last states, through a head with dropout."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.inner, self.head, self.dropout = model, nn.Linear(48, 48, bias=False), nn.Dropout()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.dropout(self.inner(ids).last_hidden_state.mean(1)))
+
+
+def encoder() -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(patch_model(build("llama-2", AutoModel))).train()
+
+
+def pairs(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of no dict: texts, and the same words in another order."""
+    return [(ids, ids.flip(1)) for ids in tokens(8 * count, 5).split(8)]
+
+
+def contrast(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(5 * normalize(one) @ normalize(other).T, torch.arange(len(one)))
+
+
+def contrastive(model, batch) -> torch.Tensor:
+    """Two forward passes, one loss."""
+    return contrast(*map(model, batch))
+
+
+def cached(model, batch) -> torch.Tensor:
+    """The same, by parts of which only the vectors stay in memory (GradCache, arXiv 2101.06983)."""
+    parts = [side.split(2) for side in batch]
+    with torch.no_grad():
+        vectors = [torch.cat([model(part) for part in side]) for side in parts]
+    if not torch.is_grad_enabled():
+        return contrast(*vectors)
+    vectors = [side.requires_grad_() for side in vectors]
+    loss, again = contrast(*vectors), torch.zeros(())
+    for side, gradients in zip(parts, torch.autograd.grad(loss, vectors)):
+        again = again + sum((model(part) * given).sum() for part, given in zip(side, gradients.split(2)))
+    return again + (loss - again).detach()
+
+
+def contrastive_on_ranks(folder) -> None:
+    """The loss gets the model, and another one calls the wrapper itself."""
+    every = pairs(8)
+    model = encoder()
+    expected = mean(contrastive(copy.deepcopy(model).eval(), batch).item() for batch in every)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    for loss in (contrastive, lambda _, batch: contrastive(ddp, batch)):
+        report = Grower(ddp, CONFIG, optimizer, loss=loss).measure(every[dist.get_rank() :: 2])
+        assert report.loss_before == pytest.approx(expected, rel=ROUNDING) and report.found
+    assert Grower(ddp, CONFIG, optimizer, loss=loss).grow(every[dist.get_rank() :: 2]).applied
+    contrastive(ddp, every[0]).backward()  # the wrapper is as it was, and knows the new parameters
+    assert all(parameter.grad is not None for parameter in ddp.parameters())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    chosen = {name: TRAINERS[name] for name in ("label smoothing", "preferences", "sentences")}
+    for name, make in chosen.items():
+        trains_down(Path(sys.argv[1], name), make)
+        print(name, flush=True)
+    contrastive_on_ranks(None)
+    print("contrastive", flush=True)
+    dist.destroy_process_group()
