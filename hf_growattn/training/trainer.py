@@ -209,6 +209,8 @@ def note(trainer: Any, figures: dict[str, float]) -> None:
 def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
     """The loss of a Trainer on a collated batch, the mean over it, as `compute_loss` gives it."""
     twin = twin_of(trainer)
+    twin.args = copy.copy(trainer.args)
+    twin.args.average_tokens_across_devices = False  # growth itself takes the mean over the ranks
 
     def loss(model, batch: dict) -> torch.Tensor:
         inputs = twin._prepare_inputs(batch)
@@ -226,8 +228,6 @@ def twin_of(trainer: Any) -> Any:
         if name not in ("train_dataset", "eval_dataset"):
             setattr(twin, name, _own(value))
     twin.log = lambda *_, **__: None
-    twin.args = copy.copy(trainer.args)
-    twin.args.average_tokens_across_devices = False  # growth itself takes the mean over the ranks
     return twin
 
 
