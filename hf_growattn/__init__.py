@@ -30,13 +30,14 @@ _PLACES = {
     "initialize_growattn_weights": "interop.peft_method",
     "model_card": "interop.cards",
     "patch_model": "growable.patching",
+    "race": "training.race",
     "register_architecture": "growable.patching",
     "save_report": "report.pages",
     "trim_model": "grow.trim",
     "unpatch_model": "growable.patching",
 }
-# Of these, `from hf_growattn import *` takes all but those that need peft.
-__all__ = [name for name, place in _PLACES.items() if place != "interop.peft_method"]
+# Of these, `from hf_growattn import *` takes all but those that need peft or TRL.
+__all__ = [name for name, place in _PLACES.items() if place not in ("interop.peft_method", "training.race")]
 
 
 def __getattr__(name: str):

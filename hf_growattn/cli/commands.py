@@ -23,6 +23,7 @@ from .options import (
     GROW_HELP,
     HELP,
     MEASURE_HELP,
+    RACE_HELP,
     Base,
     Checkpoint,
     Form,
@@ -150,8 +151,8 @@ def _handed(name: str, help: str, short_help: str):
     )
 
 
-def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True):
-    """The recipe that a command line tells, and whether to print JSON."""
+def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True, resumes: str | None = None):
+    """The recipe that a command line tells, and whether to print JSON; a folder with a file that resumes may exist."""
     if find_spec("trl") is None:
         raise ImportError("Data are read by TRL: pip install 'hf_growattn[finetune]', or trl.")
     from ..training.recipe import read
@@ -162,8 +163,9 @@ def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True):
         raise typer.BadParameter("name MODEL and DATA first, and all options after them; or a recipe, by --config")
     if writes and not recipe.training.output_dir:
         raise typer.BadParameter("name the folder to write: --output DIR")
-    if writes and not recipe.training.resume_from_checkpoint:
-        new_folder(Path(recipe.training.output_dir))
+    output = Path(recipe.training.output_dir)
+    if writes and not recipe.training.resume_from_checkpoint and not (resumes and (output / resumes).exists()):
+        new_folder(output)
     return recipe, "--json" in ctx.args
 
 
@@ -194,16 +196,13 @@ def _ready(recipe):
     if growth_config.budget is not None:
         check_budget(growth_config, attentions(model), model.num_parameters())
     _say(f"Measuring on {len(ids)} rows of at most {recipe.training.max_length} tokens, on {device}.")
-    moved = [
-        {key: getattr(value, "to", lambda _, value=value: value)(device) for key, value in b.items()} for b in batches
-    ]
-    return Grower(model.to(device), growth_config), moved, tokenizer
+    return Grower(model.to(device), growth_config), batches, tokenizer
 
 
 @_handed("measure", MEASURE_HELP, "Measure whether the width of its heads holds a model back on your data.")
 def measure(ctx: typer.Context) -> None:
     """Measure, and say what that means."""
-    from .inspection import measured, verdict, worth_growing
+    from .inspection import measured, verdict
 
     recipe, as_json = _read(ctx)
     grower, drawn, _ = _ready(recipe)
@@ -212,9 +211,32 @@ def measure(ctx: typer.Context) -> None:
         _print_json(measured(report))
     else:
         typer.echo(f"{report}\n{verdict(report)}")
-        if worth_growing(report):
-            typer.echo(f"Grow it: {_next('grow', recipe, ctx, recipe.name)}")
-    raise typer.Exit(0 if worth_growing(report) else NOTHING)
+        if report.found:
+            typer.echo(f"To know whether it pays: {_next('race', recipe, ctx, recipe.name)}")
+    raise typer.Exit(0 if report.found else NOTHING)
+
+
+def _raced(recipe, as_json: bool):
+    """Run a race as a recipe tells, and show what it says."""
+    from ..training.contest import METHODS
+    from ..training.race import race_of
+
+    contest = race_of(recipe, say=_say)
+    if as_json:
+        _print_json(contest.figures())
+    else:
+        typer.echo(str(contest))
+    return contest, METHODS[contest.winner].growth > 0
+
+
+@_handed("race", RACE_HELP, "Find out whether growth is worth more than LoRA on your data.")
+def race(ctx: typer.Context) -> None:
+    """Race, and say how to go on with the winner."""
+    recipe, as_json = _read(ctx, writes=True, resumes="race.jsonl")
+    contest, grows = _raced(recipe, as_json)
+    options = " ".join(f"--{name} {value}" for name, value in contest.choice.items())
+    _say(f"Train by the winner: {_next('finetune', recipe, ctx, recipe.name)} {options}")
+    raise typer.Exit(0 if grows else NOTHING)
 
 
 @_handed("grow", GROW_HELP, "Widen a model's heads where your data ask for it, into a new folder.")
@@ -249,6 +271,17 @@ def grow(ctx: typer.Context) -> None:
     _say(f"Train it on: {_next('finetune', recipe, ctx, output)} --max_growths 0")
 
 
+def _by_race(recipe):
+    """A recipe with the method and the learning rate that a race finds best; the race stays beside the model."""
+    from dataclasses import replace
+
+    training = recipe.training
+    raced = recipe._replace(training=replace(training, output_dir=f"{training.output_dir}-race"))
+    choice = _raced(raced, as_json=False)[0].choice
+    training.learning_rate = choice.pop("learning_rate")
+    return recipe._replace(growth=replace(recipe.growth, **choice))
+
+
 @_handed("finetune", FINETUNE_HELP, "Train a model on your data, and grow its attention on the way.")
 def finetune(ctx: typer.Context) -> None:
     """Train, and say how to go on where that is interrupted."""
@@ -260,6 +293,8 @@ def finetune(ctx: typer.Context) -> None:
         callback_of(recipe)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if recipe.growth.method == "auto":
+        recipe = _by_race(recipe)
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             figures = main(recipe)

@@ -14,8 +14,6 @@ from ..report.report import GrowthReport
 
 FULL = 0.9  # of its width: a head whose effective rank is beyond has hardly a direction to spare
 
-STARVED = 0.025  # nats a token of `starved_gain`: parts 18 of 20 models and texts right, scripts/bench/instrument.py
-
 
 @torch.no_grad()
 def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None) -> dict:
@@ -89,30 +87,16 @@ def _cells(used: dict, heads: int, stock: int) -> list[str]:
     return [width, f"{sum(ranks) / heads:.1f} ({min(ranks):.1f} to {max(ranks):.1f})", named]
 
 
-def starved_gain(report: GrowthReport) -> float:
-    """The validated gain of all layers, each weighted by its starvation: what only wider heads can give."""
-    return sum(layer.starvation * layer.predicted_gain for layer in report.layers)
-
-
-def worth_growing(report: GrowthReport) -> bool:
-    """Whether growth promises what LoRA cannot be expected to give as well."""
-    return report.found and starved_gain(report) >= STARVED
-
-
 def verdict(report: GrowthReport) -> str:
-    """What a measurement says, in words."""
+    """What a measurement says, in words: what width holds back, where, and what one growth gained when it was tried."""
     if not report.found:
-        return "Not starved: nothing that wider heads could learn here holds on unseen batches. LoRA will serve you."
-    gain = starved_gain(report)
-    if not worth_growing(report):
-        return (
-            f"Not starved: to first order wider heads promise {gain:.4f} nats a token on unseen text that the present "
-            f"width cannot follow, less than {STARVED}. LoRA will serve you as well."
-        )
+        return "Nothing that wider heads could learn here holds on batches that it was not learned from."
+    most = max(report.layers, key=lambda layer: layer.predicted_gain)
+    beyond = sum(layer.starvation * layer.predicted_gain for layer in report.layers) / report.predicted_gain
     return (
-        "Starved: within this budget growth lowers the loss of the measured batches by "
-        f"{report.loss_before - report.loss_after:.4f} nats a token before any training. Of what it gains on unseen "
-        f"text to first order, {gain / report.predicted_gain:.0%} lies beyond what the present width can follow."
+        f"Tried on the measured batches, this growth takes the loss from {report.loss_before:.4f} to "
+        f"{report.loss_after:.4f} nats a token, before any training. It gains most in the {most.kind} of layer "
+        f"{most.layer}. About {beyond:.0%} of what it gains lies beyond what the present width can follow."
     )
 
 
@@ -120,9 +104,7 @@ def measured(report: GrowthReport) -> dict:
     """A report and its verdict as what `json.dumps` takes."""
     return {
         "applied": report.applied,
-        "starved": worth_growing(report),
         "verdict": verdict(report),
-        "starved_gain": starved_gain(report),
         "validated_gain": report.predicted_gain,
         "loss_before": report.loss_before,
         "loss_after": report.loss_after,

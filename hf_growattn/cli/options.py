@@ -6,24 +6,25 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..training.arguments import SFT_DOCS, DataArguments, EvaluationArguments, GrowthArguments, listed
+from ..training.arguments import SFT_DOCS, DataArguments, EvaluationArguments, GrowthArguments, RaceArguments, listed
 
 HELP = """
 Find out whether a language model's attention is too narrow for your data, and widen it there.
 
-Three steps, none of which changes the model that you name:
+Four steps, none of which changes the model that you name:
 
 - `growattn inspect gpt2`: how wide are the heads, and how much of that do they use?
-- `growattn measure gpt2 my_text.txt`: does the width hold them back on this text?
+- `growattn measure gpt2 my_text.txt`: where does the width hold them back on this text?
+- `growattn race gpt2 my_text.txt -o race`: is growing worth more than LoRA here? A tie goes to LoRA.
 - `growattn finetune gpt2 my_text.txt -o grown`: train on it, and grow half-way
 
 MODEL is a folder that save_pretrained wrote, or a Hub id; stock or grown.
 
 DATA is a file of text, .jsonl, .csv or .parquet, a folder of such, or the Hub id of a dataset: text, chats, or prompts
-with completions. `measure`, `grow`, `finetune` and `evaluate` read it with the same options.
+with completions. `measure`, `race`, `grow`, `finetune` and `evaluate` read it with the same options.
 """
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing was grown, or not starved; "
+    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing grew, or growth did not win; "
     "130 interrupted, nothing is half-written."
 )
 _OF_DATA = f"""
@@ -40,8 +41,9 @@ MEASURE_HELP = f"""
 Measure whether the width of its heads holds a model back on your data. Nothing is changed or written.
 
 For each layer: starvation, the share of the gradient that the present width cannot follow; and what the budget
-would buy, with the validated gain, the fall of the loss that unseen data should show. The verdict is in words and
-in the exit code: 0 starved, 3 not starved. What is measured is the loss that `finetune` would train.
+would buy, with the validated gain, the fall of the loss that unseen data should show. The growth is tried, and taken
+back. That says where width is short; whether growing is worth more than LoRA, `growattn race` says. The exit code is 3
+if nothing would grow. What is measured is the loss that `finetune` would train.
 
 {listed(GrowthArguments)}
 {_OF_DATA}
@@ -58,7 +60,9 @@ written, and the exit code is 3.
 """
 FINETUNE_HELP = f"""
 Train a model on your data with TRL's SFTTrainer, and grow its attention on the way: once and half-way, by 2% of its
-weights, unless you say something else. A tenth of the data is held out, where they have no split for that.
+weights, unless you say something else. `--method` trains otherwise: LoRA on all linear layers, growth from the start
+beside a frozen base, both, or what a race finds best (auto). A tenth of the data is held out, where they have no split
+for that.
 
 {listed(GrowthArguments)}
 {_OF_DATA}
@@ -67,6 +71,19 @@ Every option of SFTConfig and of TRL's ModelConfig works, such as `--num_train_e
 
 On several devices: `torchrun --nproc_per_node 2 -m hf_growattn finetune ...`, or
 `accelerate launch -m hf_growattn finetune ...`
+"""
+RACE_HELP = f"""
+Find out what is worth training on your data: LoRA on all linear layers, growth, or a third of growth beside LoRA.
+
+Each trains as many weights, for a short while, on the same rows in the same order, at the better of two learning rates.
+They are compared row by row on held-out data. A tie goes to LoRA, which is merged at the end and costs nothing at
+inference; wider heads make the KV cache larger. `-o DIR` gets every training as soon as it ends, so that the same
+command goes on after an interruption, and at the end `race.json` and `model`, the winner's. The exit code is 0 if
+growth wins, 3 if not.
+
+{listed(RaceArguments)}
+{listed(GrowthArguments, only=("budget", "growth_batches"))}
+{_OF_DATA}
 """
 EVALUATE_HELP = f"""
 Evaluate models side by side: perplexity of data, and tasks of the lm-evaluation-harness.

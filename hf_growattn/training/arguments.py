@@ -63,7 +63,25 @@ class GrowthArguments:
     )
     max_growths: int | None = _option("growths at most; 0 trains without growing")
     total_budget: str | None = _option("weights to add at most in all growths together, as budget")
-    compare: bool = _option("train once more without growth, and show both curves", False)
+    method: Literal["auto", "full", "growth", "lora", "both"] = _option(
+        "what trains: all weights, of which some are grown on the way (full); within the budget and from the start, "
+        "growth, LoRA on all linear layers, or some of both; or what a race finds best (auto)",
+        "full",
+    )
+    compare: bool = _option(
+        "train once more by LoRA on all linear layers, and all weights without growth, and show all curves", False
+    )
+
+
+@dataclass
+class RaceArguments:
+    """How to choose what to train."""
+
+    _argument_group_name = "race"
+
+    steps: int = _option("steps of a long training; learning rates are tried for a quarter of that", 100)
+    seeds: int = _option("long trainings of each method, with other orders of the rows", 2)
+    full: bool = _option("train all weights as well, with growth and without", False)
 
 
 @dataclass
@@ -79,11 +97,12 @@ class EvaluationArguments:
     device: str | None = _option("cpu, cuda, cuda:1 and so on; by default the accelerator, if there is one")
 
 
-def listed(*groups: type) -> str:
-    """The options of some groups with their types and defaults, as a list in markdown."""
+def listed(*groups: type, only: tuple[str, ...] = ()) -> str:
+    """The options of some groups with their types and defaults, or only some of them, as a list in markdown."""
     return "\n".join(
         f"- `--{option.name}` ({str(getattr(option.type, '__name__', option.type)).replace('typing.', '')}, default "
         f"{option.default}): {option.metadata['help']}"
         for group in groups
         for option in fields(group)
+        if not only or option.name in only
     )

@@ -291,8 +291,21 @@ def drawn(data: Data, tokenizer, training: Training, batches: int) -> tuple[list
     rows = rows[: batches * size]
     if len(rows) >= 2 * size:  # a loss is the mean over batches: in a small one each row would count more
         rows = rows[: len(rows) // size * size]
-    collated = [made.collate(rows[start : start + size]) for start in range(0, len(rows), size)]
-    return collated, [row["input_ids"] for row in rows]
+    return batches_of(rows, made.collate, training), [row["input_ids"] for row in rows]
+
+
+def first_rows(rows: Rows, count: int, seed: int) -> Dataset:
+    """So many rows in an order of the seed's, or all there are."""
+    if isinstance(rows, IterableDataset):
+        return Dataset.from_list(list(rows.shuffle(seed=seed).take(count)))
+    return rows.shuffle(seed=seed).select(range(min(count, len(rows))))
+
+
+def batches_of(rows: Rows, collate: Callable[[list[dict]], dict], training: Training) -> list[dict]:
+    """Make batches of rows, on the device of the training."""
+    rows, size = list(rows), training.per_device_train_batch_size
+    made = [collate(rows[start : start + size]) for start in range(0, len(rows), size)]
+    return [{key: getattr(v, "to", lambda _, v=v: v)(training.device) for key, v in batch.items()} for batch in made]
 
 
 def check_length(training: Training, config: PreTrainedConfig) -> None:

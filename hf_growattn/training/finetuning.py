@@ -7,10 +7,13 @@ import copy
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from datasets import logging as datasets_logging
+from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import logging as transformers_logging
@@ -23,9 +26,11 @@ from ..growable.patching import patch_model, unpatch_model
 from ..interop.checkpoints import load_config, load_growable, load_tokenizer
 from ..interop.figures import source_of
 from ..report.pages import save_report
+from ..report.report import GrowthReport
 from . import outcome
 from .arguments import budget_of
-from .data import Data, Rows, check_length, check_tokens, prepared, split
+from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split
+from .methods import METHODS, Budget, rate_of, started
 from .recipe import Recipe
 from .trainer import GROWN_BASE, GrowthCallback, note, twin_of
 
@@ -67,7 +72,19 @@ def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
     Raises:
         ValueError: the arguments contradict each other, or one is out of its range.
     """
-    growth = recipe.growth
+    growth, own = recipe.growth, recipe.growth.method not in ("full", "auto")
+    timed = [growth.grow_steps, growth.grow_every, growth.grow_at, growth.max_growths, growth.total_budget]
+    if own and any(option is not None for option in timed):
+        raise ValueError(
+            f"--method {growth.method} grows at the start or not at all: leave out --grow_steps, --grow_every, "
+            "--grow_at, --max_growths and --total_budget, or train all weights, by --method full."
+        )
+    if own and (growth.qk_dims or growth.v_dims):
+        raise ValueError(f"--method {growth.method} spends a --budget: leave out --qk_dims and --v_dims.")
+    if growth.method == "lora" and growth.compare:
+        raise ValueError("--compare shows what growing gives, and --method lora grows nothing. Drop one of them.")
+    if growth.method == "both" and recipe.training.resume_from_checkpoint:
+        raise ValueError("--method both cannot be resumed: its checkpoints hold LoRA alone. Start anew, elsewhere.")
     half_way = growth.grow_steps is None and growth.grow_every is None and growth.grow_at is None
     if growth.compare and growth.max_growths == 0:
         raise ValueError("--compare shows what growing gives, and --max_growths 0 grows nothing. Drop one of them.")
@@ -82,7 +99,7 @@ def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
     )
     if half_way:
         callback.steps = [0]
-    return None if growth.max_growths == 0 else callback
+    return None if own or growth.max_growths == 0 else callback
 
 
 def make_trainer(model, tokenizer, data: tuple[Rows, Rows], training, peft_config, growth=None) -> SFTTrainer:
@@ -144,30 +161,41 @@ def reloaded_difference(model, sample: torch.Tensor, output: Path) -> float:
     return difference
 
 
-def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Recipe) -> dict:
-    """Train with growth and save, then train without it where asked; leave pictures and figures beside the model.
+Start = Callable[[PreTrainedModel], tuple[nn.Module, GrowthReport | None]]
+
+
+def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Recipe, start: Start | None = None) -> dict:
+    """Train with growth and save, then as others would where asked; leave pictures and figures beside the model.
 
     Args:
         model: a stock or grown causal LM; it is patched, and saved as a stock one if nothing grew.
         tokenizer: its own, saved beside it.
         data: rows to train on and held-out ones, as `split` gives them.
         recipe: how to train and to grow.
+        start: makes the patched model ready for another method than "full", as `methods.started`.
 
     Returns:
         What `figures.json` holds.
 
     Raises:
-        ValueError: the training ended before it was time to grow; the trained model is saved.
+        ValueError: the training ended before it was time to grow, and the trained model is saved; or nothing grew at
+            its start.
     """
     training, peft_config, callback = recipe.training, get_peft_config(recipe.model), callback_of(recipe)
     source, output = source_of(origin_of(model), recipe.dataset), Path(training.output_dir)
     twin = copy.deepcopy(model) if recipe.growth.compare else None
     before = outcome.size_of(patch_model(model))
+    untrained, report = (model, None) if start is None else start(model)
+    if report and not report.applied:
+        raise ValueError(
+            "Nothing that growth could add holds on other rows of these data: train by --method lora, or let it look "
+            "at more of them, by --growth_batches."
+        )
     grown_base = Path(training.resume_from_checkpoint or "", GROWN_BASE)
     if training.resume_from_checkpoint and grown_base.exists():  # the rest of that checkpoint is adapters
-        model = AutoModelForCausalLM.from_pretrained(grown_base)
-    trainer = make_trainer(model, tokenizer, data, training, peft_config, callback)
-    reports = callback.reports if callback else []
+        untrained = AutoModelForCausalLM.from_pretrained(grown_base)
+    trainer = make_trainer(untrained, tokenizer, data, training, peft_config, callback)
+    reports = callback.reports if callback else [report] if report else []
     try:
         seconds = train(trainer) - sum(sum(report.seconds.values()) for report in reports)
     except RuntimeError as error:
@@ -180,21 +208,17 @@ def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Reci
     sample = torch.tensor(data[1][0]["input_ids"])[None]
     difference = reloaded_difference(trainer.model, sample, output) if first else 0.0
     history, after = trainer.state.log_history, outcome.size_of(trainer.model)
-    grew = callback or any(outcome.AFTER in entry for entry in history)  # it may have before it stopped
-    histories = (history, None) if grew else (None, history)
-    figures = outcome.figures(source, *histories, before, after, seconds, difference)
+    grew = callback or report or any(outcome.AFTER in entry for entry in history)  # it may have before it stopped
+    histories = {"with_growth" if grew else "without_growth": history}
+    told = partial(outcome.figures, source, before=before, after=after, seconds=seconds, difference=difference)
+    figures = told(histories, report)
     if first:
         outcome.write(figures, output)
         if reports and outcome.drawable():  # a resumed run may have grown before it stopped
             save_report(reports, output / outcome.REPORT, history)
     if twin is not None:
-        plain_training = copy.copy(training)
-        plain_training.resume_from_checkpoint, plain_training.report_to = None, []
-        plain_training.save_strategy = "no"
-        plain_training.eval_on_start = training.evaluates
-        plain = make_trainer(twin, tokenizer, data, plain_training, peft_config)
-        train(plain)
-        figures = outcome.figures(source, history, plain.state.log_history, before, after, seconds, difference)
+        histories |= _compared(twin, tokenizer, data, recipe, figures)
+        figures = told(histories, report)
         if first:
             outcome.write(figures, output)
     if first:
@@ -202,6 +226,28 @@ def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Reci
     if difference > 1e-5 and model.dtype == torch.float32:
         raise RuntimeError("The reloaded model computes something else: this is a bug, please report it.")
     return figures
+
+
+def _compared(twin: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Recipe, figures: dict) -> dict:
+    """Log histories of what people would do instead: LoRA with as many weights, or all weights without growth."""
+    training = copy.copy(recipe.training)
+    training.resume_from_checkpoint, training.report_to, training.save_strategy = None, [], "no"
+    training.eval_on_start = training.evaluates
+    weights = figures["after"]["parameters"] - figures["before"]["parameters"]
+    others: dict[str, PreTrainedModel] = {"lora": copy.deepcopy(twin)}
+    if recipe.growth.method == "full":
+        others["without_growth"] = twin
+    histories = {}
+    for name, model in others.items():
+        untrained, how, peft_config = model, copy.copy(training), get_peft_config(recipe.model)
+        if name == "lora":
+            patched, method = patch_model(model), METHODS["lora"]
+            untrained, _ = started(patched, method, Budget.near(patched, max(weights, 1)), [], training.seed)
+            how.learning_rate, peft_config = rate_of(method, model.config), None
+        other = make_trainer(untrained, tokenizer, data, how, peft_config)
+        train(other)
+        histories[name] = other.state.log_history
+    return histories
 
 
 def read_all(recipe: Recipe) -> tuple[Data, PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -234,11 +280,20 @@ def main(recipe: Recipe) -> dict:
     Raises:
         ValueError, ImportError: no such model or data, or they do not fit each other.
     """
-    callback = callback_of(recipe)
+    callback, training = callback_of(recipe), recipe.training
     data, config, tokenizer = read_all(recipe)
-    rows = split(prepared(data.train, data.test, tokenizer, recipe.training), recipe.training)
+    made = prepared(data.train, data.test, tokenizer, training)
+    rows = split(made, training)
     check_tokens(rows[1]["input_ids"], config)
+    method, start = METHODS[recipe.growth.method], None
+    training.learning_rate = training.learning_rate or rate_of(method, config)
     model = load(recipe, dtype="float32")
     if callback:
         callback.check_budgets(model)
-    return run(model, tokenizer, rows, recipe)
+    if not method.base:
+        budget = Budget.near(model, recipe.growth_config(default="2%").budget or 0)
+        wanted = training.per_device_train_batch_size * recipe.growth.growth_batches if method.growth else 0
+        batches = batches_of(first_rows(rows[0], wanted, training.seed), made.collate, training)
+        model.to(training.device)
+        start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed)
+    return run(model, tokenizer, rows, recipe, start)

@@ -7,14 +7,15 @@ from itertools import pairwise, product
 from pathlib import Path
 
 from ..interop.cards import PICTURE
-from ..interop.figures import FIGURES
+from ..interop.figures import FIGURES, growth_figures
 from ..measure.kinds import KINDS
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
-from ..report.pictures import BLUE, GREY, HELD_OUT, draw_gains, draw_lead, draw_losses, drawn, loss_curves
-from ..report.report import grown_layers, printed
+from ..report.pictures import BLUE, GREY, HELD_OUT, ORANGE, draw_gains, draw_lead, draw_losses, drawn, loss_curves
+from ..report.report import GrowthReport, grown_layers, printed
 
 BEFORE, AFTER, _ = HELD_OUT
 SECONDS = "growth_seconds"
+RUNS = {"with_growth": "with growth", "without_growth": "without growth", "lora": "LoRA, all linear layers"}
 REPORT = "report.html"
 
 
@@ -34,8 +35,8 @@ def size_of(model) -> dict:
 
 def figures(
     source: dict,
-    grown: list[dict] | None,
-    plain: list[dict] | None,
+    histories: dict[str, list[dict]],
+    started: GrowthReport | None,
     before: dict,
     after: dict,
     seconds: float,
@@ -45,15 +46,18 @@ def figures(
 
     Args:
         source: `source_of` the training.
-        grown: log history of the training with growth; None if there was none.
-        plain: of the one without; None if there was none.
+        histories: the log histories of those trainings there were: "with_growth", "without_growth", "lora".
+        started: of a growth before the first step, if there was one.
         before: `size_of` the model before the training.
         after: the same after it.
         seconds: wall time of the training, of the one with growth if there are two, since it was started or resumed,
             without the growths.
         difference: largest difference of the logits after reloading.
     """
-    growths = [
+    growths = (
+        [] if started is None else [{"step": 0, **growth_figures(started), "seconds": sum(started.seconds.values())}]
+    )
+    growths += [
         {
             "step": entry["step"],
             "held_out": [measured[BEFORE], measured[AFTER]],
@@ -62,13 +66,12 @@ def figures(
             "layers": grown_layers(entry),
             "seconds": measured[SECONDS],
         }
-        for entry, measured in pairwise(grown or [])
+        for entry, measured in pairwise(histories.get("with_growth", []))
         if AFTER in measured
     ]
     return {
         **source,
-        "with_growth": grown and loss_curves(grown),
-        "without_growth": plain and loss_curves(plain),
+        **{name: loss_curves(histories[name]) if name in histories else None for name in RUNS},
         "growths": growths,
         "before": before,
         "after": after,
@@ -86,12 +89,12 @@ def write(figures: dict, output: Path) -> None:
 
 def summary(figures: dict, output: Path) -> str:
     """What a user wants to know at the end."""
-    runs = [name for name in ("with_growth", "without_growth") if figures[name]]
+    runs = [name for name in RUNS if figures[name]]
     first, *others = (figures[name]["held_out"] for name in runs)
     moments, rows = [("start", *first[0])], []
     for growth in figures["growths"]:
         whens = ("before growth", "after growth") if growth["layers"] else ("nothing grew",)
-        moments += [(when, growth["step"], loss) for when, loss in zip(whens, growth["held_out"])]
+        moments += [(when, growth["step"], loss) for when, loss in zip(whens, growth.get("held_out", ()))]
     for when, step, loss in [*moments, ("end", *first[-1])]:
         beside = [f"{dict(losses)[step]:.4f}" if step in dict(losses) else "-" for losses in others]
         rows.append([f"step {step}, {when}", f"{loss:.4f}", *beside])
@@ -110,14 +113,15 @@ def summary(figures: dict, output: Path) -> str:
     ]
     if figures["with_growth"] and not drawable():
         lines[-1] += f" For {REPORT} and {PICTURE}, pip install matplotlib first."
-    return printed(["held-out loss", *(name.replace("_", " ") for name in runs)], rows) + "\n".join(lines)
+    return printed(["held-out loss", *(RUNS[name] for name in runs)], rows) + "\n".join(lines)
 
 
 def picture(figures: dict, path: Path) -> None:
     """Draw the losses by step, the lead of the grown model, and the validated gains of the last growth, into a PNG."""
     grown, plain, growths = figures["with_growth"], figures["without_growth"], figures["growths"]
     steps = [growth["step"] for growth in growths]
-    runs = [run for run in (("without growth, ", plain, GREY), ("with growth, ", grown, BLUE)) if run[1]]
+    colors = {"lora": ORANGE, "without_growth": GREY, "with_growth": BLUE}
+    runs = [(f"{RUNS[name]}, ", figures[name], color) for name, color in colors.items() if figures[name]]
     panels = [partial(draw_losses, runs=runs, growths=steps)]
     if plain:
         panels.append(partial(draw_lead, grown=grown, plain=plain, growths=steps))

@@ -15,7 +15,7 @@ from trl.trainer.model_config import ModelConfig
 from trl.trainer.sft_config import SFTConfig
 
 from ..grow.plan import GrowthConfig
-from .arguments import SFT_DOCS, DataArguments, EvaluationArguments, GrowthArguments, budget_of
+from .arguments import SFT_DOCS, DataArguments, EvaluationArguments, GrowthArguments, RaceArguments, budget_of
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Recipe(NamedTuple):
     models: list[str]
     data: DataArguments
     growth: GrowthArguments
+    race: RaceArguments
     evaluation: EvaluationArguments
     script: ScriptArguments
     training: Training
@@ -100,7 +101,8 @@ def read(words: list[str], usage: str) -> Recipe:
     """
     groups = [Recipe.__annotations__[name] for name in Recipe._fields[1:]]
     parser = TrlParser(groups, usage=usage, allow_abbrev=False)
-    parser.set_defaults(packing=None, packing_strategy=None, dtype=None)  # what they are if nothing is said, data say
+    # What these are if nothing is said, the data or the method say.
+    parser.set_defaults(packing=None, packing_strategy=None, dtype=None, learning_rate=None)
     for action in parser._actions:
         kind = getattr(action.type, "__name__", "_")
         if kind == "string_to_bool":  # an option that may be None, too, is a flag

@@ -1,0 +1,264 @@
+"""A contest between ways to train: which trainings it takes, who leads by how much, and what that says.
+
+It trains nothing itself, so it is the same for any model, task and loss.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+
+from ..report.report import printed
+from .methods import METHODS
+
+MARGIN = 0.01  # nats a token: what a lead must be to count
+_SURE = 2.0  # standard errors that a lead must be away from nothing
+_SHORT = 4  # how many times shorter the trainings are that choose a learning rate, and show where a lead is going
+_LONGER = 5  # how many times longer the training will be that a lead has to last for
+_HOPELESS = 0.5  # of what the other gained: who is behind by more after the short training does not go on
+_CONTESTS = {"lora": ("growth", "both"), "full": ("full+growth",)}  # what has to be beaten, and by whom
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training that ended.
+
+    Attributes:
+        method, rate, steps, seed: which one; the name is one of `METHODS`, or "start" for no training.
+        nats: for each held-out row the loss of all its tokens, or whatever else is to be low.
+        counts: for each held-out row how many tokens that is the sum of.
+        weights: how many trained.
+        cache: bytes of a token's keys and values.
+        seconds: how long it took, with its growth.
+    """
+
+    method: str
+    rate: float
+    steps: int
+    seed: int
+    nats: list[float] = field(repr=False)
+    counts: list[int] = field(repr=False)
+    weights: int
+    cache: int
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Of a token."""
+        return sum(self.nats) / sum(self.counts)
+
+
+@dataclass(frozen=True)
+class Lead:
+    """By how much one method ends below another, nats a token; below 0 it is behind.
+
+    Attributes:
+        mean, error: of the lead at the end, and its standard error over rows and seeds.
+        early: the lead after the short training, from one seed.
+        later: what is to be expected of a longer training; a lead that grew counts no more than it was.
+    """
+
+    mean: float
+    error: float
+    early: float
+    later: float
+
+    @property
+    def sure(self) -> bool:
+        """Whether it is a lead that is there, and will last."""
+        return self.mean > _SURE * self.error and min(self.mean, self.later) > MARGIN
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} ± {self.error:.4f}"
+
+
+def paired(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float]:
+    """How much lower `own` ends than `other`, seed by seed and row by row, and the standard error of that."""
+    pairs = [(a, b) for a in own for b in other if a.seed == b.seed]
+    leads = [b.loss - a.loss for a, b in pairs]
+    counts, mean = pairs[0][0].counts, fmean(leads)
+    rows = [fmean(b.nats[row] - a.nats[row] for a, b in pairs) for row in range(len(counts))]
+    beside = sum((nats - mean * count) ** 2 for nats, count in zip(rows, counts))
+    over_rows = math.sqrt(beside * len(rows) / max(len(rows) - 1, 1)) / sum(counts)
+    over_seeds = stdev(leads) / math.sqrt(len(leads)) if len(leads) > 1 else 0.0
+    return mean, math.hypot(over_rows, over_seeds)
+
+
+@dataclass
+class Contest:
+    """The trainings so far, and what they say.
+
+    Attributes:
+        steps: of the long trainings.
+        start: the model before any training.
+        runs: all that ended.
+        out: why methods did not go on, by name.
+    """
+
+    steps: int
+    start: Run
+    runs: list[Run] = field(default_factory=list)
+    out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def short(self) -> int:
+        """Steps of the short trainings."""
+        return max(self.steps // _SHORT, 1)
+
+    def of(self, method: str, steps: int | None = None) -> list[Run]:
+        """The trainings of a method, the best first for short ones, by seed for long ones."""
+        found = [run for run in self.runs if run.method == method and run.steps == (steps or self.steps)]
+        return sorted(found, key=lambda run: run.loss if steps else run.seed)
+
+    def loss(self, method: str) -> float:
+        """The mean over seeds."""
+        return fmean(run.loss for run in self.of(method))
+
+    def lead(self, method: str, over: str) -> Lead:
+        """How much lower a method ends than another one. Both must have ended."""
+        mean, error = paired(self.of(method), self.of(over))
+        early, _ = paired(self.of(method, self.short)[:1], self.of(over, self.short)[:1])
+        (first,), (other,) = self.of(method)[:1], self.of(over)[:1]
+        slope = (paired([first], [other])[0] - early) / math.log(max(self.steps / self.short, 2))
+        return Lead(mean, error, early, mean + min(slope, 0.0) * math.log(_LONGER))
+
+    def hopeless(self, method: str, reference: str) -> bool:
+        """Whether a method is so far behind after the short training that it need not go on."""
+        own, other = (self.of(name, self.short)[:1] for name in (method, reference))
+        if not other:
+            return False
+        lead, error = paired(own, other)
+        return -lead > max(_HOPELESS * (self.start.loss - other[0].loss), 2 * _SURE * error, MARGIN)
+
+    def challenger(self, reference: str) -> str | None:
+        """The best of those that ended of the ones that have to beat a method; None if none did."""
+        return min(filter(self.of, _CONTESTS[reference]), key=self.loss, default=None)
+
+    def winner_over(self, reference: str) -> str:
+        """Who wins against a method; a tie goes to the method."""
+        challenger = self.challenger(reference)
+        return challenger if challenger and self.lead(challenger, reference).sure else reference
+
+    @property
+    def winner(self) -> str:
+        """The method to go on with. All weights were only asked to train if somebody can pay for it."""
+        best, whole = self.winner_over("lora"), self.winner_over("full") if self.of("full") else None
+        return whole if whole and paired(self.of(whole), self.of(best))[0] > MARGIN else best
+
+    @property
+    def rate(self) -> float:
+        """The winner's learning rate."""
+        return self.of(self.winner)[0].rate
+
+    @property
+    def choice(self) -> dict:
+        """The options of `finetune` that train by the winner."""
+        method, _, grown = self.winner.partition("+")
+        plain = {"max_growths": 0} if method == "full" and not grown else {}
+        return {"method": method, **plain, "learning_rate": self.rate}
+
+    def sentences(self) -> list[str]:
+        """What the contest says, in words."""
+        said = []
+        for reference in filter(self.of, _CONTESTS):
+            said.append(self._sentence(reference))
+            said += [self.out[name] for name in _CONTESTS[reference] if name in self.out]
+        return said
+
+    def _sentence(self, reference: str) -> str:
+        challenger, title = self.challenger(reference), METHODS[reference].title
+        if challenger is None:
+            return f"Train by {title}: no growth came to the end."
+        lead, name = self.lead(challenger, reference), METHODS[challenger].title
+        gap = f"{abs(lead.mean):.4f} ± {lead.error:.4f} nats a token"
+        wider = self.of(challenger)[0].cache / self.start.cache - 1
+        if lead.sure:
+            return f"Growth pays: {name} ends {gap} below {title}, for a KV cache {wider:.0%} larger."
+        if -lead.mean > max(_SURE * lead.error, MARGIN):
+            return f"Growth does not pay: {title} ends {gap} below {name}, and costs nothing at inference."
+        if lead.mean > max(_SURE * lead.error, MARGIN):
+            return (
+                f"Growth does not pay for long: {name} ends {gap} below {title}, but led by {lead.early:.4f} after "
+                f"{self.short} steps. Trained {_LONGER} times as long, {title} is expected to end as low, and it costs "
+                "nothing at inference."
+            )
+        side = "below" if lead.mean > 0 else "above"
+        return f"A tie: {name} ends {gap} {side} {title}. A tie goes to {title}, which costs nothing at inference."
+
+    def table(self) -> str:
+        """A row for each method that ended, the lowest loss first."""
+        rows = [["before training", f"{self.start.loss:.4f}", "", "", "", f"{self.start.cache:,}"]]
+        ended = [name for name in METHODS if self.of(name)]
+        for name in sorted(ended, key=self.loss):
+            first, lora = self.of(name)[0], name == "lora" or not self.of("lora")
+            beside = "" if lora else str(self.lead(name, "lora"))
+            figures = f"{first.weights:,}", f"{first.rate:.1e}", f"{first.cache:,}"
+            rows.append([METHODS[name].title, f"{self.loss(name):.4f}", beside, *figures])
+        columns = ["trained by", "held-out loss", "lead over LoRA", "weights", "rate", "KV cache, B/token"]
+        return printed(columns, rows)
+
+    def __str__(self) -> str:
+        return self.table() + "\n".join(self.sentences())
+
+    def figures(self) -> dict:
+        """Everything as what `json.dumps` takes."""
+        leads = {
+            name: vars(self.lead(name, reference)) | {"over": reference}
+            for reference, names in _CONTESTS.items()
+            for name in names
+            if self.of(name) and self.of(reference)
+        }
+        done = [{**vars(run), "loss": run.loss} for run in self.runs]
+        kept = [{key: value for key, value in run.items() if key not in ("nats", "counts")} for run in done]
+        said = {"winner": self.winner, "rate": self.rate} if self.of("lora") else {}
+        return {
+            **said,
+            "verdict": " ".join(self.sentences()),
+            "steps": self.steps,
+            "loss_before": self.start.loss,
+            "leads": leads,
+            "out": self.out,
+            "runs": kept,
+        }
+
+
+def steps_of(methods: Iterable[str], steps: int, seeds: int) -> int:
+    """How many steps a contest takes at most, growths apart."""
+    short = max(steps // _SHORT, 1)
+    return sum(len(METHODS[method].rates) * short + seeds * steps for method in methods)
+
+
+def compete(
+    contest: Contest,
+    train: Callable[[str, float, int, int], Run | None],
+    rates: Mapping[str, Sequence[float]],
+    seeds: int,
+) -> None:
+    """Let methods compete, in the order in which they are given: what has to be beaten comes first.
+
+    A method tries its learning rates in short trainings; the best one goes on to long trainings, one for each seed. All
+    start anew, so that every schedule comes to its end.
+
+    Args:
+        contest: gets the runs; an interrupted contest is worth what it has.
+        train: runs a method with a learning rate, for so many steps, with a seed; None if it has nothing to train.
+        rates: the methods by name, and the learning rates that each of them tries.
+        seeds: how many.
+    """
+    for method, tried in rates.items():
+        runs = [train(method, rate, contest.short, 0) for rate in tried]
+        title = METHODS[method].title
+        if None in runs:
+            contest.out[method] = (
+                f"{title[0].upper()}{title[1:]} is out: nothing that it could add holds on other rows."
+            )
+            continue
+        contest.runs += filter(None, runs)
+        reference = next((name for name, others in _CONTESTS.items() if method in others), None)
+        if reference and contest.hopeless(method, reference):
+            behind = -paired(contest.of(method, contest.short)[:1], contest.of(reference, contest.short)[:1])[0]
+            contest.out[method] = f"{title} is out: {behind:.4f} nats behind after {contest.short} steps."
+            continue
+        best = contest.of(method, contest.short)[0].rate
+        for seed in range(seeds):
+            contest.runs += filter(None, [train(method, best, contest.steps, seed)])

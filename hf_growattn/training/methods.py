@@ -1,0 +1,142 @@
+"""The ways to train a model that a race compares and `finetune --method` takes: what is added, and what trains."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from trl.trainer.sft_config import SFTConfig
+
+from ..grow.frozen import freeze_old_dims
+from ..grow.growth import Grower
+from ..grow.plan import GrowthConfig, weights_of
+from ..growable.models import attentions
+from ..report.report import GrowthReport
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train.
+
+    Attributes:
+        title: what people call it.
+        growth: share of the budget that attention grows by at the start.
+        lora: share of the budget that LoRA on all linear layers takes.
+        base: whether all other weights train as well; the budget is growth's alone then.
+        rates: learning rates that a race tries, times `hidden_size`: wider models take smaller steps.
+        free: whether what was trained costs nothing at inference.
+    """
+
+    title: str
+    growth: float = 0.0
+    lora: float = 0.0
+    base: bool = False
+    rates: tuple[float, ...] = (0.5, 1.5)
+
+    @property
+    def free(self) -> bool:
+        """Whether the trained model costs no more at inference than before."""
+        return not self.growth
+
+
+_ALL_WEIGHTS = (0.1, 0.3)
+METHODS = {
+    "lora": Method("LoRA on all linear layers", lora=1),
+    "growth": Method("growth", growth=1),
+    "both": Method("1/3 growth, 2/3 LoRA", growth=1 / 3, lora=2 / 3),
+    "full": Method("all weights", base=True, rates=_ALL_WEIGHTS),
+    "full+growth": Method("all weights, grown first", growth=1, base=True, rates=_ALL_WEIGHTS),
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A number of weights that LoRA on all linear layers can have exactly, and growth nearly.
+
+    Attributes:
+        rank: of LoRA, if it takes all of the budget.
+        of_a_rank: weights of LoRA at rank 1.
+    """
+
+    rank: int
+    of_a_rank: int
+
+    @classmethod
+    def near(cls, model: PreTrainedModel, budget: int | float) -> "Budget":
+        """The one nearest to a share of the model's weights, or to a number of them; LoRA's rank is at least 1."""
+        linear = {module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))}
+        linear.discard(model.get_output_embeddings())  # which peft leaves out as well
+        of_a_rank = sum(sum(module.weight.shape) for module in linear)
+        return cls(max(round(weights_of(budget, model.num_parameters()) / of_a_rank), 1), of_a_rank)
+
+    @property
+    def weights(self) -> int:
+        """All of it."""
+        return self.rank * self.of_a_rank
+
+    def split(self, method: Method) -> tuple[int, int]:
+        """The weights that growth gets, and LoRA's rank; what LoRA cannot take in whole ranks is growth's."""
+        rank = round(method.lora * self.rank)
+        return (self.rank - rank) * self.of_a_rank if method.growth else 0, rank
+
+    def admits(self, method: Method) -> bool:
+        """Whether there is enough for both parts of a method: at rank 1 there is nothing to share."""
+        weights, rank = self.split(method)
+        return bool(weights) == bool(method.growth) and bool(rank) == bool(method.lora)
+
+
+def rate_of(method: Method, config: PreTrainedConfig) -> float:
+    """A learning rate where nobody chose one: between those that a race would try, for all weights TRL's own."""
+    if method.base:
+        return SFTConfig.learning_rate
+    return float(f"{math.prod(method.rates) ** 0.5 / config.get_text_config().hidden_size:.1e}")
+
+
+def started(
+    model: PreTrainedModel, method: Method, budget: Budget, batches: list[dict], seed: int
+) -> tuple[nn.Module, GrowthReport | None]:
+    """Make a patched model ready to be trained by a method; it is changed in place.
+
+    Args:
+        model: patched, not grown in this training.
+        method: one of `METHODS`.
+        budget: what growth and LoRA share.
+        batches: to grow on, as for `Grower.grow`.
+        seed: of LoRA's weights and of growth.
+
+    Returns:
+        What to train, the model or peft's wrapper of it, and what growth reports if there was one.
+    """
+    weights, rank = budget.split(method)
+    report = None
+    model.requires_grad_(method.base)
+    if weights:
+        # LoRA, too, moves the old dims: new ones need not do what those can.
+        config = GrowthConfig(budget=weights, seed=seed, old_dims_train=method.base or rank > 0)
+        report = Grower(model, config).grow(batches)
+    if not rank:
+        return model, report
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    wrapped: nn.Module = get_peft_model(model, config)
+    if report and report.applied:
+        freeze_old_dims(model)  # peft has frozen all of the base, the new dims too
+    return wrapped, report
+
+
+def trained_weights(model: nn.Module) -> int:
+    """How many weights a training moves: of parameters with frozen entries, the others."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen = [vars(p)["frozen_entries"].expand_as(p).sum() for p in trained if hasattr(p, "frozen_entries")]
+    return sum(parameter.numel() for parameter in trained) - int(sum(frozen))
+
+
+def cache_bytes(model: PreTrainedModel) -> int:
+    """Bytes that keys and values of one token take in the cache, over all layers."""
+    size = next(model.parameters()).element_size()
+    return sum(
+        size * layer.heads_of(role) * layer.width_of(role) for layer in attentions(model) for role in ("key", "value")
+    )

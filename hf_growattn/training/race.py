@@ -1,0 +1,309 @@
+"""`race`: short matched trainings on a user's own data, which say what is worth training."""
+
+import contextlib
+import copy
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
+from trl.trainer.sft_trainer import SFTTrainer
+
+from ..growable.patching import patch_model
+from .contest import Contest, Run, compete, steps_of
+from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared, split
+from .finetuning import load, make_trainer, read_all, save
+from .methods import METHODS, Budget, cache_bytes, started, trained_weights
+from .recipe import Recipe
+
+RACE = "race.json"
+_RUNS = "race.jsonl"
+MODEL = "model"
+_HELD_OUT = 256  # rows at most
+_GROWTH = (3, 12)  # a growth costs as much as 3 training steps a batch, and 12
+
+
+class _Steps(TrainerCallback):
+    """Tells when a step is over."""
+
+    def __init__(self, tick: Callable[[], object]):
+        self.tick = tick
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """A step is over."""
+        self.tick()
+
+
+def _run(trainer: SFTTrainer, tick: Callable[[], object]) -> None:
+    """Train without a word, but for the steps."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(_Steps(tick))
+    trainer.train()
+
+
+class _Trainings:
+    """Trains by any method, always on the same rows in the same order, and keeps what ended in a file.
+
+    Args:
+        fresh: gives a patched copy of the model each time.
+        tokenizer: its own.
+        prepared: the data.
+        training: an SFTConfig; the race sets how long to train, on what, and the learning rate.
+        budget: what a method may add.
+        growth_batches: batches to grow on, the first ones of the training.
+        steps: of the long trainings.
+    """
+
+    def __init__(self, fresh, tokenizer, prepared: Prepared, training, budget, growth_batches: int, steps: int):
+        self.fresh, self.tokenizer, self.prepared = fresh, tokenizer, prepared
+        self.growth_batches, self.steps = growth_batches, steps
+        self.output = output = Path(training.output_dir)
+        self.rows, held_out = split(prepared, training)
+        self.held_out = held_out.select(range(min(len(held_out), _HELD_OUT)))
+        self.training = copy.copy(training)
+        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+            setattr(self.training, name, "no")
+        self.training.eval_on_start, self.training.report_to, self.training.disable_tqdm = False, [], True
+        self.training.train_sampling_strategy, self.training.resume_from_checkpoint = "sequential", None
+        self.training.num_train_epochs, self.training.push_to_hub = 1, False
+        self.bar: Any = None
+        model = fresh()
+        self.budget, self.parameters = Budget.near(model, budget), model.num_parameters()
+        self.width = model.config.get_text_config().hidden_size
+        self._ready: tuple | None = None  # what to train by a method with a seed, and how it starts
+        output.mkdir(parents=True, exist_ok=True)
+        self.done = self._read(model)
+        self.start = self.done.get(("start", 0.0, 0, 0)) or self._keep(self._measured(model, "start", 0.0, 0, 0, 0.0))
+
+    def _read(self, model: PreTrainedModel) -> dict[tuple, Run]:
+        """What an earlier race of the same model and data into the same folder has left."""
+        setting = {
+            "parameters": self.parameters,
+            "budget": vars(self.budget),
+            "growth_batches": self.growth_batches,
+            "held_out": [len(self.held_out), sum(map(sum, self.held_out["input_ids"]))],
+            "batch": self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps,
+        }
+        file = self.output / _RUNS
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        if lines and lines[0] != setting:
+            raise ValueError(f"{self.output} holds another race, of other data or options: name a new folder.")
+        if not lines:
+            file.write_text(json.dumps(setting) + "\n")
+        runs = [Run(**line) for line in lines[1:]]
+        return {(run.method, run.rate, run.steps, run.seed): run for run in runs}
+
+    def _keep(self, run: Run) -> Run:
+        with (self.output / _RUNS).open("a") as file:
+            file.write(json.dumps(vars(run)) + "\n")
+        return run
+
+    def __call__(self, method: str, rate: float, steps: int, seed: int) -> Run | None:
+        """Train by a method from the start; None if a growth finds nothing to add. Long runs of seed 0 are saved."""
+        if run := self.done.get((method, rate, steps, seed)):
+            self.tick(steps)
+            return run
+        began = time.perf_counter()
+        model = self._started(method, seed)
+        if model is None:
+            return None
+        trainer = self._trainer(model, self.output / method, rate, steps, seed)
+        _run(trainer, self.tick)
+        with trainer.compute_loss_context_manager():
+            run = self._measured(model, method, rate, steps, seed, time.perf_counter() - began)
+        if seed == 0 and steps == self.steps:
+            save(trainer)
+            self._ready = None
+        return self._keep(run)
+
+    def _trainer(self, model: nn.Module, folder: Path, rate: float, steps: int, seed: int) -> SFTTrainer:
+        training = copy.copy(self.training)
+        training.learning_rate, training.max_steps, training.seed = rate, steps, seed
+        training.output_dir = str(folder)
+        return make_trainer(model, self.tokenizer, (self._rows(steps, seed), self.held_out), training, None)
+
+    def tick(self, steps: int = 1) -> None:
+        """Steps are over."""
+        if self.bar is not None:
+            self.bar.update(steps)
+
+    def _started(self, method: str, seed: int) -> nn.Module | None:
+        """What to train by a method, as it starts; grown once for all learning rates."""
+        if self._ready is None or self._ready[:2] != (method, seed):
+            self._ready = None  # makes room
+            batches = batches_of(self._rows(self.growth_batches, seed), self.prepared.collate, self.training)
+            model = self.fresh().to(self.training.device)
+            model, report = started(model, METHODS[method], self.budget, batches[: self.growth_batches], seed)
+            if report is not None and not report.applied:
+                return None
+            at_start = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
+            self._ready = method, seed, model, at_start
+        *_, model, at_start = self._ready
+        with torch.no_grad():
+            for parameter, value in at_start.items():
+                parameter.copy_(value)
+        return model
+
+    def _rows(self, steps: int, seed: int) -> Dataset:
+        """The rows that so many steps train on, in an order of the seed's."""
+        size = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
+        return first_rows(self.rows, steps * size, seed)
+
+    @torch.no_grad()
+    def _measured(self, model, method: str, rate: float, steps: int, seed: int, seconds: float) -> Run:
+        """Measure a model on every held-out row."""
+        model.eval().to(self.training.device)
+        nats: list[float] = []
+        counts: list[int] = []
+        size = self.training.per_device_eval_batch_size
+        for at in range(0, len(self.held_out), size):
+            batch = self.prepared.collate(list(self.held_out.select(range(at, min(at + size, len(self.held_out))))))
+            given = {key: value.to(self.training.device) for key, value in batch.items() if torch.is_tensor(value)}
+            labels = given.pop("labels")[:, 1:]
+            logits = model(**given, use_cache=False).logits[:, :-1].float()
+            lost = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            nats += lost.sum(1).tolist()
+            counts += (labels != -100).sum(1).tolist()
+        weights = trained_weights(model) if steps else 0
+        return Run(method, rate, steps, seed, nats, counts, weights, cache_bytes(model), seconds)
+
+    def seconds_of_a_step(self) -> float:
+        """How long a training step takes, from the second and third of three."""
+        times: list[float] = []
+        model, _ = started(self.fresh(), METHODS["lora"], self.budget, [], 0)
+        trainer = self._trainer(model, self.output, 1e-4, 3, 0)
+        _run(trainer, lambda: times.append(time.perf_counter()))
+        return (times[2] - times[0]) / 2
+
+
+def race(
+    model: PreTrainedModel,
+    tokenizer,
+    train_dataset: Rows,
+    training,
+    eval_dataset: Rows | None = None,
+    budget: int | float = 0.02,
+    steps: int = 100,
+    seeds: int = 2,
+    full: bool = False,
+    growth_batches: int = 16,
+) -> Contest:
+    """Find out what is worth training: LoRA on all linear layers, growth, or some of both.
+
+    Each trains for a short while, as many weights as the others, on the same rows in the same order; a growth looks at
+    the first of these. The model itself stays as it is.
+
+    Args:
+        model: a causal LM, stock or patched.
+        tokenizer: its own.
+        train_dataset: rows as TRL's SFTTrainer takes them: text, messages, or prompt and completion.
+        training: an SFTConfig: batch size, length, packing. The race chooses learning rates itself. Its `output_dir`
+            gets every run as soon as it ends, and the winner's model in the end; the same call goes on there.
+        eval_dataset: rows to compare on; by default some of the others.
+        budget: weights to train, or a share of the model's; rounded to a whole rank of LoRA.
+        steps: of the long trainings. Learning rates are tried for a quarter of that.
+        seeds: long trainings of each method, with other orders of the rows.
+        full: train all weights as well, with and without growth.
+        growth_batches: batches to grow on.
+
+    Returns:
+        The contest: `print(contest)`, `contest.winner`, `contest.rate`, its learning rate.
+
+    Raises:
+        ValueError: the family of the model is unknown, there are too few rows, or the folder holds another race.
+    """
+    rows = prepared(train_dataset, eval_dataset, tokenizer, training)
+    return run_race(
+        lambda: patch_model(copy.deepcopy(model)),
+        tokenizer,
+        rows,
+        training,
+        budget=budget,
+        steps=steps,
+        seeds=seeds,
+        full=full,
+        growth_batches=growth_batches,
+    )
+
+
+def race_of(recipe: Recipe, say: Callable[[str], object] = print) -> Contest:
+    """Run the `race` that a recipe tells, into its folder."""
+    growth, training = recipe.growth, recipe.training
+    data, config, tokenizer = read_all(recipe)
+    rows = prepared(data.train, data.test, tokenizer, training)
+    check_tokens(split(rows, training)[1]["input_ids"], config)
+    return run_race(
+        lambda: load(recipe, dtype="float32"),
+        tokenizer,
+        rows,
+        training,
+        budget=recipe.growth_config(default="2%").budget or 0,
+        growth_batches=growth.growth_batches,
+        **vars(recipe.race),
+        say=say,
+    )
+
+
+def run_race(
+    fresh: Callable[[], PreTrainedModel],
+    tokenizer,
+    rows: Prepared,
+    training,
+    *,
+    budget: int | float,
+    steps: int,
+    seeds: int,
+    full: bool,
+    growth_batches: int,
+    say: Callable[[str], object] = print,
+) -> Contest:
+    """Run a `race` of what `fresh` gives anew each time, patched, and `say` beforehand what it will cost."""
+    for name, number in (("steps", steps), ("seeds", seeds), ("growth_batches", growth_batches)):
+        if number < 1:
+            raise ValueError(f"{name} must be a whole number, at least 1; got {number}.")
+    if training.world_size > 1:
+        raise ValueError("A race runs in one process: start it without torchrun, then train by what it recommends.")
+    output = Path(training.output_dir)
+    trains = _Trainings(fresh, tokenizer, rows, training, budget, growth_batches, steps)
+    methods = [name for name, m in METHODS.items() if (full or not m.base) and trains.budget.admits(m)]
+    rates = {name: [_rounded(rate / trains.width) for rate in METHODS[name].rates] for name in methods}
+    contest = Contest(steps, trains.start)
+    step, total = trains.seconds_of_a_step(), steps_of(methods, steps, seeds)
+    growths = seeds * sum(METHODS[name].growth > 0 for name in methods)
+    cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]))
+    say(
+        f"Racing {', '.join(METHODS[name].title for name in methods)}. At most {total:,} steps of {step:.2g} s and "
+        f"{growths} growths, {cost / 60:.0f} minutes. Each method trains about {trains.budget.weights:,} weights."
+    )
+    trains.bar = tqdm(total=total, desc="race", unit="step", disable=None)
+    with contextlib.closing(trains.bar), _table_so_far(contest, output, say):
+        compete(contest, trains, rates, seeds)
+    (output / RACE).write_text(json.dumps(contest.figures(), indent=1))
+    if (output / contest.winner).exists():  # not where the same race was over before
+        shutil.rmtree(output / MODEL, ignore_errors=True)
+        (output / contest.winner).rename(output / MODEL)
+    for method in methods:
+        shutil.rmtree(output / method, ignore_errors=True)
+    return contest
+
+
+@contextlib.contextmanager
+def _table_so_far(contest: Contest, output: Path, say: Callable[[str], object]):
+    """Show what there is where somebody interrupts."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if contest.of("lora"):
+            say(str(contest))
+        raise KeyboardInterrupt(f"the runs that ended are kept; the same command goes on in {output}.") from None
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.1e}")
