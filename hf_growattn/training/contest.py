@@ -248,10 +248,9 @@ def compete(
     for method, tried in rates.items():
         runs = [train(method, rate, contest.short, 0) for rate in tried]
         title = METHODS[method].title
+        title = title[0].upper() + title[1:]
         if None in runs:
-            contest.out[method] = (
-                f"{title[0].upper()}{title[1:]} is out: nothing that it could add holds on other rows."
-            )
+            contest.out[method] = f"{title} is out: nothing that it could add holds on other rows."
             continue
         contest.runs += filter(None, runs)
         reference = next((name for name, others in _CONTESTS.items() if method in others), None)

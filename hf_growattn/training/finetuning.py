@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import logging as datasets_logging
@@ -287,7 +288,7 @@ def main(recipe: Recipe) -> dict:
     check_tokens(rows[1]["input_ids"], config)
     method, start = METHODS[recipe.growth.method], None
     training.learning_rate = training.learning_rate or rate_of(method, config)
-    model = load(recipe, dtype="float32")
+    model: Any = load(recipe, dtype="float32")
     if callback:
         callback.check_budgets(model)
     if not method.base:

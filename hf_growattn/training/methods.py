@@ -1,6 +1,7 @@
 """The ways to train a model that a race compares and `finetune --method` takes: what is added, and what trains."""
 
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -59,10 +60,12 @@ class Budget:
     Attributes:
         rank: of LoRA, if it takes all of the budget.
         of_a_rank: weights of LoRA at rank 1.
+        width: the model's `hidden_size`.
     """
 
     rank: int
     of_a_rank: int
+    width: int
 
     @classmethod
     def near(cls, model: PreTrainedModel, budget: int | float) -> "Budget":
@@ -70,7 +73,8 @@ class Budget:
         linear = {module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))}
         linear.discard(model.get_output_embeddings())  # which peft leaves out as well
         of_a_rank = sum(sum(module.weight.shape) for module in linear)
-        return cls(max(round(weights_of(budget, model.num_parameters()) / of_a_rank), 1), of_a_rank)
+        rank = max(round(weights_of(budget, model.num_parameters()) / of_a_rank), 1)
+        return cls(rank, of_a_rank, model.config.get_text_config().hidden_size)
 
     @property
     def weights(self) -> int:
@@ -80,7 +84,9 @@ class Budget:
     def split(self, method: Method) -> tuple[int, int]:
         """The weights that growth gets, and LoRA's rank; what LoRA cannot take in whole ranks is growth's."""
         rank = round(method.lora * self.rank)
-        return (self.rank - rank) * self.of_a_rank if method.growth else 0, rank
+        left = (self.rank - rank) * self.of_a_rank
+        # Each `width` weights of growth widen a linear layer by one, for which LoRA there needs one more for each rank.
+        return int(left / (1 + rank / self.width)) if method.growth else 0, rank
 
     def admits(self, method: Method) -> bool:
         """Whether there is enough for both parts of a method: at rank 1 there is nothing to share."""
@@ -121,7 +127,9 @@ def started(
         return model, report
     torch.manual_seed(seed)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    wrapped: nn.Module = get_peft_model(model, config)
+    with warnings.catch_warnings():  # of names that peft itself uses
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped: nn.Module = get_peft_model(model, config)
     if report and report.applied:
         freeze_old_dims(model)  # peft has frozen all of the base, the new dims too
     return wrapped, report

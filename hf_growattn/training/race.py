@@ -76,7 +76,6 @@ class _Trainings:
         self.bar: Any = None
         model = fresh()
         self.budget, self.parameters = Budget.near(model, budget), model.num_parameters()
-        self.width = model.config.get_text_config().hidden_size
         self._ready: tuple | None = None  # what to train by a method with a seed, and how it starts
         output.mkdir(parents=True, exist_ok=True)
         self.done = self._read(model)
@@ -273,7 +272,7 @@ def run_race(
     output = Path(training.output_dir)
     trains = _Trainings(fresh, tokenizer, rows, training, budget, growth_batches, steps)
     methods = [name for name, m in METHODS.items() if (full or not m.base) and trains.budget.admits(m)]
-    rates = {name: [_rounded(rate / trains.width) for rate in METHODS[name].rates] for name in methods}
+    rates = {name: [_rounded(rate / trains.budget.width) for rate in METHODS[name].rates] for name in methods}
     contest = Contest(steps, trains.start)
     step, total = trains.seconds_of_a_step(), steps_of(methods, steps, seeds)
     growths = seeds * sum(METHODS[name].growth > 0 for name in methods)

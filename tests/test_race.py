@@ -1,0 +1,239 @@
+"""The race: what a contest says of trainings, and real ones through the command line."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import build, save_with_text
+from test_cli import call
+from transformers import AutoModelForCausalLM
+
+from hf_growattn import patch_model
+from hf_growattn.training.contest import Contest, Run, compete, paired, steps_of
+from hf_growattn.training.methods import METHODS, Budget, started, trained_weights
+
+OPTIONS = "--max_length 16 --growth_batches 4 --budget 20% --per_device_train_batch_size 4".split()
+COUNTS = [4, 8, 4, 6]
+
+
+def run(method: str, loss: float, rate=1.0, steps=0, seed=0, wobble=0.0) -> Run:
+    """A training whose held-out rows end at a loss, each a little off it."""
+    offs = (1, -0.5, 1.5, -1)  # together nothing, by COUNTS
+    nats = [count * loss + wobble * count * off for count, off in zip(COUNTS, offs)]
+    return Run(method, rate, steps, seed, nats, COUNTS, 100, 96 if "growth" in method else 64, 1.0)
+
+
+class Given:
+    """Trains nothing: ends where it is told to, and notes what it was asked."""
+
+    def __init__(self, losses: dict, wobble=0.001):
+        self.losses, self.wobble, self.asked = losses, wobble, []
+
+    def __call__(self, method, rate, steps, seed):
+        self.asked.append((method, rate, steps, seed))
+        loss = self.losses[method, steps]
+        off = self.wobble * (1 if method == "growth" else -1)
+        return (
+            None if loss is None else run(method, loss + (rate - 1) ** 2 + seed * self.wobble, rate, steps, seed, off)
+        )
+
+
+def raced(seeds=2, **losses) -> tuple[Contest, Given]:
+    """A contest over 40 steps; of each method what it ends at after 10, and after all."""
+    trains = Given({(method, steps): loss for method, ends in losses.items() for steps, loss in zip((10, 40), ends)})
+    contest = Contest(40, run("start", 4.0))
+    compete(contest, trains, dict.fromkeys(losses, (1.0, 1.5)), seeds)
+    return contest, trains
+
+
+def test_a_lead_that_is_sure_and_lasts_wins():
+    contest, trains = raced(lora=(3.5, 3.2), growth=(3.4, 3.1))
+    assert contest.winner == "growth" and contest.choice == {"method": "growth", "learning_rate": 1.0}
+    assert contest.lead("growth", "lora").mean == pytest.approx(0.1)
+    assert "Growth pays: growth ends 0.1000" in str(contest) and "KV cache 50% larger" in str(contest)
+    # Two rates for a quarter of the steps, then the better one on every seed.
+    assert [asked[1:] for asked in trains.asked if asked[0] == "lora"] == [
+        (1.0, 10, 0),
+        (1.5, 10, 0),
+        (1.0, 40, 0),
+        (1.0, 40, 1),
+    ]
+    assert sum(asked[2] for asked in trains.asked) == steps_of(("lora", "growth"), 40, 2)
+
+
+@pytest.mark.parametrize(
+    "lora, growth, said",
+    [
+        ((3.5, 3.2), (3.5, 3.195), "A tie: growth ends 0.0050"),
+        ((3.5, 3.2), (3.45, 3.25), "Growth does not pay: LoRA on all linear layers ends 0.0500"),
+        # Ahead by .2 after 10 steps and by .05 after 40: by 200 nothing of that is left.
+        ((3.5, 3.2), (3.3, 3.15), "Growth does not pay for long: growth ends 0.0500"),
+        ((3.5, 3.2), (None, None), "Growth is out: nothing that it could add holds"),
+    ],
+)
+def test_what_is_no_lasting_lead_goes_to_lora(lora, growth, said):
+    contest, _ = raced(lora=lora, growth=growth)
+    assert contest.winner == "lora" and said in str(contest)
+    assert json.loads(json.dumps(contest.figures()))["winner"] == "lora"
+
+
+def test_noise_is_no_lead():
+    contest = Contest(40, run("start", 4.0))
+    for method, sign in (("lora", -1), ("growth", 1)):
+        for steps, loss in ((10, 3.5), (40, 3.2 if method == "lora" else 3.1)):
+            contest.runs.append(run(method, loss, steps=steps, wobble=0.2 * sign))
+    assert contest.lead("growth", "lora").error > 0.05 and contest.winner == "lora" and "A tie" in str(contest)
+
+
+def test_the_hopeless_do_not_go_on():
+    contest, trains = raced(lora=(3.5, 3.2), growth=(3.9, 3.0))
+    assert contest.winner == "lora" and "Growth is out: 0.4000 nats behind after 10 steps." in str(contest)
+    assert ("growth", 1.0, 40, 0) not in trains.asked
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.6, 3.0))  # behind, but not by so much: it turns out to win
+    assert contest.winner == "growth"
+
+
+def test_all_weights_have_a_contest_of_their_own():
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.6, 3.3), full=(3.0, 2.8), **{"full+growth": (2.9, 2.7)})
+    assert contest.winner == "full+growth" and contest.choice["method"] == "full"
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.6, 3.3), full=(3.0, 2.8), **{"full+growth": (3.0, 2.8)})
+    assert contest.choice == {"method": "full", "max_growths": 0, "learning_rate": 1.0}
+
+
+def test_the_error_of_a_lead_is_the_jackknifes():
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(5, 60, (400,), generator=generator).tolist()
+    nats = [[3 * n + n**0.5 * x for n, x in zip(counts, torch.randn(400, generator=generator).tolist())] for _ in "ab"]
+    one, other = (replace(run("lora", 3.0), nats=own, counts=counts) for own in nats)
+    mean, error = paired([one], [other])
+    without = [(sum(nats[1]) - nats[1][i] - sum(nats[0]) + nats[0][i]) / (sum(counts) - counts[i]) for i in range(400)]
+    spread = math.sqrt(399 * torch.tensor(without, dtype=torch.float64).var(correction=0).item())
+    assert mean == pytest.approx(other.loss - one.loss) and error == pytest.approx(spread, rel=0.02)  # first order
+
+
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+def test_every_method_trains_as_many_weights(variant):
+    """LoRA exactly the budget, growth at most that; neither moves the rest of the base."""
+    stock = build(variant)
+    budget = Budget.near(patch_model(build(variant)), 0.3)
+    assert budget.rank >= 3
+    ids = torch.randint(0, stock.config.vocab_size, (4, 4, 16), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": rows, "labels": rows} for rows in ids]
+    for name in ("lora", "growth", "both"):
+        model, report = started(patch_model(build(variant)), METHODS[name], budget, batches, seed=0)
+        weights = trained_weights(model)
+        if name == "lora":
+            assert weights == budget.weights and report is None
+        assert weights <= budget.weights
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        model(**batches[0]).loss.backward()
+        optimizer.step()
+        embeddings = model.get_input_embeddings().weight
+        assert embeddings.equal(stock.get_input_embeddings().weight) and not embeddings.requires_grad
+    whole, _ = started(patch_model(build(variant)), METHODS["full"], budget, [], seed=0)
+    assert trained_weights(whole) == whole.num_parameters()
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("given")
+    save_with_text(folder, words=2400)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(given):
+    """A race that ended: its folder, and what it printed."""
+    done = call("race", given / "model", given / "text.txt", "-o", given / "race", "--steps", 12, *OPTIONS)
+    assert done.exit_code in (0, 3), done.output
+    return given / "race", done
+
+
+def test_a_race_ends_in_a_sentence_and_a_model(told, given):
+    folder, done = told
+    figures = json.loads((folder / "race.json").read_text())
+    assert done.exit_code == (0 if figures["winner"] in ("growth", "both") else 3)
+    assert "LoRA on all linear layers" in done.stdout and figures["verdict"].split(".")[0] in done.stdout
+    assert "steps of" in done.stderr and "minutes" in done.stderr  # before it starts
+    assert f"--method {figures['winner']} --learning_rate {figures['rate']}" in done.stderr
+    weights = {run["weights"] for run in figures["runs"] if run["method"] == "lora"}
+    assert len(weights) == 1 and all(run["weights"] <= max(weights) for run in figures["runs"])
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "race.json", "race.jsonl"]
+    ended = next(run for run in figures["runs"] if run["method"] == figures["winner"] and run["steps"] == 12)
+    assert ended["loss"] < figures["loss_before"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert (type(model).__name__ == "LlamaForCausalLM") == (figures["winner"] == "lora")
+
+
+def test_a_race_goes_on_where_it_was(told, given, monkeypatch):
+    """What ended is not run again; a race of other options is not mixed into it."""
+    folder, done = told
+    lines = (folder / "race.jsonl").read_text().splitlines()
+    (folder / "race.jsonl").write_text("\n".join(lines[:4]) + "\n")
+    again = call("race", given / "model", given / "text.txt", "-o", folder, "--steps", 12, *OPTIONS)
+    assert again.exit_code == done.exit_code and again.stdout == done.stdout
+    kept = (folder / "race.jsonl").read_text().splitlines()
+    assert kept[:4] == lines[:4] and len(kept) == len(lines)
+    other = call("race", given / "model", given / "text.txt", "-o", folder, "--steps", 12, *OPTIONS, "--budget", "5%")
+    assert other.exit_code == 1 and "holds another race" in other.stderr
+
+
+def test_interrupted(given, tmp_path, monkeypatch):
+    from hf_growattn.training import race
+
+    trained = race._Trainings.__call__
+
+    def interrupted(self, method, *others):
+        if method != "lora":
+            raise KeyboardInterrupt
+        return trained(self, method, *others)
+
+    monkeypatch.setattr(race._Trainings, "__call__", interrupted)
+    done = call("race", given / "model", given / "text.txt", "-o", tmp_path / "out", "--steps", 4, *OPTIONS)
+    assert done.exit_code == 130 and "LoRA on all linear layers" in done.stderr and "goes on in" in done.stderr
+    assert len((tmp_path / "out" / "race.jsonl").read_text().splitlines()) == 6  # setting, start, 2 rates, 2 seeds
+
+
+@pytest.mark.parametrize("method", ["lora", "growth", "both", "auto"])
+def test_finetune_by_a_method(method, given, tmp_path):
+    output = tmp_path / "out"
+    options = ["--method", method, "--max_steps", 12, *OPTIONS, *(["--steps", 8] if method == "auto" else [])]
+    done = call("finetune", given / "model", given / "text.txt", "-o", output, *options)
+    assert done.exit_code == 0, done.output
+    figures = json.loads((output / "figures.json").read_text())
+    chosen = json.loads((tmp_path / "out-race" / "race.json").read_text())["winner"] if method == "auto" else method
+    grew = chosen in ("growth", "both")
+    assert (figures["with_growth"] is not None) == grew == bool(figures["growths"])
+    curve = (figures["with_growth"] or figures["without_growth"])["held_out"]
+    assert curve[-1][0] == 12 and curve[-1][1] < curve[0][1]
+    stock, trained = (AutoModelForCausalLM.from_pretrained(folder) for folder in (given / "model", output))
+    assert (trained.num_parameters() > stock.num_parameters()) == grew
+    assert trained.get_input_embeddings().weight.equal(stock.get_input_embeddings().weight)
+    if chosen == "growth":  # what was there is there, to the bit
+        assert trained.model.layers[0].mlp.up_proj.weight.equal(stock.model.layers[0].mlp.up_proj.weight)
+        assert figures["growths"][0]["step"] == 0 and (output / "report.html").exists()
+
+
+def test_compare_shows_lora_too(given, tmp_path):
+    options = ["--method", "growth", "--compare", "--max_steps", 8, *OPTIONS]
+    done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options)
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+    assert "LoRA, all linear layers" in done.stdout and figures["lora"]["held_out"][-1][0] == 8
+    assert figures["without_growth"] is None
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--method", "growth", "--grow_steps", "3"], "grows at the start or not at all"),
+        (["--method", "growth", "--v_dims", "3"], "spends a --budget"),
+        (["--method", "lora", "--compare"], "Drop one of them"),
+    ],
+)
+def test_methods_and_options_that_contradict_each_other(options, said, given, tmp_path):
+    done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options)
+    assert done.exit_code == 2 and said in done.stderr and not (tmp_path / "out").exists()
