@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_growattn.__main__ import main
-from hf_growattn.cli import inspection
 from hf_growattn.cli.commands import app
 from hf_growattn.training.arguments import budget_of
 
@@ -81,18 +80,15 @@ def test_inspect_takes_any_family_and_head(variant, head, tmp_path):
     assert ("normalised" in done.stdout) == (variant == "qwen3")
 
 
-def test_measure_changes_nothing_and_says_so_in_words(given, monkeypatch):
+def test_measure_changes_nothing_and_says_so_in_words(given):
     before = {path.name: path.read_bytes() for path in (given / "model").iterdir()}
     options = ["measure", given / "model", given / "text.txt", "--budget", "5%", *SMALL]
-    monkeypatch.setattr(inspection, "STARVED", 1e-9)
     done = call(*options)
     assert done.exit_code == 0, done.output
-    assert "\nStarved: " in done.stdout and "would be added. Nothing was changed." in done.stdout
-    assert "growattn grow" in done.stdout
-    monkeypatch.setattr(inspection, "STARVED", 1e9)
-    done = call(*options, "--json")
-    told = json.loads(done.stdout)
-    assert done.exit_code == 3 and not told["starved"] and "LoRA will serve you as well" in told["verdict"]
+    assert "would be added. Nothing was changed." in done.stdout and "It gains most in the" in done.stdout
+    assert "To know whether it pays: growattn race" in done.stdout
+    told = json.loads(call(*options, "--json").stdout)
+    assert f"from {told['loss_before']:.4f} to {told['loss_after']:.4f} nats" in told["verdict"]
     assert not told["applied"] and told["added_parameters"] > 0 and told["loss_after"] < told["loss_before"]
     assert {path.name: path.read_bytes() for path in (given / "model").iterdir()} == before
 
