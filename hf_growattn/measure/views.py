@@ -8,6 +8,7 @@ Only the projections' own weights are seen: an adapter around one counts once it
 """
 
 import copy
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from ..growable.attention import GrowableAttention
 from ..growable.models import attentions
 from ..growable.patching import architecture_of
 from ..model.architectures import Architecture
+from ..model.attention import ROLES
+from ..model.modeling import stock_attentions
 from . import functional as F
 
 
@@ -57,24 +60,20 @@ class FactoredMatrix:
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the thin SVD `U` (a, n), `S` (n,) descending and `V` (b, n) of it, with `n = min(a, b, k)`."""
-        left_basis, core, right_basis = self._reduced()
-        u, values, vh = torch.linalg.svd(core, full_matrices=False)
-        return left_basis @ u, values, right_basis @ vh.T
-
-    def _reduced(self) -> tuple[Tensor, Tensor, Tensor]:
         left_basis, left_core = torch.linalg.qr(_working(self.left))
         right_basis, right_core = torch.linalg.qr(_working(self.right))
-        return left_basis, left_core @ right_core.T, right_basis
+        u, values, vh = torch.linalg.svd(left_core @ right_core.T, full_matrices=False)
+        return left_basis @ u, values, right_basis @ vh.T
 
     @property
     def singular_values(self) -> Tensor:
         """The `min(a, b, k)` singular values that can differ from zero, descending."""
-        return torch.linalg.svdvals(self._reduced()[1])
+        return self.svd()[1]
 
     @property
     def norm(self) -> Tensor:
         """The Frobenius norm, a scalar."""
-        return torch.linalg.matrix_norm(self._reduced()[1])
+        return self.singular_values.norm()
 
     @property
     def effective_rank(self) -> Tensor:
@@ -96,19 +95,15 @@ class FactoredMatrix:
             return FactoredMatrix(self.left @ core, other.right)
         if not isinstance(other, Tensor):
             return NotImplemented
-        left, right, other = self._with(other)
-        return left @ (right.T @ other)
+        dtype = torch.promote_types(self.left.dtype, other.dtype)
+        return self.left.to(dtype) @ (self.right.to(dtype).T @ other.to(dtype))
 
     def __rmatmul__(self, other):
         """`x @ W`, (..., a) -> (..., b)."""
         if not isinstance(other, Tensor):
             return NotImplemented
-        left, right, other = self._with(other)
-        return (other @ left) @ right.T
-
-    def _with(self, other: Tensor) -> list[Tensor]:
         dtype = torch.promote_types(self.left.dtype, other.dtype)
-        return [tensor.to(dtype) for tensor in (self.left, self.right, other)]
+        return (other.to(dtype) @ self.left.to(dtype)) @ self.right.to(dtype).T
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -290,18 +285,12 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
             or it lacks the rotary embedding of its family, as a part of a model does.
     """
     modules: list[Any] = attentions(model)
-    if modules:
-        row = modules[0].architecture
-    else:
-        row = architecture_of(model.config.model_type)
-        stock = getattr(row.modeling_file, row.attention)
-        found = (m for m in model.modules() if isinstance(m, stock) and not getattr(m, "is_cross_attention", False))
-        modules = sorted(found, key=lambda module: AttentionView(module, row, None).layer_idx)
+    row = modules[0].architecture if modules else architecture_of(model.config.model_type)
+    modules = modules or list(stock_attentions(model, row).values())
     rotary = next((m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb")), None)
     if row.rotate is not None and rotary is None:
         raise ValueError(f"{type(model).__name__} has no rotary_emb; pass the whole model, not a part of it.")
-    views = [AttentionView(module, row, rotary) for module in modules]
-    for attention in (view._attention for view in views):
-        for role in ("query", "key", "value", "output"):
-            attention.check_plain(role)
+    views = sorted((AttentionView(module, row, rotary) for module in modules), key=lambda view: view.layer_idx)
+    for view, role in product(views, ROLES):
+        view._attention.check_plain(role)
     return views
