@@ -18,10 +18,10 @@ from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.extension import KindProbe, Probe
 from hf_growattn.measure.gradients import exact_gradients, sketched_gradients, tangent_steps
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
 from hf_growattn.measure.passes import batch_loss, undisturbed
-from hf_growattn.measure.probe import KindProbe, Probe
 
 VARIANTS = ["llama-2", "llama-5-bias", "gpt2-2", "gpt2-5-scaled"]
 

@@ -182,9 +182,12 @@ def cheapest_dim(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> i
 
 def check_budget(config: GrowthConfig, layers: Iterable[GrowableAttention], parameters: int) -> None:
     """Raise a ValueError if a budget, given a model's layers and number of weights, buys not even one more dim."""
-    if config.budget is None:
-        return
-    bought, cheapest = weights_of(config.budget, parameters), cheapest_dim(config, layers)
+    if config.budget is not None:
+        check_affordable(weights_of(config.budget, parameters), cheapest_dim(config, layers), parameters)
+
+
+def check_affordable(bought: int, cheapest: int, parameters: int) -> None:
+    """Raise a ValueError if so many weights buy not even the cheapest dim of a model of so many parameters."""
     if bought < cheapest:
         raise ValueError(
             f"{bought:,} weights buy nothing: one more dim of a layer costs {cheapest:,}, "

@@ -77,18 +77,8 @@ class GrowAttnLayer(Extension, BaseTunerLayer):
             return []
         return [name for name in self.active_adapters if name in self._weights(role)]
 
-    def roles(self) -> list[str]:
-        """The roles to which some adapter adds dims."""
-        return [role for role in DIMS if self._weights(role)]
-
     def _weights(self, role: str, part: str = "") -> nn.ParameterDict:
         return getattr(self, f"{PREFIX}{role}{part}")
-
-    def drop(self, adapter_name: str) -> None:
-        """Take an adapter's dims away, if it has any here."""
-        for name in self.adapter_layer_names:
-            if adapter_name in (parameters := getattr(self, name)):
-                del parameters[adapter_name]
 
     def new_dims(self, adapter_name: str) -> NewDims:
         """An adapter's parameters as what they are: dims beside the attention's own, of the roles that it has."""

@@ -7,7 +7,7 @@ teaches peft the method.
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import cast
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils.versions import require_version
 
 from ..grow.growth import Grower
-from ..grow.plan import GrowthConfig
+from ..grow.plan import GrowthConfig, check_affordable, weights_of
 from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin, attentions
 from ..growable.patching import patch_model, unpatch_model
@@ -185,8 +185,9 @@ class GrowAttnModel(BaseTuner):
     def _spend(self, adapter_name: str, config: GrowAttnConfig, found: dict[GrowableAttention, NewDims]) -> None:
         """Make an adapter's parameters anew, as many in each layer as were found there."""
         former = next(p for name, p in self.model.named_parameters() if name.endswith(f".{adapter_name}"))
-        for layer in adapter_layers(self.model):
-            layer.drop(adapter_name)
+        for layer, name in product(adapter_layers(self.model), GrowAttnLayer.adapter_layer_names):
+            if adapter_name in (held := getattr(layer, name)):
+                del held[adapter_name]
         config.hold({k.width: {a.layer_idx: new.dims(k.shared) for a, new in found.items()} for k in KINDS.values()})
         self._prepare_model(config, self.model)
         for name in config.target_modules:
@@ -201,8 +202,8 @@ class GrowAttnModel(BaseTuner):
     def _check_merge_allowed(self) -> None:
         """Raise a ValueError before any layer is merged, if the weights of one cannot be widened."""
         super()._check_merge_allowed()
-        for layer in adapter_layers(self.model):
-            for role in layer.roles():
+        for layer, role in product(adapter_layers(self.model), DIMS):
+            if getattr(layer, PREFIX + role):
                 layer.get_base_layer().parameters_along(role)
 
     def unload(self) -> nn.Module:
@@ -225,12 +226,8 @@ def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> 
     for (role, width), attention in product(DIMS.items(), layers):
         features = attention.config.hidden_size + has_bias(attention, role)
         costs[width, attention.layer_idx] += attention.heads_of(role) * features
-    left, cheapest = budget if isinstance(budget, int) else int(budget * base), min(costs.values())
-    if left < cheapest:
-        raise ValueError(
-            f"{left:,} weights buy nothing: one more dim of a layer costs {cheapest:,}, {cheapest / base:.2%} of this "
-            "model. Choose a larger budget."
-        )
+    left, cheapest = weights_of(budget, base), min(costs.values())
+    check_affordable(left, cheapest, base)
     while left >= cheapest:
         for (width, layer), cost in costs.items():
             if cost <= left:
@@ -269,21 +266,11 @@ def initialize_growattn_weights(
     if any(layer.merged for layer in adapter_layers(tuner.model)):
         raise ValueError("Adapters are merged into the base; call unmerge_adapter() before the guided start.")
     found: dict[GrowableAttention, NewDims] = {}
-    with _without_adapters(tuner.model):
+    with contextlib.ExitStack() as end:
+        for attention in attentions(tuner.model):  # growth sees the base alone
+            end.callback(set_extension, attention, attention.extension)
+            set_extension(attention, None)
         report = Grower(tuner.model, config.growth).hand_over(batches, found.update)
     if found:
         tuner.take_over(adapter_name, found)
     return report
-
-
-@contextlib.contextmanager
-def _without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Let growth see the base alone."""
-    before = [(attention, attention.extension) for attention in attentions(model)]
-    try:
-        for attention, _ in before:
-            set_extension(attention, None)
-        yield
-    finally:
-        for attention, extension in before:
-            set_extension(attention, extension)

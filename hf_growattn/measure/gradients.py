@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from ..growable.attention import GrowableAttention
 from . import functional as F
 from .blocks import Block
-from .extension import set_extension
+from .extension import KindProbe, Probe, set_extension
 from .passes import backward
-from .probe import KindProbe, Probe
 from .ranks import follow_first_rank, sum_over_ranks, total
 
 SKETCH_PASSES = (1 / 4, 1.0, 1.0)  # part of the batches that each reads; the first one only finds where to look
