@@ -1,10 +1,10 @@
 """Attention that grows: widen the heads of Hugging Face models where the loss asks for it.
 
 `patch_model` makes a model growable, `Grower.grow` widens it, by four calls, each giving one value back: a batch
-is measured (`measure.passes` runs the model, whose `extension` is a probe; `measure.gradients` reads it), new
-dims are planned (`grow.plan`), tried beside the weights (`grow.trial`), and those that lower the loss kept in wider
-weights (`growable.widths`). Each room, a sub-package, says in its first lines what lives there. Import from here alone:
-what lies deeper may move.
+is measured (`measure.passes` runs the model, whose `extension` is a probe; `measure.gradients` reads it), new dims are
+planned (`grow.plan`), tried beside the weights (`grow.trial`), and those that lower the loss kept in wider weights
+(`growable.attention`). Each room, a sub-package, says in its first lines what lives there. Import from here alone: what
+lies deeper may move.
 """
 
 import importlib

@@ -248,7 +248,7 @@ def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, mon
 
     def failing(*args, **kwargs):
         if phase == "Trial":
-            monkeypatch.setattr("hf_growattn.growable.widths._resize", _fail_at(5, error))
+            monkeypatch.setattr("hf_growattn.growable.attention._resize", _fail_at(5, error))
             return original(*args, **kwargs)
         if phase == "StepSearch":
             search = original(*args, **kwargs)
@@ -285,7 +285,7 @@ def _raise(error):
 
 
 def _fail_at(call, error):
-    from hf_growattn.growable.widths import _resize
+    from hf_growattn.growable.attention import _resize
 
     calls = []
 

@@ -16,9 +16,8 @@ from torch.optim.optimizer import (
 from transformers import PreTrainedModel
 
 from ..growable.adapters import is_adapted
-from ..growable.attention import GrowableAttention
+from ..growable.attention import GrowableAttention, Resize
 from ..growable.models import attentions
-from ..growable.widths import Resize
 
 _before: WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, Tensor]]] = WeakKeyDictionary()
 _watched: list = []  # handles of the hooks on all optimizers, once there is a parameter to watch

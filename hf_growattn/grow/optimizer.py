@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..growable.widths import Resize
+from ..growable.attention import Resize
 from ..measure.ranks import together
 
 # Measures of scale, by the names optimizers give them, and the power of the gradient that each one follows. New entries

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..growable.attention import GrowableAttention
-from ..growable.widths import Resize, Widening
+from ..growable.attention import GrowableAttention, Resize, Widening
 from ..measure import functional as F
 from ..measure.extension import NewDims, set_extension
 from ..measure.gradients import ExistingStep, Gradient

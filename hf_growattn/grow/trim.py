@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..growable.attention import GrowableAttention
+from ..growable.attention import GrowableAttention, Resize, Widening
 from ..growable.models import attentions
-from ..growable.widths import Resize, Widening
 from ..measure import functional as F
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments

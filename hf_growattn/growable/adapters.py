@@ -90,31 +90,11 @@ def note_all_sizes(module: Any) -> None:
         module.out_features, module.in_features = sizes[axis], sizes[1 - axis]
 
 
-def own(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A projection's own live "weight" or "bias", adapters apart; None where it has none."""
-    parameter = getattr(plain(module), name)
-    return None if parameter is None else parameter.detach()
-
-
-def gradient(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The gradient of a projection's own "weight" or "bias"; None where it has none."""
-    parameter = getattr(plain(module), name)
-    return None if parameter is None else parameter.grad
-
-
-def effective(module: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-    """A projection's "weight" or "bias" with what its active adapters add to it, in its own layout.
-
-    Adapters that are merged are in the projection's own weights already. A bias that only an adapter has counts as
-    none, since new dims could not have one.
-    """
-    read = own(module, name)
-    return None if read is None else read.to(dtype) + sum(_of_lora(module, name, dtype))
-
-
-def _of_lora(module: Any, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """What each active adapter adds to a projection's "weight" or "bias"."""
-    for adapter in _active(module):
+def added_by_adapters(module: Any, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """What each active adapter adds to a projection's "weight" or "bias", in its layout; none once they are merged."""
+    if not is_adapted(module) or module.disable_adapters or module.merged:
+        return
+    for adapter in (adapter for adapter in module.active_adapters if adapter in module.lora_A):
         a, b, scale = module.lora_A[adapter].weight, module.lora_B[adapter], module.scaling[adapter]
         if name == "weight":
             added = scale * (b.weight.detach().to(dtype) @ a.detach().to(dtype))
@@ -135,10 +115,3 @@ def without_adapters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _linears(module: nn.Module, side: str) -> list[nn.Linear]:
     return list(getattr(module, side).values()) if is_adapted(module) else []
-
-
-def _active(module: Any) -> list[str]:
-    """Names of the adapters that a forward pass adds to the projection's own weights."""
-    if not is_adapted(module) or module.disable_adapters or module.merged:
-        return []
-    return [adapter for adapter in module.active_adapters if adapter in module.lora_A]

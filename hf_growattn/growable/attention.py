@@ -1,15 +1,102 @@
 """`GrowableAttention`: self-attention of a living model, whose widths can grow, and which dims can be put beside."""
 
 import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from .widths import Widths
+from ..model.attention import ROLES, GrownAttention, weight_axis
+from .adapters import added_by_adapters, hindrance, note_all_sizes, obscured, parameters_along, plain
 
 
-class GrowableAttention(Widths):
-    """Mixin for a stock self-attention class: one forward for all families, with widths of its own that can change.
+@dataclass
+class Resize:
+    """One parameter of a projection before and after a change of width.
+
+    Attributes:
+        module, name: where the parameter lives.
+        old, new: the parameters; `new` holds at `positions` along `axis` what `old` holds at `kept`, zeros elsewhere.
+        axis: the axis whose size changed.
+        kept: (n,) indices along `axis` of `old`: all of them, unless dims were cut.
+        positions: (n,) indices along `axis` of `new`.
+        steepness: (entries of `new` along `axis`,) largest squared gradients of a few batches, in units of what is
+            usual at `positions`; None where nobody measured them.
+    """
+
+    module: nn.Module
+    name: str
+    old: nn.Parameter
+    new: nn.Parameter
+    axis: int
+    kept: Tensor
+    positions: Tensor
+    steepness: Tensor | None = None
+
+    def carry(self, old: Tensor, new: Tensor) -> Tensor:
+        """Copy what is kept of a tensor of the old parameter's shape into one of the new one's, and return that."""
+        kept = old.index_select(self.axis, self.kept.to(old.device))
+        return new.index_copy_(self.axis, self.positions.to(new.device), kept)
+
+    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that lies along the old parameter, such as its gradient, with zeros for entries that are new."""
+        shape = list(tensor.shape)
+        shape[self.axis] = self.new.shape[self.axis]
+        return self.carry(tensor, tensor.new_zeros(shape))
+
+    def trained(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Which of the old or the new parameter's entries along `axis` train, where others are frozen: indices."""
+        along = torch.arange(parameter.shape[self.axis], device=parameter.device)
+        frozen = getattr(parameter, "frozen_entries", None)
+        return along if frozen is None else along[~frozen.flatten().to(along.device)]
+
+    def fill(self) -> None:
+        """Write what is kept of the old parameter, of its gradient and of its `frozen_entries` into the new one."""
+        self.carry(self.old.detach(), self.new.detach().zero_())
+        if self.old.grad is not None:
+            self.new.grad = self.spread(self.old.grad)
+        if "frozen_entries" in vars(self.old):
+            vars(self.new)["frozen_entries"] = self.spread(vars(self.old)["frozen_entries"])
+
+    def mark_frozen(self) -> None:
+        """Note the entries that come from a frozen parameter in the new one, so that the others may train alone.
+
+        `frozen_entries` is True for them, and has size 1 along all other axes. By itself it changes nothing.
+        """
+        if not self.old.requires_grad:
+            shape = [1] * self.old.dim()
+            shape[self.axis] = self.old.shape[self.axis]
+            frozen = torch.ones(shape, dtype=torch.bool, device=self.old.device)
+            vars(self.new)["frozen_entries"] = self.spread(frozen)
+
+    def hand_over_hooks(self) -> None:
+        """Let hooks on the old parameter's gradient run for the new one; the handles that remove them stay valid."""
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(self.old, hooks):
+                setattr(self.new, hooks, getattr(self.old, hooks))
+
+
+@dataclass
+class Widening:
+    """What `GrowableAttention.widen` did, so that it can be kept or undone."""
+
+    attention: "GrowableAttention"
+    resizes: list[Resize]
+    qk_before: int
+    v_before: int
+
+    def undo(self) -> None:
+        """Put the very same old parameters back."""
+        for resize in self.resizes:
+            setattr(resize.module, resize.name, resize.old)
+        self.attention._set_widths(self.qk_before, self.v_before)
+
+
+class GrowableAttention(GrownAttention):
+    """Mixin for a stock self-attention class: its projections seen head by head, resized, and lengthened for a while.
 
     Per head the weights are laid out `[old dims | new dims]`: old dims rotate where the family rotates, new dims never
     do. So the logits are `s (q_old k_old^T + q_new k_new^T)`, and dims whose query or key weights are zero change
@@ -65,3 +152,204 @@ class GrowableAttention(Widths):
     def normalises(self) -> bool:
         """Whether old dims are normalised, so that their logits are no bilinear form of the input."""
         return self._norm(self.architecture.query_norm) is not None
+
+    def check_plain(self, role: str) -> None:
+        """Raise a ValueError that names the fix if a role's weight does not hold the numbers that it computes with."""
+        problem = obscured(self.projection_of(role))
+        if problem is not None:
+            raise ValueError(f"{self.name_of(role)} is {problem}")
+
+    def weight_of(self, role: str) -> Tensor:
+        """A view on a role's live weight, (heads, width, hidden_size); for "output" that is `W_O` itself per head.
+
+        Raises:
+            ValueError: as `check_plain`.
+        """
+        self.check_plain(role)
+        return self._read(role, "weight", Tensor.detach)
+
+    def weight_gradient(self, role: str) -> Tensor:
+        """A view on the gradient of a role's weight, in the shape of `weight_of`."""
+        return self._read(role, "weight", attrgetter("grad"))
+
+    def effective_weight(self, role: str, dtype: torch.dtype) -> Tensor:
+        """A role's weight with what active adapters add to it, in the shape of `weight_of`."""
+        return self._effective(role, "weight", dtype)
+
+    def bias_of(self, role: str) -> Tensor | None:
+        """A view on a role's live bias, (heads, width); None where the dims have none, as those of "output"."""
+        return self._read(role, "bias", Tensor.detach)
+
+    def bias_gradient(self, role: str) -> Tensor | None:
+        """A view on the gradient of a role's bias, in the shape of `bias_of`; None where there is no such bias."""
+        return self._read(role, "bias", attrgetter("grad"))
+
+    def effective_bias(self, role: str, dtype: torch.dtype) -> Tensor | None:
+        """A role's bias with what active adapters add to it, in the shape of `bias_of`; None where that is None."""
+        return self._effective(role, "bias", dtype)
+
+    def _effective(self, role: str, name: str, dtype: torch.dtype) -> Any:
+        added = added_by_adapters(self.projection_of(role), name, dtype)
+        return self._read(role, name, lambda own: own.detach().to(dtype) + sum(added))
+
+    def _read(self, role: str, name: str, read: Callable[[Any], Any]) -> Any:
+        parameter = getattr(plain(self.projection_of(role)), name)
+        tensor = None if parameter is None else read(parameter)
+        return None if tensor is None or (role, name) == ("output", "bias") else self.view_of(role, tensor)
+
+    def write(self, role: str, start: int, weight: Tensor, bias: Tensor | None) -> None:
+        """Write weights (heads, n, hidden_size) and biases (heads, n) into a role's dims from `start` on."""
+        for live, new in ((self.weight_of(role), weight), (self.bias_of(role), bias)):
+            if live is not None and new is not None:
+                live[:, start : start + new.shape[1]] = new
+
+    def view_of(self, role: str, tensor: Tensor) -> Tensor:
+        """A view on what is laid out as a role's weight or bias: its heads split in (heads, width), and first."""
+        axis, groups = self._axis(role) if tensor.dim() > 1 else 0, self._groups(role)
+        before = ROLES[: ROLES.index(role)] if self.architecture.fused and role != "output" else ()
+        start, size = (sum(self.heads_of(r) * self.width_of(r) for r in of) // groups for of in (before, (role,)))
+        block = tensor.unflatten(axis, (groups, -1)).narrow(axis + 1, start, size)
+        heads = block.view(*tensor.shape[:axis], self.heads_of(role), self.width_of(role), *tensor.shape[axis + 1 :])
+        return heads.permute(1, 2, 0) if axis == 1 else heads
+
+    def widen(self, qk_dims: int = 0, v_dims: int = 0) -> Widening:
+        """Append zero dims to every head: the function stays, and new parameters take the old ones' place.
+
+        Those of LoRA adapters around the projections are widened along, by zeros too.
+
+        Args:
+            qk_dims: dims to append to each head's queries and keys; a negative number cuts the last ones off.
+            v_dims: dims to append to each head's values, and inputs to the output projection, or to cut.
+
+        Returns:
+            What was done; `Widening.undo` reverts it.
+
+        Raises:
+            ValueError: `parameters_along` knows no way to resize a projection; nothing has changed then.
+        """
+        grown = {"query": qk_dims, "key": qk_dims, "value": v_dims, "output": v_dims}
+        resizes = []
+        for projection, roles in self._resized(grown):
+            entries, layout = self.parameters_along(roles[0]), self._layout(projection, roles, grown)
+            resizes += [_resize(*entry, *layout) for entry in entries]
+        widening = Widening(self, resizes, self.qk_head_dim, self.v_head_dim)
+        for resize in resizes:
+            setattr(resize.module, resize.name, resize.new)
+        self._set_widths(self.qk_head_dim + qk_dims, self.v_head_dim + v_dims)
+        return widening
+
+    def new_entries(self) -> dict[nn.Parameter, Tensor]:
+        """Which entries of the projections' own parameters growth has added: a boolean mask for each that it resized.
+
+        Raises:
+            ValueError: as `parameters_along`.
+        """
+        return {parameter: ~old.expand_as(parameter) for parameter, old in self.old_entries().items()}
+
+    def old_entries(self) -> dict[nn.Parameter, Tensor]:
+        """Which entries growth has not added, for the parameters of `new_entries`: masks of size 1 along other axes."""
+        grown = {role: self.head_dim - self.width_of(role) for role in ROLES}
+        masks = {}
+        for projection, roles in self._resized(grown):
+            entries = self.parameters_along(roles[0])
+            old, *_ = self._layout(projection, roles, grown)
+            for module, name, axis in entries:
+                if module is plain(projection):
+                    parameter = getattr(module, name)
+                    shape = [size if i == axis else 1 for i, size in enumerate(parameter.shape)]
+                    mask = torch.zeros(shape, dtype=torch.bool, device=old.device)
+                    masks[parameter] = mask.index_fill_(axis, old, True)
+        return masks
+
+    def fit(self, state: dict[str, Tensor], prefix: str) -> bool:
+        """Take the widths that a state dict holds for this module, so that it can be loaded; its values come with it.
+
+        Parameters that this replaces name their successors as `_grown_into`, for optimizers that hold them.
+
+        Returns:
+            Whether the widths changed.
+        """
+        qk_head_dim, v_head_dim = self._widths_in(state, prefix)
+        widening = self.widen(qk_head_dim - self.qk_head_dim, v_head_dim - self.v_head_dim)
+        for resize in widening.resizes:
+            vars(resize.old)["_grown_into"] = resize.new
+            resize.mark_frozen()
+            resize.hand_over_hooks()
+        return bool(widening.resizes)
+
+    def _widths_in(self, state: dict[str, Tensor], prefix: str) -> tuple[int, int]:
+        """The widths in a state dict; this module's own where that says nothing that fits."""
+        sizes, own_widths = {}, (self.qk_head_dim, self.v_head_dim)
+        for role in ("query", "output"):
+            module = self.projection_of(role)
+            if obscured(module) is not None:
+                return own_widths
+            weight, axis = plain(module).weight, self._axis(role)
+            named = module.named_modules(prefix=prefix + getattr(self.architecture, role))
+            saved = state.get(next(f"{name}.weight" for name, inside in named if inside is plain(module)), weight)
+            if saved.dim() != weight.dim() or saved.shape[1 - axis] != weight.shape[1 - axis]:
+                return own_widths
+            sizes[role] = saved.shape[axis]
+        heads, key_heads = self.heads_of("query"), self.heads_of("key")
+        v_head_dim, rest = divmod(sizes["output"], heads)
+        if self.architecture.fused:
+            sizes["query"], heads = sizes["query"] - key_heads * v_head_dim, heads + key_heads
+        qk_head_dim, more = divmod(sizes["query"], heads)
+        return own_widths if rest or more or min(qk_head_dim, v_head_dim) < self.head_dim else (qk_head_dim, v_head_dim)
+
+    def parameters_along(self, role: str) -> list[tuple[nn.Module, str, int]]:
+        """The parameters that lie along a role's heads, the projection's and its adapters': module, name and axis.
+
+        Raises:
+            ValueError: the projection is neither a plain one nor one under plain LoRA; the message names the fix.
+        """
+        problem = hindrance(self.projection_of(role))
+        if problem is not None:
+            raise ValueError(f"{self.name_of(role)} is {problem}")
+        return parameters_along(self.projection_of(role), outputs=role != "output")
+
+    def name_of(self, role: str) -> str:
+        """What to call a role's projection in a message."""
+        return f"{getattr(self.architecture, role)} of layer {self.layer_idx}"
+
+    def _axis(self, role: str) -> int:
+        """Axis of the weight along which a role's heads lie."""
+        return weight_axis(plain(self.projection_of(role)), outputs=role != "output")
+
+    def _resized(self, grown: dict[str, int]) -> list[tuple[nn.Module, list[str]]]:
+        """The projections whose size so many more dims for each role change, each with its roles."""
+        by_module: dict[nn.Module, list[str]] = {}
+        for role in grown:
+            by_module.setdefault(self.projection_of(role), []).append(role)
+        return [(module, roles) for module, roles in by_module.items() if any(grown[role] for role in roles)]
+
+    def _layout(self, projection: nn.Module, roles: list[str], grown: dict[str, int]) -> tuple[Tensor, Tensor, int]:
+        """Which old entries of a projection stay once its roles have grown, where they land, and the new size."""
+        stay, land, groups = [], [], self._groups(roles[0])
+        for role in roles:
+            heads, old, new = self.heads_of(role) // groups, self.width_of(role), self.width_of(role) + grown[role]
+            for entries, width in ((stay, old), (land, new)):
+                entries.append((torch.arange(width) < min(old, new)).repeat(heads))
+        stays, lands = (
+            torch.cat(entries).repeat(groups).to(plain(projection).weight.device) for entries in (stay, land)
+        )
+        return stays.nonzero().flatten(), lands.nonzero().flatten(), len(lands)
+
+    def _set_widths(self, qk_head_dim: int, v_head_dim: int) -> None:
+        """Record the widths, here and where the projections note their sizes."""
+        self.qk_head_dim, self.v_head_dim = qk_head_dim, v_head_dim
+        for role in ROLES:
+            if hindrance(self.projection_of(role)) is None:
+                note_all_sizes(self.projection_of(role))
+
+
+def _resize(module: nn.Module, name: str, axis: int, kept, positions, new_size: int) -> Resize:
+    """Make the resized parameter: kept entries at `positions` of `axis`, zeros elsewhere, and its gradient likewise."""
+    old = getattr(module, name)
+    shape = [*old.shape[:axis], new_size, *old.shape[axis + 1 :]]
+    new = nn.Parameter(old.detach().new_zeros(shape), requires_grad=old.requires_grad)
+    # Marks that other libraries left on the parameter go along; this one says "weights are final", and they are not.
+    vars(new).update({key: value for key, value in vars(old).items() if key != "_is_hf_initialized"})
+    resize = Resize(module, name, old, new, axis, kept, positions)
+    resize.fill()
+    return resize

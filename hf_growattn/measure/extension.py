@@ -7,8 +7,7 @@ them off again leaves the module as it was, to the bit.
 import torch
 from torch import Tensor, nn
 
-from ..growable.attention import GrowableAttention
-from ..growable.widths import Widening
+from ..growable.attention import GrowableAttention, Widening
 from . import functional as F
 from .kinds import KINDS, MESSAGES, PATTERNS
 
