@@ -191,32 +191,29 @@ def difference(figure: Figure, base: Figure, name: str) -> tuple[float, float | 
 
 def table_of(measured: dict[str, dict], base: str | None) -> Table:
     """A row for each figure, a column for each model, and one for its difference from the base."""
-    table = Table("", "")
-    for name in short_names([*measured]).values():
+    table, short = Table("", ""), short_names([*measured])
+    differences = [f"{name} - base" for model, name in short.items() if base and model != base]
+    for name in (*short.values(), *differences):
         table.add_column(Text(name), justify="right")  # a Text, since [v2] in a str would be a style
-    for name in short_names([*measured]).values():
-        if base and name != short_names([*measured])[base]:
-            table.add_column(Text(f"{name} - base"), justify="right")
     keys = list(dict.fromkeys(key for figures in measured.values() for key in figures))
     seen = {
         text: {figures[text, TOKEN].examples for figures in measured.values()} for text, name in keys if name == TOKEN
     }
     former = None
-    for key in keys:
-        what, name = key
+    for what, name in keys:
         if name in (WORD, BYTE) and len(seen[what]) == 1:
             continue  # all models saw the same tokens, which tell as much
-        cells = [_cell(figures[key].value, figures[key].error) for figures in measured.values()]
-        if base:
-            others = [figures for model, figures in measured.items() if model != base]
-            beside = [difference(figures[key], measured[base][key], name) for figures in others]
-            cells += ["-" if told is None else _cell(*told, sign="+") for told in beside]
+        told = [figures[what][name] for figures in for_json(measured, base)["models"].values()]
+        cells = [_cell(entry["value"], entry["standard_error"]) for entry in told]
+        cells += [_cell(e["difference"], e["difference_standard_error"], "+") for e in told if "difference" in e]
         table.add_row(Text(what if what != former else ""), Text(name), *cells)
         former = what
     return table
 
 
-def _cell(value: float, error: float | None, sign: str = "") -> str:
+def _cell(value: float | None, error: float | None, sign: str = "") -> str:
+    if value is None:
+        return "-"
     if isinstance(value, int):
         return f"{value:{sign},}"
     form = ".4f" if abs(value) < 1e4 else ".2e"

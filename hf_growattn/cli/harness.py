@@ -12,25 +12,12 @@ from ..interop.checkpoints import first_line
 
 SEED = 1234  # the harness's own
 
-# What the harness makes of a line with these keys.
-LINE_FORMATS = {
-    ("context", "continuation"): dict(
-        output_type="loglikelihood",
-        doc_to_text="context",
-        doc_to_target="{{' ' + continuation}}",  # the harness puts a delimiter before choices only
-        metric_list=[
-            dict(metric="acc", aggregation="mean", higher_is_better=True),
-            dict(metric="perplexity", aggregation="perplexity", higher_is_better=False),
-        ],
-    ),
-    ("query", "choices", "gold"): dict(
-        output_type="multiple_choice",
-        doc_to_text="query",
-        doc_to_choice="choices",
-        doc_to_target="gold",
-        metric_list=[dict(metric=metric, aggregation="mean", higher_is_better=True) for metric in ("acc", "acc_norm")],
-    ),
+# What the harness makes of lines of each type, by its own metrics for that, and which keys it reads.
+_TASKS = {
+    "loglikelihood": {"doc_to_text": "context", "doc_to_target": "{{' ' + continuation}}"},
+    "multiple_choice": {"doc_to_text": "query", "doc_to_choice": "choices", "doc_to_target": "gold"},
 }
+_KEYS = {"loglikelihood": ("context", "continuation"), "multiple_choice": ("query", "choices", "gold")}
 
 
 class _Refused(BaseException):
@@ -45,28 +32,28 @@ def line_task(path: Path) -> dict:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except ValueError as error:
         raise ValueError(f"{path} is not JSON lines: {error}") from error
-    known = " or ".join(", ".join(keys) for keys in LINE_FORMATS)
-    keys = next((keys for keys in LINE_FORMATS if rows and isinstance(rows[0], dict) and rows[0].keys() >= {*keys}), ())
-    if not keys:
-        raise ValueError(f"{path}: each line has to be an object with the keys {known}.")
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not _fits(row, keys):
+    kind, *others = [_type_of(row) for row in rows] or [""]
+    for number, found in enumerate((kind, *others), 1):
+        if not found or found != kind:
+            known = " or ".join(", ".join(keys) for keys in _KEYS.values())
             raise ValueError(
-                f"{path}, example {number}: it has to be as --help shows, with the keys {', '.join(keys)}."
+                f"{path}, example {number}: it has to be as --help shows, and as the first one; each line has to be an "
+                f"object with the keys {known}."
             )
-    data = Dataset.from_list([{key: row[key] for key in keys} for row in rows])
+    data = Dataset.from_list([{key: row[key] for key in _KEYS[kind]} for row in rows])
     # No dataset_path of json: its reader takes texts that look like dates for dates.
-    source = dict(custom_dataset=lambda **_: {"test": data}, test_split="test", target_delimiter=" ")
-    return dict(task=path.stem, **source, **LINE_FORMATS[keys])
+    source = dict(custom_dataset=lambda **_: {"test": data}, test_split="test")
+    return dict(task=path.stem, output_type=kind, **source, **_TASKS[kind])
 
 
-def _fits(row: dict, keys: tuple[str, ...]) -> bool:
-    if not row.keys() >= {*keys} or not isinstance(row[keys[0]], str):
-        return False
-    if "choices" not in keys:
-        return isinstance(row["continuation"], str) and row["continuation"] != ""
-    texts = isinstance(row["choices"], list) and all(isinstance(text, str) and text for text in row["choices"])
-    return texts and type(row["gold"]) is int and 0 <= row["gold"] < len(row["choices"])
+def _type_of(row) -> str:
+    """Of which type a line is; "" if it is of none."""
+    match row:
+        case {"context": str(), "continuation": str(text)} if text:
+            return "loglikelihood"
+        case {"query": str(), "choices": [*texts], "gold": gold} if type(gold) is int and gold in range(len(texts)):
+            return "multiple_choice" if all(isinstance(text, str) and text for text in texts) else ""
+    return ""
 
 
 def load_tasks(names: list[str], trust: bool) -> dict:
@@ -78,7 +65,13 @@ def load_tasks(names: list[str], trust: bool) -> dict:
     """
     if find_spec("lm_eval") is None:
         raise ImportError("Tasks need the lm-evaluation-harness: pip install 'hf_growattn[evaluate]', or lm-eval.")
-    _keep_metrics_of_the_hub_out(trust)
+    import evaluate
+
+    def refuse(name, *_, **__):
+        raise _Refused(f"The metric {name} is code from the Hub: say --trust_remote_code to run it.")
+
+    if not trust:
+        evaluate.load = refuse
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 
@@ -112,17 +105,6 @@ def load_tasks(names: list[str], trust: bool) -> dict:
     if unsafe:
         raise ValueError(f"{', '.join(unsafe)}: the harness would run code that the model writes; use lm-eval itself.")
     return loaded
-
-
-def _keep_metrics_of_the_hub_out(trust: bool) -> None:
-    """Let the harness load the code of metrics only if that is trusted."""
-    import evaluate
-
-    def refuse(name, *_, **__):
-        raise _Refused(f"The metric {name} is code from the Hub: say --trust_remote_code to run it.")
-
-    if not trust:
-        evaluate.load = refuse
 
 
 def run(model, tokenizer, loaded: dict, batch_size: int, limit: int | None) -> dict[tuple[str, str], tuple]:

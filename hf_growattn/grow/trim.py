@@ -16,6 +16,7 @@ from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
 from ..measure.kinds import KINDS, Kind
 from ..measure.passes import mean_loss, measured_by, undisturbed
+from ..model.attention import ROLES
 from ..report.report import LayerTrim, TrimReport
 from .batches import as_dicts
 from .checks import check_rewritable, growable_model, trainable_parameters
@@ -84,7 +85,7 @@ def trim_model(
             tqdm(desc="trimming", total=0, disable=True if ranks.rank() > 0 else None, leave=False) as bar,
         ):
             keep, before, after = _least_needed(model, found, batches, max_loss_increase, bar)
-    layers = [_layer_trim(new, keep[new]) for new in found]
+    layers = [new.trimmed_to(keep[new]) for new in found]
     cuts = Cuts(keep)
     try:
         model.sync_config()
@@ -122,8 +123,9 @@ class NewDims:
     def of(cls, attention: GrowableAttention, kind: Kind) -> "NewDims":
         """Look at the weights of one layer: which new dims are dead."""
         stock, groups = attention.head_dim, attention.heads_of("key")
-        alive = [F.stack_groups(_factors(attention, role)[..., stock:], groups).ne(0).any(-2) for role in kind.roles]
-        alive = alive[0] & alive[1]  # (G, p)
+        sides = (F.join_bias(attention.weight_of(role), attention.bias_of(role)) for role in kind.roles)
+        stacked, shared = (F.stack_groups(side[..., stock:], groups).ne(0).any(-2) for side in sides)
+        alive = stacked & shared  # (G, p)
         order = alive.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
         return cls(attention, kind, order, int(alive.sum(-1).max()))
 
@@ -164,6 +166,12 @@ class NewDims:
         """Share of the squared size of what the new dims compute that is lost if so many of them stay."""
         return (self.errors[kept:].sum() / self.errors.sum()).item() if kept < self.live else 0.0
 
+    def trimmed_to(self, kept: int) -> LayerTrim:
+        """What a report tells if so many of them stay."""
+        removed = (self.count - kept) * parameters_of_a_dim(self.attention, self.kind)
+        width = (self.stock + self.count, self.stock + kept)
+        return LayerTrim(self.attention.layer_idx, self.kind.name, width, self.worth, self.error(kept), removed)
+
 
 class Cuts:
     """New dims cut in place; `undo` puts the very same old parameters back.
@@ -193,26 +201,25 @@ class Cuts:
 
     def _cut(self, attention: GrowableAttention, keep: dict[NewDims, int]) -> None:
         """Cut in one layer; dims that stay as they are take their values, gradients and optimizer state along."""
-        roles = ("query", "key", "value", "output")
-        kept = {role: _places(attention, role) for role in roles}
+        kept = {role: _places(attention, role) for role in ROLES}
         widening = attention.widen(**{new.kind.width: count - new.count for new, count in keep.items()})
         self.widenings.append(widening)
-        positions = {role: _places(attention, role) for role in roles}
+        positions = {role: _places(attention, role) for role in ROLES}
         for new, count in keep.items():
-            for role in (new.kind.stacked, new.kind.shared):
+            for role in new.kind.roles:
                 if count < new.live:  # the others are written below
                     kept[role], positions[role] = (x[:, : new.stock] for x in (kept[role], positions[role]))
                     continue
                 order = new.order.repeat_interleave(attention.heads_of(role) // len(new.order), 0)[:, :count]
                 kept[role] = torch.cat((kept[role][:, : new.stock], kept[role].gather(1, new.stock + order)), 1)
         for resize in widening.resizes:
-            inside = [role for role in roles if attention.projection_of(role) is resize.module]
+            inside = [role for role in ROLES if attention.projection_of(role) is resize.module]
             resize.kept = torch.cat([kept[role].flatten() for role in inside])
             resize.positions = torch.cat([positions[role].flatten() for role in inside])
             resize.fill()
         self.resizes += widening.resizes
         for new, count in keep.items():
-            if 0 < count < new.live:
+            if count < new.live:
                 new.write(count)
 
     def undo(self) -> None:
@@ -236,18 +243,6 @@ def _new_dims(model: nn.Module, optimizers: list) -> list[NewDims]:
         trained |= trainable_parameters(model, [attention], [kind], frozen=True)
     check_optimizers(optimizers, trained)
     return [NewDims.of(attention, kind) for attention, kind in grown]
-
-
-def _layer_trim(new: NewDims, kept: int) -> LayerTrim:
-    cut = new.count - kept
-    return LayerTrim(
-        layer=new.attention.layer_idx,
-        kind=new.kind.name,
-        width=(new.stock + new.count, new.stock + kept),
-        worth=new.worth,
-        error=new.error(kept),
-        removed_parameters=cut * parameters_of_a_dim(new.attention, new.kind),
-    )
 
 
 def _least_needed(
@@ -275,10 +270,9 @@ def _least_needed(
         finally:
             cuts.undo()
 
-    keep, loss = {new: new.live for new in found}, before
+    keep, loss, nothing = {new: new.live for new in found}, before, dict.fromkeys(found, 0)
     if not live:
         return keep, before, loss
-    nothing = dict.fromkeys(found, 0)
     without = loss_with(nothing)
     if without <= before + max_loss_increase:
         return nothing, before, without
@@ -308,18 +302,11 @@ def _ranking(live: list[NewDims], device: torch.device) -> list[int]:
     offers = []
     for index, new in enumerate(live):
         total = new.errors.sum().clamp_min(torch.finfo(new.errors.dtype).tiny)
-        for n, share in enumerate(
-            (new.errors[: new.live] / total / parameters_of_a_dim(new.attention, new.kind)).tolist()
-        ):
-            offers.append((max(new.worth or 0.0, 0.0) * share, share, -n, index))
+        shares = new.errors[: new.live] / total / parameters_of_a_dim(new.attention, new.kind)
+        offers += [(max(new.worth or 0.0, 0.0) * share, share, -n, index) for n, share in enumerate(shares.tolist())]
     ranking = torch.tensor([offer[-1] for offer in sorted(offers)], device=device)
     ranks.follow_first_rank(ranking)  # comparisons of rounded numbers may differ between machines
     return ranking.tolist()
-
-
-def _factors(attention: GrowableAttention, role: str) -> Tensor:
-    """A role's weight and bias of all dims, (heads, d or d + 1, width)."""
-    return F.join_bias(attention.weight_of(role), attention.bias_of(role))
 
 
 def _places(attention: GrowableAttention, role: str) -> Tensor:

@@ -69,12 +69,7 @@ def drawn(panels: Sequence[Callable], columns: int, size: tuple[float, float] = 
 
 
 def svg(draw: Callable, name: str) -> str:
-    """Draw one panel as an SVG element whose colours are variables of the page.
-
-    Args:
-        draw: draws into the panel that it is given.
-        name: goes before every id, so that the pictures of one page do not mix theirs.
-    """
+    """Draw one panel as an SVG element whose colours are variables of the page; `name` goes before every id in it."""
     text = io.StringIO()
     figure = drawn([draw], columns=1, size=(3.9, 2.6))
     with _style():
@@ -186,15 +181,7 @@ def draw_spectrum(panel: "Axes", layer, legend: bool) -> None:
 
 
 def draw_map(panel: "Axes", title: str, values: Mapping[tuple[int, str], float | None], most: float, form: str) -> None:
-    """Draw a number for each layer and kind as a map with the numbers in it.
-
-    Args:
-        panel: axes of matplotlib.
-        title: above the panel.
-        values: by layer and kind; "-" stands for None.
-        most: what the darkest colour stands for.
-        form: how they are written.
-    """
+    """Draw a number for each layer and kind as a map with the numbers in it, "-" for None; `most` is darkest."""
     rows, kinds = (list(dict.fromkeys(place)) for place in zip(*values))
     size = min(9, 170 / len(rows))
     for (layer, kind), value in values.items():

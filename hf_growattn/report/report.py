@@ -156,25 +156,11 @@ class GrowthReport:
     def save(
         self, path: str | Path, history: Iterable = (), step: int | None = None, command: str | None = None
     ) -> None:
-        """Write a page for people, one HTML file that opens offline; `save_report` writes one of several growths.
-
-        Args:
-            path: the file; its folder is made if it is not there.
-            history: of the losses: `trainer.state.log_history`, or (step, loss) of the training.
-            step: the optimizer step of the growth, where the history does not know it.
-            command: what was run; by default the command line of this process, without its secrets. "" leaves it out.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+        """Write a page for people, one HTML file that opens offline: `save_report` of this one growth, at a step."""
         pages.save_report([self], path, history, None if step is None else [step], command)
 
     def plot(self) -> "Figure":
-        """Draw what was measured: a notebook shows it, its `savefig` writes it.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+        """Draw what was measured, by matplotlib: a notebook shows it, its `savefig` writes it."""
         return pictures.plotted(self)
 
     def timing(self) -> str:
