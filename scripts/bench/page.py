@@ -36,6 +36,7 @@ PAGES = (
     "nearest_neighbour",
     "finetuning",
     "recall",
+    "races",
     "instrument",
     "in_context_regression",
     "growing_up",

@@ -1,0 +1,322 @@
+"""Whether a race tells what training five times as long would.
+
+    python scripts/bench/races.py --model stories=path/to/llama --text a.txt b.jsonl --pretrain b.jsonl
+
+A pair is a model and something to train it on: the given models and small ones that the script trains first, on texts;
+and phone books (recall.py), whose models have heads of several widths. For each, a race says what to train; then every
+method of it trains five times as long, with three seeds. Nothing else is chosen by hand: learning rates, too, are the
+race's own, in both.
+"""
+
+import argparse
+import statistics
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import page
+import recall_task
+import runs
+import torch
+from datasets import Dataset
+from finetuning import gpt2
+from finetuning_run import documents_of
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig
+
+from hf_growattn import patch_model
+from hf_growattn.training.contest import MARGIN, Contest
+from hf_growattn.training.data import Prepared, prepared
+from hf_growattn.training.methods import METHODS, Budget
+from hf_growattn.training.race import run_race
+
+RANK = 3  # of LoRA: the least that a third of it is a whole rank of
+LONGER, LONG_SEEDS = 5, 3
+WIDTHS = (4, 16)  # of the heads of the Llamas that the script trains
+BOOKS = {  # width of queries and keys, names, pairs in a book
+    f"phone book, queries {width} wide, {pairs} of {names} names": recall_task.Setting(
+        head_dim=width, names=names, many=pairs
+    )
+    for width, names, pairs in ((4, 2048, 16), (4, 2048, 32), (4, 2048, 64), (4, 64, 32), (6, 2048, 32), (8, 2048, 32))
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The size of everything.
+
+    Attributes:
+        steps, seeds: of the race.
+        batch_size, block_size: of a batch of text.
+        growth_batches: that a growth looks at.
+        rows: of a phone book, in all.
+    """
+
+    steps: int = 40
+    seeds: int = 2
+    batch_size: int = 8
+    block_size: int = 64
+    growth_batches: int = 8
+    rows: int = 2400
+
+
+QUICK = Setting(steps=4, seeds=1, batch_size=4, block_size=16, growth_batches=2, rows=120)
+
+
+def config_of(setting: Setting, output: Path) -> SFTConfig:
+    """How to train."""
+    return SFTConfig(
+        output_dir=str(output),
+        max_length=setting.block_size,
+        packing=True,
+        packing_strategy="wrapped",
+        per_device_train_batch_size=setting.batch_size,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+    )
+
+
+def on_text(model: str, text: str, setting: Setting, output: Path):
+    """What a race of a model on a text takes."""
+    tokenizer, training = AutoTokenizer.from_pretrained(model), config_of(setting, output)
+    tokenizer.eos_token = tokenizer.eos_token or tokenizer.bos_token
+    pieces = [whole[at : at + 2000] for whole in documents_of(text) for at in range(0, len(whole), 2000)]
+    rows = prepared(Dataset.from_dict({"text": pieces[:1000]}), None, tokenizer, training)
+    return lambda: patch_model(AutoModelForCausalLM.from_pretrained(model)), tokenizer, rows, training
+
+
+def on_books(books: recall_task.Setting, setting: Setting, output: Path, folder: Path):
+    """What a race of a narrow model on phone books takes."""
+    words = {str(word): word for word in range(books.names + books.numbers)}
+    bare = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="0", pad_token="0")
+    drawn = recall_task.draw(books, setting.rows, books.many, books.many, torch.Generator().manual_seed(1))
+    book = drawn["input_ids"].shape[1] - drawn["labels"].shape[1]  # its pairs are not asked for
+    labels = torch.nn.functional.pad(drawn["labels"], (book, 0), value=-100)
+    columns = {"input_ids": drawn["input_ids"].tolist(), "labels": labels.tolist()}
+    whole = Dataset.from_dict(columns).train_test_split(128 if setting.rows > 1000 else 20, seed=0, shuffle=False)
+
+    def collate(rows: list[dict]) -> dict:
+        return {name: torch.tensor([row[name] for row in rows]) for name in columns}
+
+    smaller = replace(setting, batch_size=max(books.pairs // books.many, 1), block_size=None)
+    folder = folder / f"{books.head_dim}-{books.names}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return (
+        lambda: recall_task.pretrained(books, False, 0, folder),
+        tokenizer,
+        Prepared(whole["train"], whole["test"], collate),
+        config_of(smaller, output),
+    )
+
+
+def measure(pair: str, model: str, text: str, setting: dict, folder: Path) -> dict:
+    """The race of a pair and the long trainings, for `collect`."""
+    how, told = Setting(**setting), {}
+    for name, steps, seeds in (("race", how.steps, how.seeds), ("long", LONGER * how.steps, LONG_SEEDS)):
+        output = folder / "races" / pair.replace(" ", "-").replace(",", "") / name
+        given = on_text(model, text, how, output) if text else on_books(BOOKS[pair], how, output, folder)
+        budget = RANK * Budget.near(given[0](), 1).of_a_rank
+        sizes = dict(budget=budget, steps=steps, seeds=seeds, growth_batches=how.growth_batches)
+        told[name] = summary(run_race(*given, full=False, **sizes))
+    return told
+
+
+def summary(contest: Contest) -> dict:
+    """What the page needs of a contest."""
+    challenger = contest.challenger("lora")
+    lead = contest.lead(challenger, "lora") if challenger else None
+    ended = {name: contest.loss(name) for name in METHODS if contest.of(name)}
+    return {
+        "winner": contest.winner,
+        "challenger": challenger,
+        "lead": asdict(lead) if lead else None,
+        "losses": {"start": contest.start.loss, **ended},
+        "cache": {name: contest.of(name)[0].cache / contest.start.cache - 1 for name in ended},
+        "rates": {name: contest.of(name)[0].rate for name in ended},
+        "out": contest.out,
+        "seconds": sum(run.seconds for run in contest.runs),
+    }
+
+
+def lead_of(told: dict) -> float:
+    """How far growth ends below LoRA; where it was out, it is behind by enough."""
+    return told["lead"]["mean"] if told["lead"] else -1.0
+
+
+def long_lead(pair: dict) -> float:
+    """How far what the race took for the better growth ends below LoRA after the long training."""
+    losses, name = pair["long"]["losses"], pair["race"]["challenger"]
+    return losses["lora"] - losses[name] if name in losses else lead_of(pair["long"])
+
+
+def right(pair: dict) -> bool:
+    """Whether the race chose what the long trainings show to be lower; LoRA where there is next to nothing in it."""
+    return long_lead(pair) > 0 if pair["race"]["winner"] != "lora" else long_lead(pair) < MARGIN
+
+
+def regret(pair: dict) -> float:
+    """How far the race's choice ends above the best method after the long trainings."""
+    losses = {name: loss for name, loss in pair["long"]["losses"].items() if name != "start"}
+    return losses.get(pair["race"]["winner"], max(losses.values())) - min(losses.values())
+
+
+def page_of(figures: dict) -> page.Page:
+    """What the figures say."""
+    pairs = figures["pairs"]
+    groups = {
+        "the text it was pretrained on": [p for p in pairs if p["known"]],
+        "other texts": [p for p in pairs if p["text"] and not p["known"]],
+        "phone books": [p for p in pairs if not p["text"]],
+    }
+    share = [pair["race"]["seconds"] / pair["long"]["seconds"] for pair in pairs]
+    wrong = [max(-long_lead(pair), 0.0) for pair in pairs if pair["race"]["winner"] != "lora"]
+    hits, lost = sum(map(right, pairs)), max(map(regret, pairs))
+    grown = sum(pair["race"]["winner"] != "lora" for pair in pairs)
+    rows = [
+        [name, len(group), sum(p["race"]["winner"] != "lora" for p in group), sum(map(right, group))]
+        for name, group in groups.items()
+        if group
+    ]
+    lines = [
+        [
+            pair["pair"],
+            "growth" if pair["race"]["winner"] != "lora" else "LoRA",
+            _lead(pair["race"]["lead"]),
+            _lead(pair["long"]["lead"]),
+            ", ".join(f"{METHODS[n].title} {loss:.3f}" for n, loss in pair["long"]["losses"].items() if n in METHODS),
+            f"{pair['long']['cache'].get(pair['race']['challenger'] or '', 0):+.0%}",
+            f"{regret(pair):.3f}",
+            "right" if right(pair) else "wrong",
+        ]
+        for pair in sorted(pairs, key=long_lead, reverse=True)
+    ]
+    columns = ["model and data", "the race says", "lead of growth in the race", "after the long training"]
+    columns += ["losses after the long training", "KV cache of growth", "above the best method", ""]
+    return page.Page(
+        title="What a race tells",
+        claim=(
+            f"Over {len(pairs)} pairs of a model and data, a race is right {hits} times; it says growth {grown} times. "
+            f"Trained {LONGER} times as long, what it chose ends at most {lost:.3f} nats above the best method."
+        ),
+        summary=page.table(["data", "pairs", "the race says growth", "it is right"], rows),
+        text=(
+            f"Setting: `{figures['setting']}`. The long trainings have {LONG_SEEDS} seeds and the race's own choice of "
+            f"learning rates, out of two. Right: the sign of the difference after the long training, or both under "
+            f"{MARGIN}. All methods train as many weights as LoRA of rank {RANK} on all linear layers. A lead is in "
+            "nats a token, with its standard error over rows and seeds; that of the better of growth and growth with "
+            "LoRA.\n\n" + page.table(columns, lines)
+        ),
+        draw=partial(draw, pairs, groups),
+        reaches=[
+            page.Reach(
+                "A race is right in at least 90 % of the pairs",
+                f"{hits} of {len(pairs)}",
+                "reached" if hits >= 0.9 * len(pairs) else "missed",
+            ),
+            page.Reach(
+                f"A race's verdict for growth is never wrong by more than {MARGIN}",
+                f"wrong by at most {max(wrong, default=0):.3f} in {len(wrong)} verdicts",
+                "reached" if max(wrong, default=0) <= MARGIN else "missed",
+            ),
+            page.Reach(
+                f"What a race chooses ends at most {MARGIN} above the best method",
+                f"at most {lost:.3f}, median {statistics.median(map(regret, pairs)):.3f}",
+                "reached" if lost <= MARGIN else "missed",
+            ),
+            page.Reach(
+                "A race takes at most a fifth of the time of the long trainings",
+                f"{statistics.median(share):.2f} ({min(share):.2f} to {max(share):.2f}) of it",
+                "reached" if max(share) <= 0.2 else "missed",
+            ),
+        ],
+    )
+
+
+def _lead(lead: dict | None) -> str:
+    return f"{lead['mean']:+.3f} ± {lead['error']:.3f}" if lead else "out"
+
+
+def draw(pairs: list[dict], groups: dict[str, list[dict]], plt):
+    """The lead in the race against that after the long training."""
+    figure, panel = plt.subplots(figsize=(5.6, 4.2), layout="constrained")
+    for name, group in groups.items():
+        shown = [pair for pair in group if pair["race"]["lead"] and pair["long"]["lead"]]
+        errors = [pair["race"]["lead"]["error"] for pair in shown]
+        points = [lead_of(pair["race"]) for pair in shown], [long_lead(pair) for pair in shown]
+        panel.errorbar(*points, xerr=errors, fmt="o", markersize=4, label=name)
+    panel.axhline(0, color="0.6", linewidth=1)
+    panel.axvline(0, color="0.6", linewidth=1)
+    panel.set(xlabel="lead of growth over LoRA in the race, nats", ylabel=f"trained {LONGER} times as long, nats")
+    panel.legend(fontsize=8)
+    return figure
+
+
+def llama(width: int, tokenizer) -> LlamaForCausalLM:
+    """An untrained Llama with heads of some width."""
+    sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "num_attention_heads": 8}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    positions = {"max_position_embeddings": 256, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(head_dim=width, vocab_size=len(tokenizer), **sizes, **ends, **positions))
+
+
+def trained_here(tokenizer, text: str, folder: Path) -> dict[str, str]:
+    """Small models, trained on a text by the first who asks; where they are, by name."""
+    from finetuning import pretrained
+    from finetuning_run import SOURCES
+    from finetuning_run import Setting as Sizes
+
+    builds = {f"Llama, heads {width} wide": partial(llama, width, tokenizer) for width in WIDTHS}
+    builds["GPT-2"] = partial(gpt2, tokenizer)
+    places = {}
+    for name, build in builds.items():
+        SOURCES.update({"pretraining": text, f"{name}'s tokenizer": tokenizer})
+        place = folder / name.replace(", ", "-").replace(" ", "-").lower()
+        places[name] = pretrained(name, build, "pretraining", place, Sizes())
+        tokenizer.save_pretrained(place)
+    return places
+
+
+def main() -> None:
+    """Race every pair, train every pair, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="*", default=[], help="causal LMs, as NAME=path or Hub id")
+    parser.add_argument("--text", nargs="*", default=[], help="texts, as for finetuning.py")
+    parser.add_argument("--pretrain", help="the text that the given models know; small models are trained on it")
+    parser.add_argument("--folder", type=Path, default=Path("scripts/output"), help="keeps models and runs")
+    parser.add_argument("--output", type=Path, default=page.RESULTS)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="one phone book, a few steps: shows that it runs")
+    arguments = parser.parse_args()
+    setting = QUICK if arguments.quick else Setting()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    given = dict(name.split("=", 1) for name in arguments.model)
+    if arguments.pretrain and given:
+        tokenizer = AutoTokenizer.from_pretrained(next(iter(given.values())))
+        given |= trained_here(tokenizer, arguments.pretrain, arguments.folder)
+    jobs = [
+        {"pair": f"{name} on {Path(text).stem}", "model": path, "text": text}
+        for name, path in given.items()
+        for text in arguments.text
+    ]
+    jobs += [{"pair": name, "model": "", "text": ""} for name in list(BOOKS)[: 1 if arguments.quick else None]]
+    kept = arguments.output / "races.jsonl"
+    jobs = [job | {"setting": asdict(setting)} for job in jobs]
+    done = runs.collect(partial(measure, folder=arguments.folder), jobs, kept, arguments.processes)
+    names = ("pair", "race", "long")
+    pairs = [
+        {name: run[name] for name in names}
+        | {"text": Path(run["text"]).name if run["text"] else "", "known": run["text"] == arguments.pretrain}
+        for run in done
+    ]
+    for pair in pairs:
+        pair["known"] = pair["known"] and bool(pair["text"])
+    figures = {"setting": asdict(setting), "pairs": pairs}
+    page.publish("races", figures, list(range(LONG_SEEDS)), arguments.output, sum(run["seconds"] for run in done))
+
+
+if __name__ == "__main__":
+    main()
