@@ -19,7 +19,7 @@ from pathlib import Path
 import finetuning_page
 import page
 import torch
-from finetuning_run import SOURCES, Row, Run, Setting, as_batch, cosine, data
+from finetuning_run import LINEAR, SOURCES, Row, Run, Setting, as_batch, cosine, data
 from runs import collect
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -29,6 +29,8 @@ CLOSE = 0.01  # nats: rates that end nearer to the best one than that are compar
 
 
 NONE, GUIDED, PATTERNS, LORA, LORA_QK = "no training", "growth", "growth of patterns", "LoRA", "LoRA on q, k"
+ALL_LINEAR = "on all linear layers"
+EVERYWHERE = f"LoRA {ALL_LINEAR}"
 RANDOM, BEYOND, TOGETHER = "random growth", "growth beyond the old dims", "half growth, half LoRA"
 FROZEN = {
     NONE: Row(),
@@ -38,6 +40,9 @@ FROZEN = {
     BEYOND: Row((0.0,), config={"old_dims_train": True}),
     TOGETHER: Row((0.0,), share=0.5, adapter="LoRA"),
     LORA: Row(adapter="LoRA"),
+    EVERYWHERE: Row(adapter="LoRA", roles=LINEAR),
+    f"LoRA-GA {ALL_LINEAR}": Row(adapter="LoRA-GA", roles=LINEAR),
+    f"DoRA {ALL_LINEAR}": Row(adapter="DoRA", roles=LINEAR),
     "AdaLoRA": Row(adapter="AdaLoRA"),
     "EVA": Row(adapter="EVA"),
     "LoRA-GA": Row(adapter="LoRA-GA"),
@@ -191,7 +196,7 @@ def main() -> None:
         texts = texts if place == 0 else texts[:1]
         for text in texts:
             data(model, text, setting.block_size)  # here, so that the processes of the runs find it
-        tables = TABLES if place == 0 else {FROZEN_TABLE: {row: FROZEN[row] for row in led}}
+        tables = TABLES if place == 0 else {FROZEN_TABLE: {row: FROZEN[row] for row in led if row in FROZEN}}
         for table, rows in tables.items():
             rows = [row for row in rows if arguments.rows is None or row in arguments.rows]
             rates = {}

@@ -19,11 +19,13 @@ from peft import (
 from tasks import blocks_of, held_out, texts_of
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from hf_growattn import GrowthConfig, freeze_old_dims, patch_model
 from hf_growattn.growable.models import attentions
 
 ALL = ("query", "key", "value", "output")
+LINEAR = (*ALL, "everything else that is linear")  # as peft's "all-linear": the output embeddings are left out
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,9 @@ def fresh(name: str) -> nn.Module:
 
 def projections(model: nn.Module, roles: tuple[str, ...]) -> dict[str, nn.Module]:
     """The projections of some roles, by name; a fused one counts once."""
+    if roles == LINEAR:
+        linear = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+        return {name: module for name, module in linear.items() if module is not model.get_output_embeddings()}
     wanted = {attention.projection_of(role) for attention in attentions(model) for role in roles}
     return {name: module for name, module in model.named_modules() if module in wanted}
 
@@ -182,10 +187,16 @@ class Run:
         """Put peft's adapter on, at the rank that comes nearest to the budget, by its own initialiser."""
         row, model = self.row, self.model
         targets = projections(model, row.roles)
-        rank_costs = sum(sum(module.weight.shape) for module in targets.values())
+        costs = {name: sum(module.weight.shape) for name, module in targets.items()}
         left = self.budget - sum(report.added_parameters for report in self.reports)
-        rank = max(round(left / rank_costs), 1)
+        rank = max(left // sum(costs.values()) if row.roles == LINEAR else round(left / sum(costs.values())), 1)
         options = {"r": rank, "target_modules": list(targets)}
+        if row.roles == LINEAR:  # a rank of all of them is dear: what is left over raises some
+            left, raised = left - rank * sum(costs.values()), {}
+            for name, cost in sorted(costs.items(), key=lambda entry: -entry[1]):
+                if cost <= left:
+                    raised[name], left = rank + 1, left - cost
+            options["rank_pattern"] = raised
         steps = self.setting.steps
         if row.adapter == "AdaLoRA":
             phases = {"tinit": steps // 10, "tfinal": steps // 3, "total_step": steps}
@@ -194,6 +205,8 @@ class Run:
             config = LoraConfig(init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig(), **options)
             batches = self.measured()
             preprocess_loraga(model, config, lambda: [model(**b, use_cache=False).loss.backward() for b in batches])
+        elif row.adapter == "DoRA":
+            config = LoraConfig(use_dora=True, **options)
         else:
             config = LoraConfig(init_lora_weights={"LoRA": True}.get(row.adapter, row.adapter.lower()), **options)
         self.trained = get_peft_model(model, config)

@@ -37,7 +37,6 @@ PAGES = (
     "finetuning",
     "recall",
     "races",
-    "instrument",
     "in_context_regression",
     "growing_up",
     "overhead",

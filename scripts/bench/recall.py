@@ -53,6 +53,7 @@ class Row:
 
 
 QK, QKVO = ["q_proj", "k_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]
+LINEAR = [*QKVO, "gate_proj", "up_proj", "down_proj"]
 NONE, GUIDED, RANDOM, FULL, WIDE = "no training", "guided growth", "random growth", "all weights", "wide from scratch"
 BUDGET = "guided growth by budget"
 ROWS = {
@@ -60,6 +61,8 @@ ROWS = {
     "LoRA on q, k": Row(adapter={"target_modules": QK}),
     "LoRA on q, k, v, o": Row(adapter={"target_modules": QKVO}),
     "LoRA on q, k, v, o, full rank": Row(adapter={"target_modules": QKVO, "rank": 64}),
+    "LoRA on all linear layers": Row(adapter={"target_modules": LINEAR}),
+    "LoRA on all linear layers, full rank": Row(adapter={"target_modules": LINEAR, "rank": 64}),
     "PiSSA on q, k, v, o": Row(adapter={"target_modules": QKVO, "init_lora_weights": "pissa"}),
     RANDOM: Row(growth={"dims": 1, "estimator": "random"}),
     GUIDED: Row(growth={"dims": 1}),
