@@ -36,6 +36,7 @@ PAGES = (
     "nearest_neighbour",
     "finetuning",
     "recall",
+    "recall_map",
     "races",
     "in_context_regression",
     "growing_up",
