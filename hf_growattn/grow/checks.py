@@ -1,7 +1,7 @@
 """What must hold before a model grows: which layers and parameters it resizes, and whether training can go on."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -84,18 +84,23 @@ def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
         handle.remove()
 
 
+def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[GrowableAttention]:
+    """The attention modules of these layers, of all for None; raises a ValueError if there is no such layer."""
+    by_layer = {attention.layer_idx: attention for attention in attentions(model)}
+    layers = by_layer if chosen is None else dict.fromkeys(chosen)
+    for layer in layers:
+        if layer not in by_layer:
+            raise ValueError(f"There is no layer {layer!r}: this model has the layers 0 to {max(by_layer)}.")
+    return [by_layer[layer] for layer in layers]
+
+
 def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[GrowableAttention]:
     """The attention modules that a config chooses, all of which can grow as it says.
 
     Raises:
         ValueError: there is no such layer, or it cannot grow so; the message names the fix.
     """
-    by_layer = {attention.layer_idx: attention for attention in attentions(model)}
-    layers = list(by_layer) if config.layers is None else list(dict.fromkeys(config.layers))
-    for layer in layers:
-        if layer not in by_layer:
-            raise ValueError(f"There is no layer {layer!r}: this model has the layers 0 to {max(by_layer)}.")
-    chosen = [by_layer[layer] for layer in layers]
+    chosen = layers_of(model, config.layers)
     if torch.is_inference_mode_enabled():
         raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
     trainable_parameters(model, chosen, config.chosen_kinds)

@@ -37,35 +37,33 @@ def register_when_imported() -> None:
 
 
 def register_families() -> None:
-    """Teach the Auto classes the grown models of every family that travels, and peft its default target modules."""
-    from transformers import AutoConfig
-
-    from ..model.configuration import ARCHITECTURES, growable_config_class, stand_beside
+    """Teach the Auto classes the grown models of every family, and peft its default target modules."""
+    from ..model.architectures import ARCHITECTURES
 
     for model_type in ARCHITECTURES:
-        config_class = growable_config_class(model_type)
-        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-        stand_beside(model_type)
-        for mapping in _auto_mappings():
-            if model_type in mapping._model_mapping:
-                mapping._reverse_config_mapping[config_class.__name__] = config_class.model_type
-                mapping._modules[config_class.model_type] = sys.modules["hf_growattn"]
+        register(model_type)
 
 
 def register(model_type: str) -> None:
-    """Teach the Auto classes the grown models of one more family, which transformers itself may not know."""
+    """The same for one family, which transformers itself may not know."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from ..model.configuration import growable_config_class
-    from .models import GrowableModelMixin
+    from ..model.configuration import growable_config_class, stand_beside
 
     stock, config_class = CONFIG_MAPPING[model_type], growable_config_class(model_type)
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    stand_beside(model_type)
     for mapping in _auto_mappings():
-        found = mapping.get(stock, None)
-        if found is not None:
-            is_model = isinstance(found, type) and hasattr(found, "config_class")
-            mapping.register(config_class, GrowableModelMixin.mixed_into(found) if is_model else found, exist_ok=True)
+        found = mapping._extra_content.get(stock)
+        if model_type in mapping._model_mapping:
+            mapping._reverse_config_mapping[config_class.__name__] = config_class.model_type
+            mapping._modules[config_class.model_type] = sys.modules["hf_growattn"]
+        elif hasattr(found, "config_class"):
+            from .models import GrowableModelMixin
+
+            mapping.register(config_class, GrowableModelMixin.mixed_into(found), exist_ok=True)
+        elif found is not None:  # tokenizers
+            mapping.register(config_class, found, exist_ok=True)
 
 
 def _auto_mappings() -> list:

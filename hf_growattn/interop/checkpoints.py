@@ -34,14 +34,7 @@ def load_config(name: str, trust_remote_code: bool = False, revision: str = "mai
 def load_model(
     name: str, causal: bool = False, trust_remote_code: bool = False, revision: str = "main", **options
 ) -> PreTrainedModel:
-    """Load a checkpoint by the Auto class of its task, in evaluation mode.
-
-    Args:
-        name: a folder or a Hub id.
-        causal: whether it must be a language model that predicts the next token.
-        trust_remote_code: run the code that a checkpoint brings.
-        revision: branch, tag or commit.
-        options: of `from_pretrained`.
+    """Load a checkpoint by the Auto class of its task, in evaluation mode; if `causal`, a language model alone.
 
     Raises:
         ValueError: as for `load_config`, or it has another task.
@@ -126,14 +119,7 @@ def load_grown(checkpoint: Path):
 
 
 def card_of(checkpoint: Path, model: PreTrainedModel, repo_id: str, form: str = "native", base: str | None = None):
-    """The model card of a grown checkpoint, with the figures and the picture that lie beside its weights.
-
-    Args:
-        checkpoint: its folder.
-        model: loaded from there.
-        repo_id: where it is pushed, such as "you/your-model".
-        form: "native" or "stock".
-        base: Hub id of the model that grew; by default as the figures know it.
+    """The `model_card` of what was loaded from a folder, with the figures and the picture that lie there.
 
     Raises:
         ValueError: `figures.json` is not what a growth left there.

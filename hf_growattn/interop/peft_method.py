@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.versions import require_version
 
+from ..grow.checks import layers_of
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, check_affordable, weights_of
 from ..growable.attention import GrowableAttention
@@ -129,23 +130,19 @@ class GrowAttnModel(BaseTuner):
         """
         was_stock = not isinstance(model, GrowableModelMixin)
         patch_model(model)
-        layers = {attention.layer_idx: attention for attention in attentions(model)}
-        chosen = list(layers) if peft_config.layers is None else peft_config.layers
         try:
-            for layer in chosen:
-                if layer not in layers:
-                    raise ValueError(f"There is no layer {layer!r}: this model has the layers 0 to {max(layers)}.")
+            chosen = layers_of(model, peft_config.layers)
             if peft_config.budget is not None and not peft_config.spent:
                 base = sum(p.numel() for name, p in model.named_parameters() if PREFIX not in name)
-                peft_config.hold(_evenly([layers[layer] for layer in chosen], peft_config.budget, base))
+                peft_config.hold(_evenly(chosen, peft_config.budget, base))
         except ValueError:
             if was_stock:
                 unpatch_model(model)
             raise
         self._was_stock |= was_stock
         names = {module: name for name, module in model.named_modules()}
-        held = [layer for layer in chosen if any(peft_config.dims_at(layer).values())]
-        peft_config.target_modules = frozenset(names[layers[layer]] for layer in held)
+        held = (attention for attention in chosen if any(peft_config.dims_at(attention.layer_idx).values()))
+        peft_config.target_modules = frozenset(names[attention] for attention in held)
 
     @staticmethod
     def _check_target_module_exists(peft_config: GrowAttnConfig, key: str) -> bool:

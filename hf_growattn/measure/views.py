@@ -124,10 +124,17 @@ class AttentionView:
 
     Attributes:
         module: the model's self-attention module, stock or growable.
+        layer_idx: index of the layer.
+        scaling: the softmax scale `s`, which is not part of the patterns.
+        heads: number of query heads `H`: there is a pattern and a message for each.
+        groups: number of key/value heads `G`: `H / G` patterns share one key side, and as many messages one value side.
     """
 
     def __init__(self, module: nn.Module, architecture: Architecture, rotary: Any):
         self.module, self._architecture, self._rotary = module, architecture, rotary
+        attention = self._attention
+        self.layer_idx, self.scaling = attention.layer_idx, attention.scaling
+        self.heads, self.groups = attention.heads_of("query"), attention.heads_of("key")
 
     @property
     def _attention(self) -> GrowableAttention:
@@ -138,26 +145,6 @@ class AttentionView:
         twin.__class__ = GrowableAttention.mixed_into(type(self.module), self._architecture)
         twin.adopt()
         return twin
-
-    @property
-    def layer_idx(self) -> int:
-        """Index of the layer."""
-        return self._attention.layer_idx
-
-    @property
-    def scaling(self) -> float:
-        """The softmax scale `s`, which is not part of the patterns."""
-        return self._attention.scaling
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads `H`: there is a pattern and a message for each."""
-        return self._attention.heads_of("query")
-
-    @property
-    def groups(self) -> int:
-        """Number of key/value heads `G`: `H / G` patterns share one key side, and as many messages one value side."""
-        return self._attention.heads_of("key")
 
     def pattern(self, head: int, offset: int = 0, length: int | None = None) -> FactoredMatrix:
         """Return the pattern of a query head, `W^P = W_Q R_offset W_K^T`: the logits are `s x'_t W^P x'_u^T`.
