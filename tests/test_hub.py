@@ -50,7 +50,7 @@ def checkpoint(grown, tmp_path_factory):
     ]
     before, after = outcome.size_of(patch_model(build("llama-2"))), outcome.size_of(model)
     source = source_of("someone/base", "someone/words")
-    figures = outcome.figures(source, history, None, before, after, 1.0, 0.0)
+    figures = outcome.figures(source, {"with_growth": history}, None, before, after, 1.0, 0.0)
     (folder / "figures.json").write_text(json.dumps(figures))
     (folder / "growth.png").write_bytes(b"\x89PNG")
     (folder / "checkpoint-8").mkdir()

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow.sharding import refuse_sharded
+from hf_growattn.grow.checks import refuse_sharded
 from hf_growattn.growable.models import attentions
 
 STEPS, GROW_AT, ROWS, TOKENS, RATE, SEED = 20, 12, 4, 32, 3e-3, 5

@@ -29,13 +29,12 @@ from ..measure.gradients import (
 from ..measure.passes import mean_loss, measured_by, undisturbed
 from ..report.report import GrowthReport, LayerGrowth
 from .batches import as_dicts, halves_of
-from .checks import adapters_stay, growable_model, layers_to_grow, trainable_parameters, unwrapped
+from .checks import adapters_stay, growable_model, layers_to_grow, refuse_sharded, trainable_parameters, unwrapped
 from .frozen import old_dims_train, train_grown, train_marked
 from .optimizer import admit, bare_optimizers, check_optimizers, follow_gradients, follow_resized, held, swap_parameters
 from .plan import GrowthConfig, candidates, check_limits, spend
 from .provenance import leave_checkpoint
 from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
-from .sharding import refuse_sharded
 from .trial import STEEPNESS_BATCHES, Change, Trial, measure_steepness
 
 _SEARCH_BATCHES = 4  # enough to find a step on; what it gains is then measured on all batches

@@ -19,11 +19,10 @@ from ..measure.passes import mean_loss, measured_by, undisturbed
 from ..model.attention import ROLES
 from ..report.report import LayerTrim, TrimReport
 from .batches import as_dicts
-from .checks import check_rewritable, growable_model, trainable_parameters
+from .checks import check_rewritable, growable_model, refuse_sharded, trainable_parameters
 from .growth import settle
 from .optimizer import bare_optimizers, check_optimizers, swap_parameters
 from .plan import parameters_of_a_dim
-from .sharding import refuse_sharded
 
 _RIDGE = 0.05  # of the mean eigenvalue, as in growth: directions that these batches hardly show are not free
 

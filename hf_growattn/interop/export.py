@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..grow.sharding import refuse_sharded
+from ..grow.checks import refuse_sharded
 from ..growable.folders import replacing
 from ..growable.models import GrowableModelMixin, is_grown
 from ..measure.passes import undisturbed
