@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from families import build, save_with_text
 from test_cli import call
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig
 
+import hf_growattn
 from hf_growattn import patch_model
 from hf_growattn.training.contest import Contest, Run, compete, paired, steps_of
 from hf_growattn.training.methods import METHODS, Budget, started, trained_weights
@@ -197,6 +200,20 @@ def test_interrupted(given, tmp_path, monkeypatch):
     assert len((tmp_path / "out" / "race.jsonl").read_text().splitlines()) == 6  # setting, start, 2 rates, 2 seeds
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own setting
+def test_from_python(given, tmp_path):
+    """The model that is given stays as it is."""
+    model, tokenizer = (auto.from_pretrained(given / "model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    words = (given / "text.txt").read_text().split()
+    rows = Dataset.from_dict({"text": [" ".join(words[at : at + 24]) for at in range(0, len(words), 24)]})
+    training = SFTConfig(str(tmp_path / "out"), max_length=16, packing=True, use_cpu=True, bf16=False, report_to=[])
+    contest = hf_growattn.race(model, tokenizer, rows, training, budget=0.2, steps=4, seeds=1, growth_batches=4)
+    assert contest.winner in ("lora", "growth", "both") and contest.sentences()[0] in str(contest)
+    assert type(model).__name__ == "LlamaForCausalLM" and all(p.requires_grad for p in model.parameters())
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("method", ["lora", "growth", "both", "auto"])
 def test_finetune_by_a_method(method, given, tmp_path):
     output = tmp_path / "out"
@@ -231,6 +248,7 @@ def test_compare_shows_lora_too(given, tmp_path):
     [
         (["--method", "growth", "--grow_steps", "3"], "grows at the start or not at all"),
         (["--method", "growth", "--v_dims", "3"], "spends a --budget"),
+        (["--method", "auto", "--use_peft"], "leave out --use_peft"),
         (["--method", "lora", "--compare"], "Drop one of them"),
     ],
 )

@@ -80,8 +80,8 @@ def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
             f"--method {growth.method} grows at the start or not at all: leave out --grow_steps, --grow_every, "
             "--grow_at, --max_growths and --total_budget, or train all weights, by --method full."
         )
-    if own and (growth.qk_dims or growth.v_dims):
-        raise ValueError(f"--method {growth.method} spends a --budget: leave out --qk_dims and --v_dims.")
+    if growth.method != "full":
+        check_spends(recipe, f"--method {growth.method}")
     if growth.method == "lora" and growth.compare:
         raise ValueError("--compare shows what growing gives, and --method lora grows nothing. Drop one of them.")
     if growth.method == "both" and recipe.training.resume_from_checkpoint:
@@ -101,6 +101,18 @@ def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
     if half_way:
         callback.steps = [0]
     return None if own or growth.max_growths == 0 else callback
+
+
+def check_spends(recipe: Recipe, what: str) -> None:
+    """Check that nothing but a budget says what to add.
+
+    Raises:
+        ValueError: something else does; `what` is what spends a budget.
+    """
+    if recipe.growth.qk_dims or recipe.growth.v_dims:
+        raise ValueError(f"{what} spends a --budget: leave out --qk_dims and --v_dims.")
+    if recipe.model.use_peft:
+        raise ValueError(f"{what} makes adapters of its own, by the --budget: leave out --use_peft.")
 
 
 def make_trainer(model, tokenizer, data: tuple[Rows, Rows], training, peft_config, growth=None) -> SFTTrainer:

@@ -19,7 +19,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from ..growable.patching import patch_model
 from .contest import Contest, Run, compete, steps_of
 from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared, split
-from .finetuning import load, make_trainer, read_all, save
+from .finetuning import check_spends, load, make_trainer, read_all, save
 from .methods import METHODS, Budget, cache_bytes, started, trained_weights
 from .recipe import Recipe
 
@@ -235,6 +235,7 @@ def race(
 def race_of(recipe: Recipe, say: Callable[[str], object] = print) -> Contest:
     """Run the `race` that a recipe tells, into its folder."""
     growth, training = recipe.growth, recipe.training
+    check_spends(recipe, "A race")
     data, config, tokenizer = read_all(recipe)
     rows = prepared(data.train, data.test, tokenizer, training)
     check_tokens(split(rows, training)[1]["input_ids"], config)
