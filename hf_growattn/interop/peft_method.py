@@ -8,9 +8,10 @@ teaches peft the method.
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import product
-from typing import cast
+from dataclasses import dataclass
+from functools import reduce
+from itertools import chain, product
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +21,23 @@ from transformers.utils.versions import require_version
 from ..grow.checks import layers_of
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, check_affordable, weights_of
+from ..growable.adapters import obscured, plain
 from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin, attentions
 from ..growable.patching import patch_model, unpatch_model
-from ..measure.extension import NewDims, set_extension
+from ..measure.extension import Extension, NewDims, gather, project, set_extension
 from ..measure.kinds import KINDS
 from ..report.report import GrowthReport
 
 require_version("peft>=0.18", "hf_growattn.GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'")
 
 from peft import PeftConfig, PeftModel, PeftType  # noqa: E402  not before its version is known
-from peft.tuners.tuners_utils import BaseTuner  # noqa: E402
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge  # noqa: E402
 from peft.utils import register_peft_method  # noqa: E402
 
-from .peft_layer import DIMS, PREFIX, GrowAttnLayer, adapter_layers, has_bias, layer_of  # noqa: E402
-
-_NAME = PREFIX.removesuffix("_")
+_NAME, PREFIX = "growattn", "growattn_"
+DIMS = {role: kind.width for kind in KINDS.values() for role in kind.roles}
+_ZERO_AT_FIRST = tuple(kind.stacked for kind in KINDS.values())
 
 
 def _member_of_peft_type() -> PeftType:
@@ -69,13 +71,11 @@ class GrowAttnConfig(PeftConfig):
         ValueError: an attribute is out of its range; the message names the fix.
     """
 
-    qk_dims: int | dict[int, int] = field(default=0, metadata={"help": "Dims added to each head's queries and keys."})
-    v_dims: int | dict[int, int] = field(default=0, metadata={"help": "Dims added to the values of each head."})
-    budget: int | float | None = field(default=None, metadata={"help": "Weights to add, or a share of the model's."})
-    layers: list[int] | None = field(default=None, metadata={"help": "Indices of the layers; None means all."})
-    modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Names of other modules to train and to save whole."}
-    )
+    qk_dims: int | dict[int, int] = 0
+    v_dims: int | dict[int, int] = 0
+    budget: int | float | None = None
+    layers: list[int] | None = None
+    modules_to_save: list[str] | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -95,9 +95,8 @@ class GrowAttnConfig(PeftConfig):
     @property
     def growth(self) -> GrowthConfig:
         """The growth whose new dims the adapter can hold; the old ones stay frozen."""
-        dims = (
-            {} if self.budget is not None and self.spent else {name: getattr(self, name) for name in set(DIMS.values())}
-        )
+        spent = self.budget is not None and self.spent
+        dims = {name: getattr(self, name) for name in DIMS.values() if not spent}
         return GrowthConfig(**dims, budget=self.budget, layers=self.layers, old_dims_train=False)
 
     def hold(self, dims: Mapping[str, Mapping[int, int]]) -> None:
@@ -109,6 +108,132 @@ class GrowAttnConfig(PeftConfig):
         """The dims that each head of a layer gains, by role."""
         dims = {role: getattr(self, width) for role, width in DIMS.items()}
         return {role: n.get(layer, 0) if isinstance(n, dict) else n for role, n in dims.items()}
+
+
+class GrowAttnLayer(Extension, BaseTunerLayer):
+    """An attention module's extension: the new dims of each adapter.
+
+    For each role `growattn_<role>` holds by adapter a weight (heads * dims, hidden_size), where heads are those of the
+    role, and `growattn_<role>_bias`, (heads * dims,), for those projections that have a bias.
+    """
+
+    adapter_layer_names = tuple(f"{PREFIX}{part}" for role in DIMS for part in (role, f"{role}_bias"))
+
+    def __init__(self, attention: GrowableAttention, model: GrowableModelMixin):
+        super().__init__()
+        self._home = (attention, model)  # in a tuple, lest they become submodules of a part of theirs
+        self.merged_adapters = []
+        for name in self.adapter_layer_names:
+            setattr(self, name, nn.ParameterDict())
+
+    def get_base_layer(self) -> GrowableAttention:
+        """The attention module, as peft asks for it."""
+        return self._home[0]
+
+    def add(self, adapter_name: str, dims: dict[str, int]) -> None:
+        """Add an adapter of so many dims by role, which changes nothing yet: what reads or writes is zero."""
+        attention = self.get_base_layer()
+        features = attention.config.hidden_size
+        for role in filter(dims.get, dims):
+            projection, rows = plain(attention.projection_of(role)), attention.heads_of(role) * dims[role]
+            like = next(chain(projection.parameters(), projection.buffers()))  # quantized, it need not be the weight
+            dtype = like.dtype if obscured(projection) is None else torch.float32
+            weight = torch.zeros(rows, features, dtype=dtype, device=like.device)
+            if role not in _ZERO_AT_FIRST:
+                nn.init.normal_(weight, std=features**-0.5)
+            self._weights(role)[adapter_name] = nn.Parameter(weight)
+            if has_bias(attention, role):
+                self._weights(role, "_bias")[adapter_name] = nn.Parameter(weight.new_zeros(rows))
+
+    def added(self, role: str, hidden_states: Tensor) -> Tensor | None:
+        """The new dims of all adapters in use, one after the other."""
+        parts = [project(hidden_states, *self._factors(role, name)) for name in self._in_use(role)]
+        return torch.cat(parts, dim=-1) if parts else None
+
+    def output(self, added: Tensor) -> Tensor:
+        """What the new values of all adapters in use contribute."""
+        weights = [self._factors("output", name)[0] for name in self._in_use("output")]
+        parts = added.split([weight.shape[1] for weight in weights], dim=-1)
+        return reduce(torch.add, map(gather, parts, weights))
+
+    def _factors(self, role: str, name: str) -> tuple[Tensor, Tensor | None]:
+        """An adapter's weight (heads, n, d) and bias (heads, n) of a role."""
+        heads = self.get_base_layer().heads_of(role)
+        weight, biases = self._weights(role)[name], self._weights(role, "_bias")
+        return weight.unflatten(0, (heads, -1)), biases[name].unflatten(0, (heads, -1)) if name in biases else None
+
+    def _in_use(self, role: str) -> list[str]:
+        """Names of the adapters that the forward adds; what is merged is in the attention's own weights."""
+        if self.disable_adapters or self.merged:
+            return []
+        return [name for name in self.active_adapters if name in self._weights(role)]
+
+    def _weights(self, role: str, part: str = "") -> nn.ParameterDict:
+        return getattr(self, f"{PREFIX}{role}{part}")
+
+    def new_dims(self, adapter_name: str) -> NewDims:
+        """An adapter's parameters as what they are: dims beside the attention's own, of the roles that it has."""
+        new = NewDims()
+        for role in (role for role in DIMS if adapter_name in self._weights(role)):
+            weight, bias = self._factors(role, adapter_name)
+            new.weights[role], new.biases[role] = weight.detach(), None if bias is None else bias.detach()
+        return new
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Widen the attention by the adapters' dims, and write these.
+
+        Args:
+            safe_merge: refuse adapters that are not finite.
+            adapter_names: which; None means those that are active.
+
+        Raises:
+            ValueError: an adapter is not finite, or the attention's weights cannot be widened.
+        """
+        attention, model = self._home
+        for name in check_adapters_to_merge(self, adapter_names):
+            new = self.new_dims(name)
+            if not new.weights:
+                continue
+            if safe_merge and not all(tensor.isfinite().all() for tensor in new.tensors()):
+                broken = f"The adapter {name} seems to be broken"
+                raise ValueError(f"NaNs detected in the merged weights. {broken}: not all of it is finite. Train anew.")
+            if not self.merged:
+                self._widths_before = attention.qk_head_dim, attention.v_head_dim
+            new.keep_in(attention)
+            self.merged_adapters.append(name)
+        model.sync_config()
+
+    def unmerge(self) -> None:
+        """Cut the merged dims off again; the old ones stay as they are, to the bit."""
+        attention, model = self._home
+        if self.merged:
+            qk_head_dim, v_head_dim = self._widths_before
+            attention.widen(qk_head_dim - attention.qk_head_dim, v_head_dim - attention.v_head_dim)
+            self.merged_adapters.clear()
+            model.sync_config()
+
+    def enable_adapters(self, enabled: bool) -> None:
+        """Switch the adapters on or off; merged ones are unmerged first, as peft's other methods do."""
+        if not enabled:
+            self.unmerge()
+        super().enable_adapters(enabled)
+
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None):
+        """Leave the attention with the adapters' dims in its own weights, or without; None takes this layer's place."""
+        if merge:
+            self.merge(safe_merge=safe_merge, adapter_names=adapter_names)
+        else:
+            self.unmerge()
+
+
+def adapter_layers(model: nn.Module) -> list[GrowAttnLayer]:
+    """Those of a model."""
+    return [attention.extension for attention in attentions(model) if attention.extension is not None]
+
+
+def has_bias(attention: GrowableAttention, role: str) -> bool:
+    """Whether new dims of a role have biases."""
+    return role != "output" and plain(attention.projection_of(role)).bias is not None
 
 
 class GrowAttnModel(BaseTuner):
@@ -154,7 +279,7 @@ class GrowAttnModel(BaseTuner):
         attention = cast(GrowableAttention, target)
         if attention.extension is None:
             set_extension(attention, GrowAttnLayer(attention, cast(GrowableModelMixin, self.model)))
-        layer = layer_of(attention)
+        layer: Any = attention.extension
         layer.add(adapter_name, cast(GrowAttnConfig, peft_config).dims_at(attention.layer_idx))
         # A checkpoint of the base holds no adapters.
         ours = {f"{current_key}.extension.{name}" for name, _ in layer.named_parameters()}
@@ -173,7 +298,7 @@ class GrowAttnModel(BaseTuner):
         if config.budget is not None:
             self._spend(adapter_name, config, found)
         for attention, new in found.items():
-            own = layer_of(attention).new_dims(adapter_name)
+            own = attention.extension.new_dims(adapter_name)
             for role, weight in new.weights.items():
                 own.weights[role].copy_(weight)
                 if (bias := own.biases[role]) is not None:
@@ -188,9 +313,9 @@ class GrowAttnModel(BaseTuner):
         config.hold({k.width: {a.layer_idx: new.dims(k.shared) for a, new in found.items()} for k in KINDS.values()})
         self._prepare_model(config, self.model)
         for name in config.target_modules:
-            attention = self.model.get_submodule(name)
+            attention: Any = self.model.get_submodule(name)
             self._create_and_replace(config, adapter_name, attention, "", attention, name)
-            layer_of(attention)._active_adapter = self.active_adapters
+            attention.extension._active_adapter = self.active_adapters
         for name, parameter in self.model.named_parameters():
             if PREFIX in name and name.endswith(f".{adapter_name}"):
                 parameter.data = parameter.data.to(former.dtype)
