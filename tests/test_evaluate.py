@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from families import VOCABULARY, word_tokenizer
+from hub_server import Hub, Repository
 from test_export import llama, widened
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import export_model
+from hf_growattn.__main__ import main
 from hf_growattn.cli import evaluation, harness
 from hf_growattn.interop.checkpoints import load_config, load_tokenizer
 from hf_growattn.training.recipe import Training
@@ -75,10 +77,11 @@ def given(tmp_path_factory):
     return folder
 
 
-def evaluate(folder, *options) -> dict:
+def evaluate(folder, *options, **more) -> dict:
     command = [sys.executable, "-m", "hf_growattn", "evaluate", *options, "--json"]
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
     settings["PYTHONPATH"] = str(ROOT)
+    settings |= more
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -188,6 +191,32 @@ def test_models_that_cannot_be_loaded(tmp_path):
     llama().save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match="has no tokenizer that can be loaded: save the one of its base model"):
         load_tokenizer(str(tmp_path / "bare"), False)
+
+
+def test_a_revision_is_that_of_the_model(given, tmp_path):
+    def files(folder) -> dict:
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    with Hub("hf_token") as hub:
+        hub.repositories["me/model"] = repository = Repository(False)
+        repository.commit("main", files(given / "base"))
+        repository.commit("wider", files(given / "exported"))
+        there = dict(HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path))
+        words = ["me/model", "--text", str(given / "text.txt"), "--base", str(given / "base")]
+        told = [evaluate(given, *words, *more, **there)["models"] for more in ((), ("--model_revision", "wider"))]
+    sizes = [figures["me/model"]["model"]["parameters"]["value"] for figures in told]
+    base, wider = (AutoModelForCausalLM.from_pretrained(given / name).num_parameters() for name in ("base", "exported"))
+    assert sizes == [base, wider] and base < wider
+    assert told[1][str(given / "base")]["model"]["parameters"]["value"] == base
+
+
+@pytest.mark.parametrize("more", [["b"], ["--base", "a"]])
+def test_a_revision_of_several_models_is_refused(capsys, monkeypatch, more):
+    words = ["a", *more, "--text", "text.txt", "--model_revision", "old"]
+    monkeypatch.setattr(sys, "argv", ["growattn", "evaluate", *words])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err.count("Error: Of which model is old the revision?") == 1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from ..interop.checkpoints import first_line, load_config, load_model, load_tokenizer
 from ..training.data import Data, prepared
+from ..training.finetuning import loading_options
 from ..training.recipe import Recipe
 from . import harness
 
@@ -157,10 +158,14 @@ def evaluated(recipe: Recipe) -> dict[str, dict[tuple[str, str], Figure]]:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"The device {device} cannot be used here. {first_line(error)}") from error
-    names: list[str] = list(dict.fromkeys([*([asked.base] if asked.base else []), *recipe.models]))
-    configs = [load_config(name, trust).get_text_config() for name in names]
+    models, chosen = recipe.models or [recipe.name], recipe.model.model_revision
+    if chosen != "main" and (len(models) > 1 or asked.base in models):
+        raise ValueError(f"Of which model is {chosen} the revision? Name one MODEL with it, and another as --base.")
+    names: list[str] = list(dict.fromkeys([*([asked.base] if asked.base else []), *models]))
+    revisions = {name: chosen if name in models else "main" for name in names}
+    configs = [load_config(name, trust, revisions[name]).get_text_config() for name in names]
     lengths = [getattr(config, "max_position_embeddings", None) or LONGEST_BLOCK for config in configs]
-    tokenizers = {name: load_tokenizer(name, trust) for name in names}
+    tokenizers = {name: load_tokenizer(name, trust, revisions[name]) for name in names}
     read = {}
     for text, short in short_names(asked.text or []).items():
         data = Data(recipe._replace(script=replace(recipe.script, dataset_name=text)))
@@ -171,7 +176,7 @@ def evaluated(recipe: Recipe) -> dict[str, dict[tuple[str, str], Figure]]:
     block, measured = min(LONGEST_BLOCK, *lengths), {}
     for name in tqdm(names, desc="models", disable=None):
         tokenized = {s: prepared(r, None, tokenizers[name], training).train for s, r in read.items()}
-        model: Any = load_model(name, causal=True, trust_remote_code=trust)
+        model: Any = load_model(name, True, trust, revisions[name], **loading_options(recipe))
         model.to(device)
         figures = {("model", PARAMETERS): Figure(model.num_parameters())}
         for text, rows in tokenized.items():

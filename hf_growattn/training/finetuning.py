@@ -279,12 +279,18 @@ def read_all(recipe: Recipe) -> tuple[Data, PreTrainedConfig, PreTrainedTokenize
     return data, config, tokenizer
 
 
+def loading_options(recipe: Recipe, **others) -> dict:
+    """How a recipe wants models to be loaded: what `from_pretrained` takes, with others where it says nothing."""
+    chosen = recipe.model
+    options = dict(dtype=chosen.dtype, attn_implementation=chosen.attn_implementation)
+    options |= dict(quantization_config=get_quantization_config(chosen))
+    return others | {name: value for name, value in options.items() if value is not None}
+
+
 def load(recipe: Recipe, dtype: str) -> PreTrainedModel:
     """Load the model of a recipe, patched, in a precision where the recipe names none."""
-    chosen = recipe.model
-    options = dict(attn_implementation=chosen.attn_implementation, quantization_config=get_quantization_config(chosen))
-    options = {name: value for name, value in options.items() if value is not None}
-    return patch_model(load_growable(recipe.name, True, chosen.model_revision, dtype=chosen.dtype or dtype, **options))
+    options = loading_options(recipe, dtype=dtype)
+    return patch_model(load_growable(recipe.name, True, recipe.model.model_revision, **options))
 
 
 def main(recipe: Recipe) -> dict:
