@@ -1,5 +1,6 @@
 """Data through the real command line, format by format; and each error that people meet, in one line with its fix."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -118,6 +119,52 @@ def test_what_is_measured_is_what_sft_trains(folder, name, options, rows):
     done = call("measure", *given, "--json")
     assert done.exit_code in (0, 3), done.output
     assert json.loads(done.stdout)["loss_before"] > 0
+
+
+LOSSES = {
+    "of the completions": "",
+    "of all tokens": "--completion_only_loss False",
+    "smoothed": "--label_smoothing_factor 0.1 --loss_type nll",
+    "DFT": "--loss_type dft",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # TRL's own settings
+@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
+def test_the_loss_that_grows_is_the_loss_that_trains(folder, tmp_path, monkeypatch, options):
+    """What is measured, and lowered before and in a training, is what TRL's trainer says of the same rows."""
+    monkeypatch.setattr("hf_growattn.training.finetuning.reloaded_difference", lambda *_: 0.0)
+    given = [str(folder / "model"), str(folder / "pairs.jsonl"), *options.split(), "--max_length", "16"]
+    given += "--budget 5% --per_device_train_batch_size 4 --growth_batches 13".split()  # all rows but those held out
+    recipe = read(given, "")
+    made = prepared(Data(recipe).train, None, word_tokenizer(), recipe.training)
+
+    def trained_on(rows) -> float:
+        chosen = {name: getattr(recipe.training, name) for name in ("loss_type", "label_smoothing_factor")}
+        config = SFTConfig(
+            str(tmp_path), **chosen, per_device_eval_batch_size=4, use_cpu=True, bf16=False, report_to="none",
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )  # fmt: skip
+        trainer = SFTTrainer(
+            build("llama-2"), config, train_dataset=rows, eval_dataset=rows, processing_class=word_tokenizer()
+        )
+        return trainer.evaluate()["eval_loss"]
+
+    drawn_rows = list(
+        itertools.islice(prepared(Data(recipe).drawn_from(), None, word_tokenizer(), recipe.training).train, 52)
+    )
+    done = call("measure", *given, "--json")
+    assert done.exit_code in (0, 3), done.output
+    expected = trained_on(datasets.Dataset.from_list(drawn_rows))
+    assert json.loads(done.stdout)["loss_before"] == pytest.approx(expected, rel=1e-5)
+    training = "--learning_rate 1e-30 --max_steps 2 --save_strategy no --eval_strategy no".split()
+    done = call("finetune", *given, *training, "-o", tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    (growth,) = json.loads(done.stdout)["growths"]
+    expected = trained_on(split(made, recipe.training)[0])
+    assert growth["growth_batches"][0] == pytest.approx(expected, rel=1e-5)
+    lower, higher = growth["growth_batches"][::-1]
+    assert lower < higher or ("dft" in options and lower == higher)  # DFT weighs by what its gradient does not follow
 
 
 def test_masked_tokens_are_not_measured(folder):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 from conftest import ROOT
 from families import save_with_text
 from safetensors.torch import load_file
@@ -127,11 +128,11 @@ def test_two_processes_without_an_accelerator_train_as_one(given, main, monkeypa
 
 
 def test_several_processes_that_cannot_train_as_one_are_refused(main, capsys, monkeypatch):
+    PartialState()  # alone, as on a Mac, where no backend joins processes
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)  # as on a Mac, where no backend joins processes
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     with pytest.raises(SystemExit):
-        main("none", "none", "--output_dir", "none")
+        main("none", "none", "--output_dir", "none", "--accelerator_config", '{"use_configured_state": true}')
     assert "2 processes were started, and each would train by itself" in capsys.readouterr().err
 
 

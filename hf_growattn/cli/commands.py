@@ -183,7 +183,7 @@ def _ready(recipe):
     from ..grow.plan import check_budget
     from ..growable.models import attentions
     from ..training.data import check_tokens, drawn
-    from ..training.finetuning import load, read_all
+    from ..training.finetuning import load, read_all, sft_loss
 
     try:
         growth_config = recipe.growth_config(default="1%")
@@ -196,7 +196,8 @@ def _ready(recipe):
     if growth_config.budget is not None:
         check_budget(growth_config, attentions(model), model.num_parameters())
     _say(f"Measuring on {len(ids)} rows of at most {recipe.training.max_length} tokens, on {device}.")
-    return Grower(model.to(device), growth_config), batches, tokenizer
+    loss = sft_loss(model.to(device), tokenizer, recipe.training)
+    return Grower(model, growth_config, loss=loss), batches, tokenizer
 
 
 @_handed("measure", MEASURE_HELP, "Measure whether the width of its heads holds a model back on your data.")

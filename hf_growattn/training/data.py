@@ -223,14 +223,11 @@ def prepared(train: Rows, test: Rows | None, tokenizer, training: Training) -> P
             "The data are chats, and the tokenizer has no chat template: name one by --chat_template_path, a .jinja "
             "file or a model that has one."
         )
-    options = copy.copy(training)
-    options.eval_strategy, options.report_to, options.push_to_hub = "no", [], False
-    options.max_steps, options.output_dir = 1, tempfile.gettempdir()  # a stream needs the one, Trainer makes the other
     sizes: dict[str, Any] = dict(vocab_size=1, hidden_size=2, intermediate_size=1, num_attention_heads=1)
     config = LlamaConfig(**sizes, num_hidden_layers=1, bos_token_id=None, eos_token_id=None)
     trainer = SFTTrainer(
         LlamaForCausalLM(config),
-        options,
+        unused(training),
         train_dataset=train,
         eval_dataset=test,
         processing_class=copy.deepcopy(tokenizer),
@@ -238,6 +235,14 @@ def prepared(train: Rows, test: Rows | None, tokenizer, training: Training) -> P
     made: list[Any] = [trainer.train_dataset, trainer.eval_dataset]
     train, test = (None if rows is None else rows.filter(_predicts) for rows in made)
     return Prepared(train, test, trainer.data_collator)
+
+
+def unused(training: Training) -> Training:
+    """Options of a training for a trainer that never trains."""
+    options = copy.copy(training)
+    options.eval_strategy, options.report_to, options.push_to_hub = "no", [], False
+    options.max_steps, options.output_dir = 1, tempfile.gettempdir()  # a stream needs the one, Trainer makes the other
+    return options
 
 
 def _predicts(row: dict) -> bool:
@@ -302,8 +307,9 @@ def first_rows(rows: Rows, count: int, seed: int) -> Dataset:
 
 
 def batches_of(rows: Rows, collate: Callable[[list[dict]], dict], training: Training) -> list[dict]:
-    """Make batches of rows, on the device of the training."""
-    rows, size = list(rows), training.per_device_train_batch_size
+    """Make batches of rows, two at least, on the device of the training."""
+    rows = list(rows)
+    size = min(training.per_device_train_batch_size, -(-len(rows) // 2) or 1)
     made = [collate(rows[start : start + size]) for start in range(0, len(rows), size)]
     return [{key: getattr(v, "to", lambda _, v=v: v)(training.device) for key, v in batch.items()} for batch in made]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from datasets import logging as datasets_logging
 from torch import nn
 from tqdm.auto import tqdm
@@ -30,10 +31,10 @@ from ..report.pages import save_report
 from ..report.report import GrowthReport
 from . import outcome
 from .arguments import budget_of
-from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split
+from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split, unused
 from .methods import METHODS, Budget, rate_of, started
-from .recipe import Recipe
-from .trainer import GROWN_BASE, GrowthCallback, note, twin_of
+from .recipe import Recipe, Training
+from .trainer import GROWN_BASE, GrowthCallback, loss_of, note, twin_of
 
 
 class MeasuredGrowth(GrowthCallback):
@@ -61,10 +62,9 @@ class MeasuredGrowth(GrowthCallback):
 
     def _held_out(self) -> float:
         # evaluate() would log it as one of the regular evaluations, which a plateau is read from
-        loader = self.trainer.get_eval_dataloader()
-        return (twin_of(self.trainer).evaluation_loop(loader, "Held out", prediction_loss_only=True).metrics or {})[
-            "eval_loss"
-        ]
+        twin = twin_of(self.trainer)
+        loop = twin.evaluation_loop(twin.get_eval_dataloader(), "Held out", prediction_loss_only=True)
+        return (loop.metrics or {})["eval_loss"]
 
 
 def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
@@ -115,7 +115,7 @@ def check_spends(recipe: Recipe, what: str) -> None:
         raise ValueError(f"{what} makes adapters of its own, by the --budget: leave out --use_peft.")
 
 
-def make_trainer(model, tokenizer, data: tuple[Rows, Rows], training, peft_config, growth=None) -> SFTTrainer:
+def make_trainer(model, tokenizer, data: tuple[Rows, Rows | None], training, peft_config, growth=None) -> SFTTrainer:
     """Make an SFTTrainer of rows that `prepared` made, that grows if asked."""
     training = copy.copy(training)
     training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
@@ -131,6 +131,12 @@ def make_trainer(model, tokenizer, data: tuple[Rows, Rows], training, peft_confi
     if growth:
         growth.trainer = trainer
     return trainer
+
+
+def sft_loss(model, tokenizer, training: Training) -> Callable:
+    """The loss that SFTTrainer trains a model on with these options, for a growth before the training."""
+    row = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
+    return loss_of(make_trainer(model, tokenizer, (row, None), unused(training), None))
 
 
 def train(trainer: SFTTrainer) -> float:
@@ -314,5 +320,6 @@ def main(recipe: Recipe) -> dict:
         wanted = training.per_device_train_batch_size * recipe.growth.growth_batches if method.growth else 0
         batches = batches_of(first_rows(rows[0], wanted, training.seed), made.collate, training)
         model.to(training.device)
-        start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed)
+        loss = sft_loss(model, tokenizer, training)
+        start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed, loss=loss)
     return run(model, tokenizer, rows, recipe, start)

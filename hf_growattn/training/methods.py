@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +103,7 @@ def rate_of(method: Method, config: PreTrainedConfig) -> float:
 
 
 def started(
-    model: PreTrainedModel, method: Method, budget: Budget, batches: list[dict], seed: int
+    model: PreTrainedModel, method: Method, budget: Budget, batches: list[dict], seed: int, loss: Callable | None = None
 ) -> tuple[nn.Module, GrowthReport | None]:
     """Make a patched model ready to be trained by a method; it is changed in place.
 
@@ -112,6 +113,7 @@ def started(
         budget: what growth and LoRA share.
         batches: to grow on, as for `Grower.grow`.
         seed: of LoRA's weights and of growth.
+        loss: what growth lowers, as for `Grower`.
 
     Returns:
         What to train, the model or peft's wrapper of it, and what growth reports if there was one.
@@ -122,7 +124,7 @@ def started(
     if weights:
         # LoRA, too, moves the old dims: new ones need not do what those can.
         config = GrowthConfig(budget=weights, seed=seed, old_dims_train=method.base or rank > 0)
-        report = Grower(model, config).grow(batches)
+        report = Grower(model, config, loss=loss).grow(batches)
     if not rank:
         return model, report
     torch.manual_seed(seed)

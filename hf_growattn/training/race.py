@@ -19,7 +19,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from ..growable.patching import patch_model
 from .contest import Contest, Run, compete, steps_of
 from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared, split
-from .finetuning import check_spends, load, make_trainer, read_all, save
+from .finetuning import check_spends, load, make_trainer, read_all, save, sft_loss
 from .methods import METHODS, Budget, cache_bytes, started, trained_weights
 from .recipe import Recipe
 
@@ -139,7 +139,9 @@ class _Trainings:
             self._ready = None  # makes room
             batches = batches_of(self._rows(self.growth_batches, seed), self.prepared.collate, self.training)
             model = self.fresh().to(self.training.device)
-            model, report = started(model, METHODS[method], self.budget, batches[: self.growth_batches], seed)
+            loss = sft_loss(model, self.tokenizer, self.training) if METHODS[method].growth else None
+            batches = batches[: max(self.growth_batches, 2)]
+            model, report = started(model, METHODS[method], self.budget, batches, seed, loss)
             if report is not None and not report.applied:
                 return None
             at_start = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
