@@ -79,6 +79,7 @@ def test_a_reference_that_would_grow_too_is_refused(tmp_path):
     trainer = preferring(tmp_path, lora(patch_model(build("llama-2"))), Witness())
     with pytest.raises(ValueError, match=r"compares the model with itself.*precompute_ref_log_probs=True"):
         trainer.train()
+    assert trainer.state.global_step == 0  # before hours of training
 
 
 def test_batches_that_come_to_be_in_training_are_refused(tmp_path):

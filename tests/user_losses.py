@@ -35,8 +35,8 @@ class Witness(GrowthCallback):
     def __init__(self):
         super().__init__(CONFIG, steps=[2], batches=6)
 
-    def _growth_batches(self, args, state):
-        trainer, batches = self._trainer, super()._growth_batches(args, state)
+    def _growth_batches(self, args, state, count):
+        trainer, batches = self._trainer, super()._growth_batches(args, state, count)
         self.drawn = batches
         noted, trained = notes(trainer), trainer.model.training
         trainer.model.eval()

@@ -199,6 +199,11 @@ class Grower:
         """
         return self.grow(batches, keep=take_over)
 
+    def check(self, batches: Iterable) -> float:
+        """Check what `grow` checks before it begins, with the same errors, and return the mean loss of the batches."""
+        with self._run(batches) as run, self._undisturbed():
+            return mean_loss(self.model, run.batches)
+
     @contextlib.contextmanager
     def _run(self, batches: Iterable) -> Iterator[_Run]:
         """Check all that can be checked before anything is measured, and read the batches."""

@@ -106,6 +106,9 @@ class GrowthCallback(TrainerCallback):
         self._grower = Grower(wrapped, self.config, self._trainer.optimizer, self._trainer.accelerator)
         self._grower.follow_loaded()  # a checkpoint may have had other widths
         self.check_budgets(self._grower.model)
+        if state.global_step == 0:
+            self._grower.loss = loss_of(self._trainer)
+            self._grower.check(self._growth_batches(args, state, 2))
         self._cheapest = cheapest_dim(self.config, attentions(self._grower.model))
 
     def check_budgets(self, model: PreTrainedModel) -> None:
@@ -122,7 +125,7 @@ class GrowthCallback(TrainerCallback):
         if self.is_time(state):
             self._grower.config, self._grower.loss = self._config(state), loss_of(self._trainer)
             with name_kept(self._grower.model):  # Trainer's model card says what the run was started from
-                report = self._grower.grow(self._growth_batches(args, state))
+                report = self._grower.grow(self._growth_batches(args, state, self.batches))
             self.reports.append(report)
             if state.is_world_process_zero:
                 tqdm.write(f"Step {state.global_step}:\n{report}")
@@ -175,19 +178,19 @@ class GrowthCallback(TrainerCallback):
         budget = weights_of(self.config.budget, self._grower.model.num_parameters())
         return replace(self.config, budget=min(budget, self._left(state)))
 
-    def _growth_batches(self, args, state) -> list[dict]:
-        """Draw this rank's part of batches that are the same for any number of ranks."""
+    def _growth_batches(self, args, state, count: int) -> list[dict]:
+        """Draw so many batches for each rank, this rank's part of what is the same for any number of ranks."""
         loader: Any = self._trainer.callback_handler.train_dataloader
         size, dataset, mine, world = args.train_batch_size, loader.dataset, args.process_index, args.world_size
         with _random_states_kept():
             if hasattr(dataset, "__len__"):
                 generator = torch.Generator().manual_seed(self.config.seed + state.global_step)
-                drawn = _drawn(dataset, self.batches, world * size, generator)
+                drawn = _drawn(dataset, count, world * size, generator)
                 # Each rank as many: a loss may gather something over the ranks.
                 drawn = [rows for rows in drawn if len(rows) > (world - 1) * size] or drawn
                 parts = [[dataset[row] for row in rows[mine * size : (mine + 1) * size]] for rows in drawn]
             else:
-                streamed = [*islice(_batched(dataset, size), self.batches * world)]
+                streamed = [*islice(_batched(dataset, size), count * world)]
                 parts = streamed[: len(streamed) // world * world or None][mine::world]
             parts = [rows for rows in parts if rows]
             if len(parts) == 1 and len(parts[0]) > 1:  # two to judge each other
