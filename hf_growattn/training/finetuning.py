@@ -17,7 +17,7 @@ from datasets import Dataset
 from datasets import logging as datasets_logging
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers import logging as transformers_logging
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config, get_quantization_config
@@ -119,6 +119,7 @@ def make_trainer(model, tokenizer, data: tuple[Rows, Rows | None], training, pef
     """Make an SFTTrainer of rows that `prepared` made, that grows if asked."""
     training = copy.copy(training)
     training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
+    set_seed(training.seed)  # adapters begin alike; TRL before 1.16 leaves that to the caller
     trainer = SFTTrainer(
         model,
         training,
