@@ -119,7 +119,7 @@ def make_trainer(model, tokenizer, data: tuple[Rows, Rows | None], training, pef
     """Make an SFTTrainer of rows that `prepared` made, that grows if asked."""
     training = copy.copy(training)
     training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
-    set_seed(training.seed)  # adapters begin alike; TRL before 1.16 leaves that to the caller
+    set_seed(training.seed)  # adapters begin alike; TRL 1.14 leaves that to the caller
     trainer = SFTTrainer(
         model,
         training,
