@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..growable.attention import Resize
 from ..measure.ranks import together
@@ -167,7 +168,7 @@ def _fault(key: str, value, parameter: nn.Parameter) -> str | None:
 def _fits(key: str, value, parameter: nn.Parameter) -> bool:
     """Whether an entry of a state is a single number, not a tensor, or lies beside the parameter."""
     if not torch.is_tensor(value):
-        return not _has_tensors(value)
+        return not any(torch.is_tensor(leaf) and leaf.numel() > 1 for leaf in tree_leaves(value))
     return value.numel() <= 1 or _beside(key, value, parameter) is not None
 
 
@@ -178,14 +179,6 @@ def _beside(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor | None:
         shape[axis] = 1
         value = value.unsqueeze(axis) if value.dim() < len(shape) else value
     return value if list(value.shape) == shape else None
-
-
-def _has_tensors(value) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_has_tensors(entry) for entry in value)
-    return torch.is_tensor(value) and value.numel() > 1
 
 
 def _carried(state: dict, resize: Resize) -> dict:

@@ -228,15 +228,10 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _origin(base: str, given: bool = True) -> tuple[str | None, str, dict]:
-    """Follow a model's name to what it came from.
+    """Follow a model's name to its Hub id, if there is one, what to call it, and its licence's metadata.
 
-    Args:
-        base: Hub id or folder; "" for none.
-        given: whether the user or the model names it. What only a file names may be any folder of this machine: nothing
-            of it but its last name belongs into a card that others read.
-
-    Returns:
-        The Hub id, if there is one, what to call it, and the licence's metadata.
+    What no user or model has `given`, but a file alone, may be any folder of this machine: nothing of it but its last
+    name belongs into a card that others read.
     """
     if not base:
         return None, "none, trained from random weights", {}
@@ -247,10 +242,8 @@ def _origin(base: str, given: bool = True) -> tuple[str | None, str, dict]:
     try:
         if hub_id:
             info = HfApi().model_info(hub_id, timeout=10)  # asked once; downloads are tried again and again
-            hub_id, card = (
-                info.id,
-                cast(ModelCardData, info.card_data).to_dict(),
-            )  # its id is the one of today, should it have moved
+            hub_id = info.id  # the one of today, should it have moved
+            card = cast(ModelCardData, info.card_data).to_dict()
         elif given:
             card = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()
     except Exception:  # no network, no such model, no card, or none that can be read: then nothing is known

@@ -47,14 +47,10 @@ def read_figures(folder: Path) -> dict:
 
 
 def check_figures(figures, source: str) -> dict:
-    """Make sure that all figures that a model card shows are what it can show, and return them.
-
-    Args:
-        figures: what was read.
-        source: what to call it in the error.
+    """Return figures of which all that a model card shows is what it can show.
 
     Raises:
-        ValueError: they are not; the message says where, and names the fix.
+        ValueError: something is not; the message says where in the source, and names the fix.
     """
     for where in _misfits(figures, _FIGURES, ""):
         raise ValueError(
