@@ -10,7 +10,7 @@ from families import build, lm_batches
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.search import StepSearch
 from hf_growattn.grow.trial import Change, Trial
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.models import attentions, cache_bytes
 from hf_growattn.measure.blocks import measure_moments
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.measure.gradients import exact_gradients
@@ -152,7 +152,7 @@ def test_report_holds_and_prints_what_happened():
         gain = sum(value * strength for value, strength in zip(layer.validated, layer.strength))
         assert layer.predicted_gain == pytest.approx(layer.step_size * gain)
     assert report.predicted_gain == pytest.approx(sum(layer.predicted_gain for layer in report.layers))
-    assert report.loss_after < report.loss_before
+    assert report.loss_after < report.loss_before and report.cache_bytes[1] == cache_bytes(model)
     assert set(report.seconds) == {"moments", "probe", "solving", "line search"}
     text = str(report)
     assert "16 -> 20" in text and f"{report.loss_after:.4f}" in text and "parameters added" in text

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.models import attentions
+from ..growable.models import attentions, cache_bytes
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
 from ..measure.extension import NewDims
@@ -298,7 +298,7 @@ class Grower:
         """Write what lowers the loss into the weights, or do what the caller asks for, and report it."""
         trial, applied = found.trial, any(found.steps)
         with self._undone_on_failure(trial):
-            taken = dict(zip(map(id, trial.changes), found.steps))
+            taken, cache = dict(zip(map(id, trial.changes), found.steps)), cache_bytes(self.model)
             report = GrowthReport(
                 loss_before=measured.loss,
                 loss_after=found.loss,
@@ -307,6 +307,7 @@ class Grower:
                 line_search=found.tried,
                 seconds=run.seconds,
                 kept=keep is not False,
+                cache_bytes=(cache, cache + (trial.added_cache_bytes() if applied else 0)),
             )
             if applied and keep is True:
                 self._write(run, trial)

@@ -210,6 +210,14 @@ class Trial:
         blocks = ((change.gradient.block, change.dims) for change in self.changes)
         return sum(dims * parameters_of_a_dim(block.attention, block.kind) for block, dims in blocks)
 
+    def added_cache_bytes(self) -> int:
+        """By how much keeping widens the keys and values of a token, in bytes."""
+        sizes = ((change, change.gradient.block) for change in self.changes)
+        return sum(
+            change.dims * block.groups * block.attention.weight_of(block.kind.shared).element_size()
+            for change, block in sizes
+        )
+
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
     """Weights that one more dim of every head adds, its adapters among them."""

@@ -97,6 +97,12 @@ def is_grown(model: nn.Module) -> bool:
     return any((a.qk_head_dim, a.v_head_dim) != (a.head_dim,) * 2 for a in attentions(model))
 
 
+def cache_bytes(model: nn.Module) -> int:
+    """Bytes of a token's keys and values in the cache, over all layers, in the weights' precision."""
+    size = next(model.parameters()).element_size()
+    return sum(size * a.heads_of(role) * a.width_of(role) for a in attentions(model) for role in ("key", "value"))
+
+
 def __getattr__(name: str) -> type:
     """Make a class when it is asked for by name, as pickle and the Auto classes do."""
     return class_by_name(name, GrowableModelMixin)

@@ -92,6 +92,7 @@ class GrowthReport:
             first layer and kind, where kinds differ.
         seconds: wall time of each phase.
         kept: False for what `Grower.measure` tried and took back.
+        cache_bytes: of a token's keys and values over all layers, before and after; what generation pays for.
         columns: of the table.
     """
 
@@ -104,6 +105,7 @@ class GrowthReport:
     line_search: dict[float, float]
     seconds: dict[str, float]
     kept: bool = True
+    cache_bytes: tuple[int, int] = (0, 0)
 
     @property
     def applied(self) -> bool:
@@ -170,11 +172,12 @@ class GrowthReport:
     def outcome(self) -> str:
         """What came of it, in a sentence."""
         if self.found:
-            done = "added" if self.kept else "would be added. Nothing was changed"
+            done, (before, after) = "added" if self.kept else "would be added; nothing was changed", self.cache_bytes
             return (
                 f"Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the growth batches (first order promised "
                 f"{self.in_sample_gain:.4f} there, {self.predicted_gain:.4f} on new ones), "
-                f"{self.added_parameters:,} parameters {done}."
+                f"{self.added_parameters:,} parameters {done}. KV cache: {before:,} -> {after:,} bytes a token "
+                f"({after / before - 1:+.1%})."
             )
         if not any(any(layer.strength) for layer in self.layers):
             reason = "no direction's gain holds on batches that it was not chosen from"

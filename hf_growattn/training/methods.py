@@ -15,7 +15,6 @@ from trl.trainer.sft_config import SFTConfig
 from ..grow.frozen import freeze_old_dims
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, weights_of
-from ..growable.models import attentions
 from ..report.report import GrowthReport
 
 
@@ -142,11 +141,3 @@ def trained_weights(model: nn.Module) -> int:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [vars(p)["frozen_entries"].expand_as(p).sum() for p in trained if hasattr(p, "frozen_entries")]
     return sum(parameter.numel() for parameter in trained) - int(sum(frozen))
-
-
-def cache_bytes(model: PreTrainedModel) -> int:
-    """Bytes that keys and values of one token take in the cache, over all layers."""
-    size = next(model.parameters()).element_size()
-    return sum(
-        size * layer.heads_of(role) * layer.width_of(role) for layer in attentions(model) for role in ("key", "value")
-    )

@@ -16,11 +16,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl.trainer.sft_trainer import SFTTrainer
 
+from ..growable.models import cache_bytes
 from ..growable.patching import patch_model
 from .contest import Contest, Run, compete, steps_of
 from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared, split
 from .finetuning import check_spends, load, make_trainer, read_all, save, sft_loss
-from .methods import METHODS, Budget, cache_bytes, started, trained_weights
+from .methods import METHODS, Budget, started, trained_weights
 from .recipe import Recipe
 
 RACE = "race.json"
