@@ -172,12 +172,13 @@ class GrowthReport:
     def outcome(self) -> str:
         """What came of it, in a sentence."""
         if self.found:
-            done, (before, after) = "added" if self.kept else "would be added; nothing was changed", self.cache_bytes
+            done, end = ("added", "") if self.kept else ("would be added", " Nothing was changed.")
+            before, after = self.cache_bytes
             return (
                 f"Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the growth batches (first order promised "
                 f"{self.in_sample_gain:.4f} there, {self.predicted_gain:.4f} on new ones), "
                 f"{self.added_parameters:,} parameters {done}. KV cache: {before:,} -> {after:,} bytes a token "
-                f"({after / before - 1:+.1%})."
+                f"({after / before - 1:+.1%}).{end}"
             )
         if not any(any(layer.strength) for layer in self.layers):
             reason = "no direction's gain holds on batches that it was not chosen from"
