@@ -1,0 +1,51 @@
+"""The command lines of the README, as they stand there, on tiny models and data of the names that it uses."""
+
+import re
+import shlex
+
+import datasets
+from conftest import ROOT
+from families import build, word_tokenizer
+from test_cli import call
+from test_data import CHATS, TEMPLATE, TEXTS
+
+SMALL = "--max_length 16 --growth_batches 4 --per_device_train_batch_size 5 --use_cpu".split()
+TRAINING = "--max_steps 8 --eval_steps 4 --save_strategy no --budget 5%".split()
+# What a tiny model takes, or no network gives; the second training goes elsewhere.
+CHANGED = {
+    "measure": [*SMALL],
+    "race": [*SMALL, "--steps", "8", "--budget", "5%"],
+    "finetune": [*SMALL, *TRAINING],
+    "push": ["--dry-run", "pushed"],
+}
+
+
+def test_the_command_lines_of_the_readme_are_true(tmp_path, monkeypatch):
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    for name, variant in (("gpt2", "gpt2-2"), ("m", "llama-2")):
+        build(variant).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    for name in ("my_text.txt", "held_out.txt"):
+        (tmp_path / name).write_text(" ".join(TEXTS * 3))
+    datasets.Dataset.from_list(CHATS).to_json(tmp_path / "chats.jsonl")
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    monkeypatch.chdir(tmp_path)
+    (block,) = (
+        b for b in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) if "inspect" in b
+    )
+    seen = []
+    for line in block.splitlines():
+        program, command, *words = shlex.split(line, comments=True)
+        assert program == "growattn"
+        if "--task" in words:
+            del words[words.index("--task") :]
+        words = [
+            f"{word}-{seen.count(command)}" if words[at - 1] == "-o" and command in seen else word
+            for at, word in enumerate(words)
+        ]
+        done = call(command, *words, *CHANGED.get(command, []))
+        assert done.exit_code in (0, 3), (line, done.output)
+        seen.append(command)
+    assert {"inspect", "measure", "race", "finetune", "evaluate", "export", "push"} <= {*seen}
+    assert (tmp_path / "stock" / "config.json").exists() and (tmp_path / "pushed" / "README.md").exists()
