@@ -1,5 +1,6 @@
 """What growth lowers is the user's own loss: what `compute_loss` of a trainer says, or a function of one's own."""
 
+import copy
 from pathlib import Path
 from statistics import mean
 
@@ -26,7 +27,7 @@ from user_losses import (
     trains_down,
 )  # fmt: skip
 
-from hf_growattn import Grower, patch_model
+from hf_growattn import GrowAttnConfig, Grower, initialize_growattn_weights, patch_model, trim_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
@@ -104,3 +105,23 @@ def test_a_batch_is_of_one_of_the_data_sets_that_were_concatenated(tmp_path):
     trainer.train()
     marks = [batch["input_ids"][:, 0].eq(96).float().mean().item() for batch in growth.drawn]
     assert set(marks) == {0.0, 1.0}
+
+
+def test_trims_and_guided_starts_take_a_loss_too():
+    def loss(model, batch):
+        return -model(**batch).loss  # backwards: what growth added only raises it
+
+    model, batches = patch_model(build("llama-2")), lm_batches(4)
+    assert Grower(model, CONFIG).grow(batches).applied
+    trimmed = trim_model(copy.deepcopy(model), batches)
+    backwards = trim_model(model, batches, loss=loss)
+    assert backwards.removed_parameters > trimmed.removed_parameters and backwards.loss_before == pytest.approx(
+        -trimmed.loss_before, rel=ROUNDING
+    )
+    peft = pytest.importorskip("peft")
+    reports = []
+    for given in ({}, {"loss": loss}):
+        adapted = peft.get_peft_model(patch_model(build("llama-2")), GrowAttnConfig(budget=0.05))
+        reports.append(initialize_growattn_weights(adapted, batches, **given))
+    assert reports[1].loss_before == pytest.approx(-reports[0].loss_before, rel=ROUNDING)
+    assert all(report.applied and report.loss_after < report.loss_before for report in reports)

@@ -1,13 +1,11 @@
 """What must hold before a model grows: which layers and parameters it resizes, and whether training can go on."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..growable.adapters import is_adapted
@@ -15,6 +13,7 @@ from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin, attentions
 from ..measure.kinds import PATTERNS, Kind
 from .frozen import old_dims_train, under_peft
+from .loss import unwrapped
 from .plan import GrowthConfig, check_budget
 
 # By package and class ("" is any class of the package), so that nothing has to be imported or even installed.
@@ -62,13 +61,6 @@ def _sharding_of(part) -> str | None:
     return next(iter(known), None)
 
 
-def unwrapped(model: Any) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel and torch.compile."""
-    while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-    return model
-
-
 def growable_model(model: Any) -> GrowableModelMixin:
     """The patched model that a module holds, or is: inside peft, sentence-transformers or whatever wraps it.
 
@@ -98,35 +90,6 @@ def growable_model(model: Any) -> GrowableModelMixin:
             "or start an adapter where growth would: initialize_growattn_weights(peft_model, batches)."
         )
     return found[0]
-
-
-@contextlib.contextmanager
-def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
-    """Refuse a loss that takes the model itself, with other adapters or none, for a reference: that would grow, too.
-
-    Raises:
-        ValueError: from inside such a loss.
-    """
-    adapted = [module for module in model.modules() if is_adapted(module)]
-
-    def active(module: Any) -> tuple:
-        return module.disable_adapters, *module.active_adapters
-
-    before = [active(module) for module in adapted]
-
-    def check(*_) -> None:
-        if [active(module) for module in adapted] != before:
-            raise ValueError(
-                "The loss compares the model with itself under other adapters or none, and growth would change both: "
-                "new dims go into the base. Compute the reference before (in TRL precompute_ref_log_probs=True), or "
-                "give it a model of its own."
-            )
-
-    handle = attentions(model)[0].register_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[GrowableAttention]:

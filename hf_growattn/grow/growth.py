@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -26,12 +25,13 @@ from ..measure.gradients import (
     sketched_gradients,
     tangent_steps,
 )
-from ..measure.passes import mean_loss, measured_by, undisturbed
+from ..measure.passes import mean_loss
 from ..report.report import GrowthReport, LayerGrowth
 from .batches import as_dicts, halves_of
-from .checks import adapters_stay, growable_model, layers_to_grow, refuse_sharded, trainable_parameters, unwrapped
+from .checks import growable_model, layers_to_grow, refuse_sharded, trainable_parameters
 from .frozen import old_dims_train, train_grown, train_marked
-from .optimizer import admit, bare_optimizers, check_optimizers, follow_gradients, follow_resized, held, swap_parameters
+from .loss import all_undisturbed, lowering
+from .optimizer import admit, bare_optimizers, check_optimizers, follow_gradients, follow_resized, swap_parameters
 from .plan import GrowthConfig, candidates, check_limits, spend
 from .provenance import leave_checkpoint
 from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
@@ -220,20 +220,15 @@ class Grower:
             )
         hidden = True if ranks.rank() > 0 else None
         with (
-            adapters_stay(self.model),
-            measured_by(self.model, self.loss and partial(self.loss, unwrapped(self.wrapped))),
+            lowering(self.loss, self.model, self.wrapped),
             tqdm(desc="growth: measuring", disable=hidden, leave=False) as bar,
         ):
             run = _Run(self.model, chosen, halves, bar)
             bar.total = self._length(run)
             yield run
 
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """All around the model included: what wraps it, and what its optimizers train beside it."""
-        trained = [parameter for bare in self.optimizers for parameter in held(bare)]
-        with ranks.unsynchronized(self.wrapped), undisturbed(unwrapped(self.wrapped), trained):
-            yield
+    def _undisturbed(self):
+        return all_undisturbed(self.wrapped, self.optimizers)
 
     def _most_dims(self, chosen: list[GrowableAttention]) -> int:
         """How many dims to look for, in every layer alike."""

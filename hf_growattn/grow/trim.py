@@ -15,12 +15,13 @@ from ..measure import functional as F
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
 from ..measure.kinds import KINDS, Kind
-from ..measure.passes import mean_loss, measured_by, undisturbed
+from ..measure.passes import mean_loss
 from ..model.attention import ROLES
 from ..report.report import LayerTrim, TrimReport
 from .batches import as_dicts
 from .checks import check_rewritable, growable_model, refuse_sharded, trainable_parameters
 from .growth import settle
+from .loss import all_undisturbed, lowering
 from .optimizer import bare_optimizers, check_optimizers, swap_parameters
 from .plan import parameters_of_a_dim
 
@@ -28,7 +29,7 @@ _RIDGE = 0.05  # of the mean eigenvalue, as in growth: directions that these bat
 
 
 def trim_model(
-    model: nn.Module, batches: Iterable | None = None, max_loss_increase: float = 1e-3, optimizer=None
+    model: nn.Module, batches: Iterable | None = None, max_loss_increase: float = 1e-3, optimizer=None, loss=None
 ) -> TrimReport:
     """Cut new dims that do nothing, and given batches also those whose loss they do not pay for.
 
@@ -51,6 +52,7 @@ def trim_model(
             is to be good at. None cuts dead dims only.
         max_loss_increase: how much the mean loss of the batches may rise, in the loss's own unit.
         optimizer: the optimizer of the running training, if there is one, or a list of all of them.
+        loss: what must not rise, a function of model and batch as for `Grower`; by default what the model returns.
 
     Returns:
         What was cut; prints as a table.
@@ -75,12 +77,13 @@ def trim_model(
     wrapped, model = model, growable_model(model)
     with ranks.together():
         found = _new_dims(model, optimizers)
-        batches = None if batches is None else as_dicts(batches, model)
+        if batches is not None:
+            batches = as_dicts(batches, model) if loss is None else [*batches]
     keep, before, after = {new: new.live for new in found}, None, None
     if batches is not None:
         with (
-            measured_by(model),
-            undisturbed(model),
+            lowering(loss, model, wrapped),
+            all_undisturbed(wrapped, optimizers),
             tqdm(desc="trimming", total=0, disable=True if ranks.rank() > 0 else None, leave=False) as bar,
         ):
             keep, before, after = _least_needed(model, found, batches, max_loss_increase, bar)
@@ -245,7 +248,7 @@ def _new_dims(model: nn.Module, optimizers: list) -> list[NewDims]:
 
 
 def _least_needed(
-    model: PreTrainedModel, found: list[NewDims], batches: list[dict], max_loss_increase: float, bar: tqdm
+    model: PreTrainedModel, found: list[NewDims], batches: list, max_loss_increase: float, bar: tqdm
 ) -> tuple[dict[NewDims, int], float, float]:
     """Return how many new dims to keep, and the mean loss of the batches before and after.
 

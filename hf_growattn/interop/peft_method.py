@@ -359,7 +359,7 @@ def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> 
 
 
 def initialize_growattn_weights(
-    peft_model: PeftModel, batches: Iterable, adapter_name: str = "default"
+    peft_model: PeftModel, batches: Iterable, adapter_name: str = "default", loss=None
 ) -> GrowthReport:
     """Start an adapter at the new dims that `Grower` finds for the base on these batches, step and all.
 
@@ -371,6 +371,7 @@ def initialize_growattn_weights(
         peft_model: from `get_peft_model` with a `GrowAttnConfig`.
         batches: as for `Grower.grow`.
         adapter_name: which adapter to write; it may be inactive.
+        loss: what to lower, a function of the base model and a batch, as for `Grower`.
 
     Returns:
         The report of that growth.
@@ -392,7 +393,7 @@ def initialize_growattn_weights(
         for attention in attentions(tuner.model):  # growth sees the base alone
             end.callback(set_extension, attention, attention.extension)
             set_extension(attention, None)
-        report = Grower(tuner.model, config.growth).hand_over(batches, found.update)
+        report = Grower(tuner.model, config.growth, loss=loss).hand_over(batches, found.update)
     if found:
         tuner.take_over(adapter_name, found)
     return report

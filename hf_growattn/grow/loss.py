@@ -1,0 +1,67 @@
+"""The loss that is lowered: the model's own or the user's, of the model as the user has it, which is left as it was."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from ..growable.adapters import is_adapted
+from ..growable.models import attentions
+from ..measure import ranks
+from ..measure.passes import measured_by, undisturbed
+from .optimizer import held
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile."""
+    while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
+@contextlib.contextmanager
+def lowering(loss: Callable | None, model: PreTrainedModel, wrapped: nn.Module) -> Iterator[None]:
+    """Let passes over a model take the user's loss, if there is one, of the model as the user has it."""
+    with adapters_stay(model), measured_by(model, loss and partial(loss, unwrapped(wrapped))):
+        yield
+
+
+@contextlib.contextmanager
+def all_undisturbed(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
+    """As `undisturbed`, of what is around a model, too, and of all that its optimizers train beside it."""
+    trained = [parameter for optimizer in optimizers for parameter in held(optimizer)]
+    with ranks.unsynchronized(wrapped), undisturbed(unwrapped(wrapped), trained):
+        yield
+
+
+@contextlib.contextmanager
+def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
+    """Refuse a loss that takes the model itself, with other adapters or none, for a reference: that would grow, too.
+
+    Raises:
+        ValueError: from inside such a loss.
+    """
+    adapted = [module for module in model.modules() if is_adapted(module)]
+
+    def active(module: Any) -> tuple:
+        return module.disable_adapters, *module.active_adapters
+
+    before = [active(module) for module in adapted]
+
+    def check(*_) -> None:
+        if [active(module) for module in adapted] != before:
+            raise ValueError(
+                "The loss compares the model with itself under other adapters or none, and growth would change both: "
+                "new dims go into the base. Compute the reference before (in TRL precompute_ref_log_probs=True), or "
+                "give it a model of its own."
+            )
+
+    handle = attentions(model)[0].register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
