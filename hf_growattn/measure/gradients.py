@@ -84,12 +84,12 @@ def _install(measurements: list[_Measurement], inputs: Sequence[tuple[Tensor, Te
 
 
 @dataclass
-class _Side:
-    """Products with the residual gradient from one side, for both halves of the batches.
+class _Products:
+    """Products with the residual gradient, for both halves of the batches.
 
     Attributes:
-        inputs: (G, n, c), the columns that half 0 chose, then those of half 1, for each pass in turn.
-        products: of half 0 and of half 1, each (G, m, c).
+        inputs: (G, b, c), the columns that half 0 chose, then those of half 1, for each pass in turn.
+        products: of half 0 and of half 1, each (G, g a, c).
         owned: columns that half 0 chose without having seen half 1, and the reverse: two boolean masks, (c,).
     """
 
@@ -98,7 +98,7 @@ class _Side:
     owned: tuple[Tensor, Tensor]
 
     def directions(self, weights: tuple[float, float], dims: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Best directions of both halves together: left (G, m, p), values (G, p), right (G, n, p)."""
+        """Best directions of both halves together: left (G, g a, p), values (G, p), right (G, b, p)."""
         products = weights[0] * self.products[0] + weights[1] * self.products[1]
         return F.directions_from_products(self.inputs, products, dims)[:3]
 
@@ -118,23 +118,14 @@ def shares(halves: tuple[list[dict], list[dict]]) -> tuple[float, float]:
     return counts[0] / sum(counts), counts[1] / sum(counts)
 
 
-def _gradient(block: Block, sides: list[_Side], weights: tuple[float, float], dims: int, starvation: float) -> Gradient:
-    """Choose for each group the side that gains more; the second of two sides holds the mirrored products."""
-    u, sigma, v = _better(*(side.directions(weights, dims) for side in sides))
-    halves = [_better(*(side.validated(half, dims) for side in sides)) for half in (0, 1)]
+def _gradient(block: Block, side: _Products, weights: tuple[float, float], dims: int, starvation: float) -> Gradient:
+    """Solve for the directions of both halves together and of each alone, and let the halves judge each other."""
+    u, sigma, v = side.directions(weights, dims)
+    halves = [side.validated(half, dims) for half in (0, 1)]
     validated = torch.stack([(own * other).sum(0) for _, own, _, other in halves]).mean(0)
     own = tuple((u, sigma, v) for u, sigma, v, _ in halves)
     follow_first_rank(u, sigma, v, validated, *own[0], *own[1])
     return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, starvation, own)
-
-
-def _better(one: tuple[Tensor, ...], mirrored: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-    """For each group what gains more to first order: directions `u, sigma, v, ...`, or mirrored `v, sigma, u, ...`."""
-    if mirrored is None:
-        return one
-    v, sigma, u, *more = mirrored
-    better = F.first_order_gain(one[1]) >= F.first_order_gain(sigma)
-    return tuple(torch.where(better.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, (u, sigma, v, *more)))
 
 
 def starvation_of(residual: Tensor, total: Tensor) -> float:
@@ -167,8 +158,8 @@ def exact_gradients(
         residuals, starvation = beyond_old_dims(block, parts)
         everything = torch.ones(parts[0].shape[-1], dtype=torch.bool, device=parts[0].device)
         identity = torch.eye(parts[0].shape[-1]).to(parts[0]).expand(block.groups, -1, -1)
-        side = _Side(identity, residuals if block.old_dims_train else tuple(parts), (everything, everything))
-        gradients.append(_gradient(block, [side], weights, dims, starvation))
+        side = _Products(identity, residuals if block.old_dims_train else tuple(parts), (everything, everything))
+        gradients.append(_gradient(block, side, weights, dims, starvation))
     return gradients
 
 
@@ -279,9 +270,9 @@ def sketched_gradients(
 ) -> list[Gradient]:
     """Return every block's best directions from a randomized SVD with power iteration, `r = dims + oversampling`.
 
-    A pass over a quarter of the batches, or all of a few, and two over all of them, each probing both sides: the
-    products of one pass are the inputs of the other side in the next. Where nothing holds on the other half after
-    the first whole one, it is the last. Either half iterates half of the columns on its own, and all columns are
+    A pass over a quarter of the batches, or all of a few, and two over all of them. They probe both sides, the products
+    of one pass being the inputs of the other side in the next, and the last one probes what the solution is taken from.
+    Where nothing holds on the other half after the first whole one, it is the last. Either half iterates half of the columns on its own, and all columns are
     measured on both halves; so what one half chose, the other can judge unseen. The first pass also estimates the
     norms behind the starvation, from its Gaussian inputs. Directions lie beyond what the old dims can follow,
     unless those will not train. Call inside `undisturbed`.
@@ -302,7 +293,8 @@ def sketched_gradients(
     weights = shares(halves)
     for sweep, part in enumerate(SKETCH_PASSES):
         found: list[Gradient] = []  # those of the pass before make room
-        _install(measurements, inputs)
+        ends = sweep == len(SKETCH_PASSES) - 1
+        _install(measurements, [(shared, None if ends else stacked) for shared, stacked in inputs])
         raw: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
         for batches in (half[:: round(1 / part)] if len(half) > 2 else half for half in halves):
             backward(model, batches, tick)
@@ -318,7 +310,9 @@ def sketched_gradients(
             if not blocks[index].old_dims_train:
                 right, left = whole_right, whole_left
             if part == 1:
-                known[index].append((*inputs[index], right, left))
+                known[index].append((inputs[index][0], right))
+            if ends:
+                continue
             # The next inputs lie where the products do, beyond old dims that train; each half keeps to its own columns.
             inputs[index] = tuple(
                 torch.cat([F.column_basis(side[half].chunk(2, -1)[half]) for half in (0, 1)], dim=-1)
@@ -333,14 +327,15 @@ def sketched_gradients(
 
 
 def _from_products(
-    block: Block, known: list[tuple], starvation: float, own_rank: int, weights: tuple[float, float], dims: int
+    block: Block,
+    known: list[tuple[Tensor, list[Tensor]]],
+    starvation: float,
+    own_rank: int,
+    weights: tuple[float, float],
+    dims: int,
 ) -> Gradient:
     """Put the passes' columns together, side by side, and solve."""
-    shared_inputs, stacked_inputs, rights, lefts = zip(*known)
-    first = torch.arange(2 * own_rank, device=shared_inputs[0].device).repeat(len(known)) < own_rank
-    owned = (first, ~first)
-    sides = [
-        _Side(torch.cat(inputs, -1), tuple(torch.cat([p[half] for p in products], -1) for half in (0, 1)), owned)
-        for inputs, products in ((shared_inputs, rights), (stacked_inputs, lefts))
-    ]
-    return _gradient(block, sides, weights, dims, starvation)
+    inputs, products = zip(*known)
+    first = torch.arange(2 * own_rank, device=inputs[0].device).repeat(len(known)) < own_rank
+    of_halves = tuple(torch.cat([both[half] for both in products], -1) for half in (0, 1))
+    return _gradient(block, _Products(torch.cat(inputs, -1), of_halves, (first, ~first)), weights, dims, starvation)
