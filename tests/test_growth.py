@@ -15,7 +15,7 @@ from hf_growattn.measure.blocks import measure_moments
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.measure.gradients import exact_gradients
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import mean_loss, undisturbed
+from hf_growattn.measure.passes import mean_loss, mean_of, undisturbed
 
 FIXED = dict(qk_dims=4, v_dims=4)
 
@@ -58,9 +58,9 @@ def fp64_loss(logits, labels, **kwargs):
 def everything(model, batches, kinds=(PATTERNS, MESSAGES), dims=4):
     """A trial of the best directions, held or not, and the loss without them."""
     with undisturbed(model):
-        blocks, before = measure_moments(model, attentions(model), list(kinds), batches, 0.05)
+        blocks, losses = measure_moments(model, attentions(model), list(kinds), batches, 0.05)
         gradients = exact_gradients(model, blocks, (batches[0::2], batches[1::2]), dims=dims)
-    return Trial([Change(gradient, dims, torch.ones(dims)) for gradient in gradients]), before
+    return Trial([Change(gradient, dims, torch.ones(dims)) for gradient in gradients]), mean_of(losses)
 
 
 @pytest.mark.parametrize(

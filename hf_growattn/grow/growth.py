@@ -25,14 +25,14 @@ from ..measure.gradients import (
     sketched_gradients,
     tangent_steps,
 )
-from ..measure.passes import mean_loss
+from ..measure.passes import mean_loss, mean_of
 from ..report.report import GrowthReport, LayerGrowth
 from .batches import as_dicts, halves_of
 from .checks import growable_model, layers_to_grow, refuse_sharded, trainable_parameters
 from .frozen import old_dims_train, train_grown, train_marked
 from .loss import all_undisturbed, lowering
 from .optimizer import admit, bare_optimizers, check_optimizers, follow_gradients, follow_resized, swap_parameters
-from .plan import GrowthConfig, candidates, check_limits, spend
+from .plan import GrowthConfig, candidates, check_limits, dims_worth_a_look, spend
 from .provenance import leave_checkpoint
 from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
 from .trial import STEEPNESS_BATCHES, Change, Trial, measure_steepness
@@ -84,9 +84,15 @@ class _Run:
 
 @dataclass
 class _Measured:
-    """The mean loss, what new dims and old ones could do about it in each block, and the search that priced them."""
+    """What new dims and old ones could do in each block, and the search that priced them.
+
+    Attributes:
+        loss: the mean over all batches.
+        loss_of_a_few: that over those which the search looks at.
+    """
 
     loss: float
+    loss_of_a_few: float
     gradients: list[Gradient]
     existing: list[ExistingStep | None]
     search: StepSearch | None = None
@@ -253,9 +259,11 @@ class Grower:
             with run.timed("moments"):
                 # In the order they were given in: what is wrong with a batch is said here, by its number.
                 given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
-                blocks, loss = measure_moments(
+                blocks, losses = measure_moments(
                     self.model, run.chosen, config.chosen_kinds, given, config.ridge, run.forward
                 )
+                loss_of = dict(zip(map(id, given), losses))
+                few = sum(mean_of([loss_of[id(batch)] for batch in half]) for half in run.few) / 2
             for block, known in zip(blocks, trains):
                 block.old_dims_train = known if config.old_dims_train is None else config.old_dims_train
             with run.timed("probe"):
@@ -263,14 +271,14 @@ class Grower:
                 existing: list[ExistingStep | None] = [None] * len(blocks)
                 if config.moves_old_dims:
                     existing = [*tangent_steps(self.model, blocks, run.halves, run.there_and_back)]
-        return _Measured(loss, gradients, existing)
+        return _Measured(mean_of(losses), few, gradients, existing)
 
     def _plan(self, run: _Run, measured: _Measured) -> list[Change]:
         """Decide what to do to each block: all that the config admits, or what a budget buys of it."""
         changes = candidates(self.config, measured.gradients)
         if self.config.budget is not None:
             with run.timed("pricing"), self._undisturbed():
-                prices, measured.search = prices_of(changes, run.loss_of_a_few)
+                prices, measured.search = prices_of(changes, run.loss_of_a_few, measured.loss_of_a_few)
             changes = spend(self.config, changes, prices, self.model.num_parameters())
         changes = [_as_first_rank(change) for change in changes]
         for change, step in zip(changes, measured.existing):
@@ -283,7 +291,7 @@ class Grower:
         with run.timed("solving"):
             trial = Trial([change for change in changes if change.dims or change.existing])
         with self._undone_on_failure(trial):
-            search = StepSearch(trial, run.loss_of_a_few, measured.search)
+            search = StepSearch(trial, run.loss_of_a_few, measured.search, measured.loss_of_a_few)
             with run.timed("line search"), self._undisturbed():
                 steps, loss = self.steps(search, run.batches, measured.loss, run.forward)
         tried = (measured.search or search).tried
@@ -352,10 +360,13 @@ class Grower:
 
     def directions(self, blocks: list[Block], halves: tuple[list, list], tick: Callable[[], None]) -> list[Gradient]:
         """Find every block's best directions; a subclass may find others."""
-        config, dims = self.config, self._most_dims([block.attention for block in blocks])
-        if self._sketches(dims):
-            return sketched_gradients(self.model, blocks, halves, dims, config.oversampling, config.seed, tick)
-        return exact_gradients(self.model, blocks, halves, dims, tick)
+        config, layers = self.config, [block.attention for block in blocks]
+        dims = self._most_dims(layers)
+        if not self._sketches(dims):
+            return exact_gradients(self.model, blocks, halves, dims, tick)
+        if config.budget is not None:
+            dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
+        return sketched_gradients(self.model, blocks, halves, dims, config.oversampling, config.seed, tick)
 
 
 def settle(model: nn.Module, wrapped: nn.Module, resized: list[GrowableAttention]) -> None:

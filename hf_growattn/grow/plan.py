@@ -1,5 +1,6 @@
 """What to grow: `GrowthConfig`, and how a budget is spent over layers, patterns and messages."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from ..measure.kinds import KINDS, MESSAGES, PATTERNS, Kind
 from .trial import Change, parameters_of_a_dim
 
 _CANDIDATES = 16  # directions of a layer and kind that a budget chooses from in one growth
+_EVEN_SHARES = 4  # at most so many times what an even split of a budget would give to each
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,19 @@ class GrowthConfig:
         return max(room - (width + room) % self.multiple_of, 0)
 
 
+def dims_worth_a_look(config: GrowthConfig, layers: Iterable[GrowableAttention], parameters: int) -> int:
+    """How many directions of each layer and kind a budget may choose from: a small one buys few in each of many."""
+    one_of_each = sum(parameters_of_a_dim(layer, kind) for layer in layers for kind in config.chosen_kinds)
+    return max(math.ceil(_EVEN_SHARES * weights_of(config.budget, parameters) / one_of_each), config.multiple_of)
+
+
 def candidates(config: GrowthConfig, gradients: list[Gradient]) -> list[Change]:
     """Return all that the config admits: with fixed widths that is the plan, with a budget the choice it has."""
-    chosen = [(gradient, config.most_dims(gradient.block.attention, gradient.block.kind)) for gradient in gradients]
-    return [Change(gradient, dims, strength_of(gradient)[:dims]) for gradient, dims in chosen]
+    changes = []
+    for gradient in gradients:
+        dims = min(config.most_dims(gradient.block.attention, gradient.block.kind), gradient.sigma.shape[-1])
+        changes.append(Change(gradient, dims, strength_of(gradient)[:dims]))
+    return changes
 
 
 def spend(config: GrowthConfig, changes: list[Change], prices: list[float], parameters: int) -> list[Change]:

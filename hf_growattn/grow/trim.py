@@ -15,7 +15,7 @@ from ..measure import functional as F
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
 from ..measure.kinds import KINDS, Kind
-from ..measure.passes import mean_loss
+from ..measure.passes import mean_loss, mean_of
 from ..model.attention import ROLES
 from ..report.report import LayerTrim, TrimReport
 from .batches import as_dicts
@@ -257,7 +257,8 @@ def _least_needed(
     """
     bar.total = len(batches)
     involved = list({new.attention: None for new in found})
-    blocks, before = measure_moments(model, involved, list(KINDS.values()), batches, _RIDGE, bar.update)
+    blocks, losses = measure_moments(model, involved, list(KINDS.values()), batches, _RIDGE, bar.update)
+    before = mean_of(losses)
     by_place = {(block.attention, block.kind): block for block in blocks}
     live = [new for new in found if new.live]
     with ranks.together():

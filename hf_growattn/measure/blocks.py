@@ -12,7 +12,7 @@ from ..growable.attention import GrowableAttention
 from . import functional as F
 from .kinds import Kind
 from .passes import batch_loss
-from .ranks import sum_over_ranks, together, total
+from .ranks import sum_over_ranks, together
 
 
 @dataclass
@@ -74,7 +74,7 @@ def measure_moments(
     batches: list,
     ridge: float,
     tick: Callable[[], object] = lambda: None,
-) -> tuple[list[Block], float]:
+) -> tuple[list[Block], list[float]]:
     """Pool the second moments of every attention's input over all tokens that are not padding.
 
     One forward pass over the batches of all ranks. Queries, keys and values see the same tokens, so they share the
@@ -87,7 +87,7 @@ def measure_moments(
     eigenvalue to add.
 
     Returns:
-        One block for each layer and kind, in this order, and the mean loss of the batches.
+        One block for each layer and kind, in this order, and the loss of each of this rank's batches.
 
     Raises:
         ValueError: a batch gives no loss, or none that is finite.
@@ -115,17 +115,16 @@ def measure_moments(
     for module in model.modules():  # some heads call a part of their base model
         if isinstance(module, PreTrainedModel):
             hooks.append(module.register_forward_pre_hook(note_mask, with_kwargs=True))
-    loss = 0.0
+    losses = []
     try:
         with torch.no_grad(), together():
             for index, batch in enumerate(batches):
-                loss += batch_loss(model, batch, index).item()
+                losses.append(batch_loss(model, batch, index).item())
                 tick()
     finally:
         for hook in hooks:
             hook.remove()
     sum_over_ranks(*sums.values(), *outputs.values())
-    loss, count = total(loss, len(batches))
     blocks = []
     for attention in attentions:
         moment = sums[attention] / sums[attention][-1, -1]  # the constant feature has counted the tokens
@@ -138,7 +137,7 @@ def measure_moments(
             else:
                 stacked = roots[attention.bias_of(kind.stacked) is not None]
             blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
-    return blocks, loss / count
+    return blocks, losses
 
 
 class _InputRoots(dict):

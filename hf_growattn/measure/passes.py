@@ -84,12 +84,17 @@ def batch_loss(model: PreTrainedModel, batch: Any, index: int) -> Tensor:
 
 def mean_loss(model: PreTrainedModel, batches: list, tick: Callable[[], object] = lambda: None) -> float:
     """Return the mean of the batches' losses over all ranks, finite or not. Call inside `undisturbed`."""
-    loss = 0.0
+    losses = []
     with torch.no_grad(), together():
         for index, batch in enumerate(batches):
-            loss += _loss(model, batch, index).item()
+            losses.append(_loss(model, batch, index).item())
             tick()
-    loss, count = total(loss, len(batches))
+    return mean_of(losses)
+
+
+def mean_of(losses: list[float]) -> float:
+    """Return the mean of the losses of all ranks' batches."""
+    loss, count = total(sum(losses), len(losses))
     return loss / count
 
 
