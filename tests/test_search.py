@@ -19,6 +19,7 @@ def test_ten_evaluations_of_four_batches_are_the_most(config, batches, monkeypat
 
     def counting(self, steps):
         before = sum(measured)
+        assert any(steps)  # the loss without them is known
         loss = loss_at(self, steps)
         evaluated.append(sum(measured) - before)
         return loss
@@ -30,7 +31,7 @@ def test_ten_evaluations_of_four_batches_are_the_most(config, batches, monkeypat
     monkeypatch.setattr(search.StepSearch, "loss_at", counting)
     monkeypatch.setattr(growth, "mean_loss", noting)
     assert Grower(patch_model(build("llama-2")), config).grow(lm_batches(batches)).applied
-    assert 5 <= len(evaluated) <= 10 and max(evaluated) <= 4
+    assert 4 <= len(evaluated) <= 10 and max(evaluated) <= 4
 
 
 class _Bar:
@@ -78,5 +79,5 @@ def test_a_sketch_in_which_nothing_holds_is_the_last(monkeypatch):
     )
     monkeypatch.setattr(gradients, "_from_products", nothing_holds)
     report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(8))
-    assert passes == [1, 1, 4, 4] and not report.applied and not report.line_search
+    assert passes == [2, 2, 4, 4] and not report.applied and not report.line_search
     assert "holds" in str(report)

@@ -84,12 +84,7 @@ class _Run:
 
 @dataclass
 class _Measured:
-    """What new dims and old ones could do in each block, and the search that priced them.
-
-    Attributes:
-        loss: the mean over all batches.
-        loss_of_a_few: that over those which the search looks at.
-    """
+    """The mean loss of all batches and of the search's, what could be done about it, and the search that priced it."""
 
     loss: float
     loss_of_a_few: float
@@ -360,8 +355,7 @@ class Grower:
 
     def directions(self, blocks: list[Block], halves: tuple[list, list], tick: Callable[[], None]) -> list[Gradient]:
         """Find every block's best directions; a subclass may find others."""
-        config, layers = self.config, [block.attention for block in blocks]
-        dims = self._most_dims(layers)
+        config, dims = self.config, self._most_dims(layers := [block.attention for block in blocks])
         if not self._sketches(dims):
             return exact_gradients(self.model, blocks, halves, dims, tick)
         if config.budget is not None:

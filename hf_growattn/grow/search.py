@@ -21,8 +21,9 @@ class StepSearch:
 
     A step is counted by its promise: the share of the loss by which it would fall if it went on falling as it begins
     to. So models, losses and kinds compare, and one promise for all kinds is a good start. A bracket by factors and a
-    parabola find it; others find how much more of one kind, and less of the other, is better. The directions of either half of the batches are tried on the other
-    half, so that no step is chosen for fitting what only these batches have.
+    parabola find it; another one finds how much more of one kind, and less of the other, is better. The directions of
+    either half of the batches are tried on the other half, so that no step is chosen for fitting what only these
+    batches have.
 
     Args:
         trial: the changes, in place.

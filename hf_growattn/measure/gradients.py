@@ -18,7 +18,7 @@ from .extension import KindProbe, Probe, set_extension
 from .passes import backward
 from .ranks import follow_first_rank, sum_over_ranks, total
 
-SKETCH_PASSES = (1 / 4, 1.0, 1.0)  # part of the batches that each reads; the first one only finds where to look
+SKETCH_PASSES = (1 / 2, 1.0, 1.0)  # part of the batches that each reads; the first one only finds where to look
 
 
 @dataclass
@@ -270,12 +270,12 @@ def sketched_gradients(
 ) -> list[Gradient]:
     """Return every block's best directions from a randomized SVD with power iteration, `r = dims + oversampling`.
 
-    A pass over a quarter of the batches, or all of a few, and two over all of them. They probe both sides, the products
-    of one pass being the inputs of the other side in the next, and the last one probes what the solution is taken from.
-    Where nothing holds on the other half after the first whole one, it is the last. Either half iterates half of the columns on its own, and all columns are
-    measured on both halves; so what one half chose, the other can judge unseen. The first pass also estimates the
-    norms behind the starvation, from its Gaussian inputs. Directions lie beyond what the old dims can follow,
-    unless those will not train. Call inside `undisturbed`.
+    A pass over half of the batches, or all of a few, and two over all of them. They probe both sides, the products
+    of one pass being the inputs of the other side in the next; the last one probes only the side that the solution is
+    taken from. Where nothing holds on the other half after the first whole one, it is the last. Either half iterates
+    half of the columns on its own, and all columns are measured on both halves; so what one half chose, the other can
+    judge unseen. The first pass also estimates the norms behind the starvation, from its Gaussian inputs. Directions
+    lie beyond what the old dims can follow, unless those will not train. Call inside `undisturbed`.
 
     Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4, with both sides iterated at once.
     """
