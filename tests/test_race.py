@@ -92,11 +92,25 @@ def test_noise_is_no_lead():
 
 
 def test_the_hopeless_do_not_go_on():
-    contest, trains = raced(lora=(3.5, 3.2), growth=(3.9, 3.0))
-    assert contest.winner == "lora" and "Growth is out: 0.4000 nats behind after 10 steps." in str(contest)
+    contest, trains = raced(lora=(3.5, 3.2), growth=(3.95, 3.0))
+    assert contest.winner == "lora" and "Growth is out: 0.4500 nats behind after 10 steps." in str(contest)
     assert ("growth", 1.0, 40, 0) not in trains.asked
     contest, _ = raced(lora=(3.5, 3.2), growth=(3.6, 3.0))  # behind, but not by so much: it turns out to win
     assert contest.winner == "growth"
+
+
+def test_rates_that_are_too_large_are_not_the_end():
+    """Where no training gets below the start, smaller learning rates are tried."""
+    contest = Contest(40, run("start", 4.0))
+    asked = []
+
+    def trains(method, rate, steps, seed):
+        asked.append((method, rate, steps))
+        return run(method, 3.5 - steps / 100 if method == "lora" or rate < 0.5 else 5.0, rate, steps, seed)
+
+    compete(contest, trains, dict.fromkeys(("lora", "growth"), (1.0, 1.5)), 1)
+    assert [rate for method, rate, steps in asked if method == "growth" and steps == 10] == [1.0, 1.5, 0.33]
+    assert contest.of("growth")[0].rate == 0.33 and not contest.out
 
 
 def test_all_weights_have_a_contest_of_their_own():

@@ -13,9 +13,11 @@ from .methods import METHODS
 
 MARGIN = 0.01  # nats a token: what a lead must be to count
 _SURE = 2.0  # standard errors that a lead must be away from nothing
+_SMALLER = (1 / 3, 1 / 9)  # of the least learning rate: tried where no training got below the start
 _SHORT = 4  # how many times shorter the trainings are that choose a learning rate, and show where a lead is going
 _LONGER = 5  # how many times longer the training will be that a lead has to last for
 _HOPELESS = 0.5  # of what the other gained: who is behind by more after the short training does not go on
+_FAR = 0.1  # of the loss before training: nobody is dropped for less
 _CONTESTS = {"lora": ("growth", "both"), "full": ("full+growth",)}  # what has to be beaten, and by whom
 
 
@@ -128,7 +130,7 @@ class Contest:
         if not other:
             return False
         lead, error = paired(own, other)
-        return -lead > max(_HOPELESS * (self.start.loss - other[0].loss), 2 * _SURE * error, MARGIN)
+        return -lead > max(_HOPELESS * (self.start.loss - other[0].loss), 2 * _SURE * error, _FAR * self.start.loss)
 
     def challenger(self, reference: str) -> str | None:
         """The best of those that ended of the ones that have to beat a method; None if none did."""
@@ -223,7 +225,7 @@ class Contest:
 
 
 def steps_of(methods: Iterable[str], steps: int, seeds: int) -> int:
-    """How many steps a contest takes at most, growths apart."""
+    """How many steps a contest takes, growths apart, if learning rates are not too large and everybody goes on."""
     short = max(steps // _SHORT, 1)
     return sum(len(METHODS[method].rates) * short + seeds * steps for method in methods)
 
@@ -236,8 +238,8 @@ def compete(
 ) -> None:
     """Let methods compete, in the order in which they are given: what has to be beaten comes first.
 
-    A method tries its learning rates in short trainings; the best one goes on to long trainings, one for each seed. All
-    start anew, so that every schedule comes to its end.
+    A method tries its learning rates in short trainings, and smaller ones if none of them gets below the start; the
+    best one goes on to long trainings, one for each seed. All start anew, so that every schedule comes to its end.
 
     Args:
         contest: gets the runs; an interrupted contest is worth what it has.
@@ -247,6 +249,10 @@ def compete(
     """
     for method, tried in rates.items():
         runs = [train(method, rate, contest.short, 0) for rate in tried]
+        for part in _SMALLER:
+            if None in runs or min(run.loss for run in runs if run) < contest.start.loss:
+                break  # else all were too large
+            runs.append(train(method, float(f"{part * min(tried):.1e}"), contest.short, 0))
         title = METHODS[method].title
         title = title[0].upper() + title[1:]
         if None in runs:

@@ -282,7 +282,7 @@ def run_race(
     growths = seeds * sum(METHODS[name].growth > 0 for name in methods)
     cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]))
     say(
-        f"Racing {', '.join(METHODS[name].title for name in methods)}. At most {total:,} steps of {step:.2g} s and "
+        f"Racing {', '.join(METHODS[name].title for name in methods)}. About {total:,} steps of {step:.2g} s and "
         f"{growths} growths, {cost / 60:.0f} minutes. Each method trains about {trains.budget.weights:,} weights."
     )
     trains.bar = tqdm(total=total, desc="race", unit="step", disable=None)

@@ -36,7 +36,6 @@ PAGES = (
     "nearest_neighbour",
     "finetuning",
     "recall",
-    "recall_map",
     "races",
     "in_context_regression",
     "growing_up",
@@ -239,7 +238,8 @@ def _how(made: dict) -> str:
 def _command() -> str:
     """The command line, without the folders of this machine."""
     threads = os.environ.get("OMP_NUM_THREADS")
-    arguments = [f"path/to/{Path(word).name}" if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    named = [word.rpartition("=") for word in sys.argv[1:]]
+    arguments = [f"{n}{e}path/to/{Path(p).name}" if Path(p).is_absolute() else n + e + p for n, e, p in named]
     command = ["python", f"scripts/bench/{Path(sys.argv[0]).name}", *arguments]
     return (f"OMP_NUM_THREADS={threads} " if threads else "") + shlex.join(command)
 

@@ -19,7 +19,6 @@ import recall_task
 import runs
 import torch
 from datasets import Dataset
-from finetuning import gpt2
 from finetuning_run import documents_of
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -270,7 +269,6 @@ def trained_here(tokenizer, text: str, folder: Path) -> dict[str, str]:
     from finetuning_run import Setting as Sizes
 
     builds = {f"Llama, heads {width} wide": partial(llama, width, tokenizer) for width in WIDTHS}
-    builds["GPT-2"] = partial(gpt2, tokenizer)
     places = {}
     for name, build in builds.items():
         SOURCES.update({"pretraining": text, f"{name}'s tokenizer": tokenizer})

@@ -83,10 +83,17 @@ def added_by_growth(setting: Setting) -> int:
 
 
 def adapted(setting: Setting, model: nn.Module, rank: int = 0, **options) -> nn.Module:
-    """The model with LoRA at a rank, or at the one that comes closest to the weights of growth."""
-    targets = tuple(options["target_modules"])
-    sizes = sum(sum(module.weight.shape) for name, module in model.named_modules() if name.endswith(targets))
-    rank = rank or round(added_by_growth(setting) / sizes)
+    """The model with LoRA at a rank, or with about as many weights as growth adds."""
+    targets, raised = tuple(options["target_modules"]), {}
+    costs = {name: sum(m.weight.shape) for name, m in model.named_modules() if name.endswith(targets)}
+    if not rank:
+        rank = max(added_by_growth(setting) // sum(costs.values()), 1)
+        left = added_by_growth(setting) - rank * sum(costs.values())
+        for name, cost in sorted(costs.items(), key=lambda entry: -entry[1]):
+            if cost <= left:  # what a whole rank leaves over raises some
+                raised[name], left = rank + 1, left - cost
+    options["rank_pattern"] = raised
+    options["alpha_pattern"] = {name: 2 * more for name, more in raised.items()}
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, **options))
 
 
