@@ -29,7 +29,8 @@ INTRODUCTION = """# Evidence
 Every section was written by the script that it names, out of the figures beside it; so was this page. Each script has
 `--help`, and `--quick`, which shows in a minute or two that it runs and nothing else; `python scripts/bench/page.py`
 writes all pages again. Spreads are ranges over the seeds unless said otherwise. What was measured before 2026-11-22
-19:30 UTC precedes a growth's shorter search and probe, which move the losses after it by a few thousandths.
+22:10 UTC, and most of the races, precede a growth's shorter search and probe, which move the losses after it by up to
+two hundredths.
 """
 # One line for each page, in the order of the README.
 PAGES = (
