@@ -43,6 +43,7 @@ PAGES = (
     "overhead",
     "probe_cost",
     "training_cost",
+    "growth_cost",
     "estimators",
     "allocation",
     "balance",
