@@ -207,7 +207,8 @@ def page_of(figures: dict) -> page.Page:
             f"learning rates, out of two. Right: the sign of the difference after the long training, or both under "
             f"{MARGIN}. All methods train as many weights as LoRA of rank {RANK} on all linear layers. A lead is in "
             "nats a token, with its standard error over rows and seeds; that of the better of growth and growth with "
-            "LoRA.\n\n" + page.table(columns, lines)
+            "LoRA. Seconds are those of the clock, on a machine that did other things as well and let some races wait."
+            "\n\n" + page.table(columns, lines)
         ),
         draw=partial(draw, pairs, groups),
         reaches=[
