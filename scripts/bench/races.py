@@ -132,13 +132,19 @@ def summary(contest: Contest) -> dict:
     return {
         "winner": contest.winner,
         "challenger": challenger,
-        "lead": asdict(lead) if lead else None,
+        "lead": {"mean": lead.mean, "error": lead.error} if lead else None,
         "losses": {"start": contest.start.loss, **ended},
         "cache": {name: contest.of(name)[0].cache / contest.start.cache - 1 for name in ended},
         "rates": {name: contest.of(name)[0].rate for name in ended},
-        "out": contest.out,
         "seconds": sum(run.seconds for run in contest.runs),
     }
+
+
+def shortened(value):
+    """The same with all numbers at five digits, which is more than a page shows."""
+    if isinstance(value, dict):
+        return {name: shortened(one) for name, one in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def lead_of(told: dict) -> float:
@@ -305,9 +311,8 @@ def main() -> None:
     kept = arguments.output / "races.jsonl"
     jobs = [job | {"setting": asdict(setting)} for job in jobs]
     done = runs.collect(partial(measure, folder=arguments.folder), jobs, kept, arguments.processes)
-    names = ("pair", "race", "long")
     pairs = [
-        {name: run[name] for name in names}
+        {"pair": run["pair"], "race": shortened(run["race"]), "long": shortened(run["long"])}
         | {"text": Path(run["text"]).name if run["text"] else "", "known": run["text"] == arguments.pretrain}
         for run in done
     ]
