@@ -219,7 +219,7 @@ def measure(ctx: typer.Context) -> None:
 
 def _raced(recipe, as_json: bool):
     """Run a race as a recipe tells, and show what it says."""
-    from ..training.contest import METHODS
+    from ..training.methods import METHODS
     from ..training.race import race_of
 
     contest = race_of(recipe, say=_say)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
 from ..report.report import printed
-from .methods import METHODS
+from .methods import METHODS, readable
 
 MARGIN = 0.01  # nats a token: what a lead must be to count
 _SURE = 2.0  # standard errors that a lead must be away from nothing
@@ -210,8 +210,8 @@ class Contest:
             for name in names
             if self.of(name) and self.of(reference)
         }
-        done = [{**vars(run), "loss": run.loss} for run in self.runs]
-        kept = [{key: value for key, value in run.items() if key not in ("nats", "counts")} for run in done]
+        rows = {"nats", "counts"}
+        kept = [{k: v for k, v in vars(run).items() if k not in rows} | {"loss": run.loss} for run in self.runs]
         said = {"winner": self.winner, "rate": self.rate} if self.of("lora") else {}
         return {
             **said,
@@ -252,7 +252,7 @@ def compete(
         for part in _SMALLER:
             if None in runs or min(run.loss for run in runs if run) < contest.start.loss:
                 break  # else all were too large
-            runs.append(train(method, float(f"{part * min(tried):.1e}"), contest.short, 0))
+            runs.append(train(method, readable(part * min(tried)), contest.short, 0))
         title = METHODS[method].title
         title = title[0].upper() + title[1:]
         if None in runs:

@@ -318,9 +318,11 @@ def main(recipe: Recipe) -> dict:
         callback.check_budgets(model)
     if not method.base:
         budget = Budget.near(model, recipe.growth_config(default="2%").budget or 0)
-        wanted = training.per_device_train_batch_size * recipe.growth.growth_batches if method.growth else 0
-        batches = batches_of(first_rows(rows[0], wanted, training.seed), made.collate, training)
         model.to(training.device)
-        loss = sft_loss(model, tokenizer, training)
+        batches, loss = [], None
+        if method.growth:
+            wanted = training.per_device_train_batch_size * recipe.growth.growth_batches
+            batches = batches_of(first_rows(rows[0], wanted, training.seed), made.collate, training)
+            loss = sft_loss(model, tokenizer, training)
         start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed, loss=loss)
     return run(model, tokenizer, rows, recipe, start)

@@ -28,7 +28,6 @@ class Method:
         lora: share of the budget that LoRA on all linear layers takes.
         base: whether all other weights train as well; the budget is growth's alone then.
         rates: learning rates that a race tries, times `hidden_size`: wider models take smaller steps.
-        free: whether what was trained costs nothing at inference.
     """
 
     title: str
@@ -36,11 +35,6 @@ class Method:
     lora: float = 0.0
     base: bool = False
     rates: tuple[float, ...] = (0.5, 1.5)
-
-    @property
-    def free(self) -> bool:
-        """Whether the trained model costs no more at inference than before."""
-        return not self.growth
 
 
 _ALL_WEIGHTS = (0.1, 0.3)
@@ -98,7 +92,12 @@ def rate_of(method: Method, config: PreTrainedConfig) -> float:
     """A learning rate where nobody chose one: between those that a race would try, for all weights TRL's own."""
     if method.base:
         return SFTConfig.learning_rate
-    return float(f"{math.prod(method.rates) ** 0.5 / config.get_text_config().hidden_size:.1e}")
+    return readable(math.prod(method.rates) ** 0.5 / config.get_text_config().hidden_size)
+
+
+def readable(rate: float) -> float:
+    """A learning rate of two digits, as people write it."""
+    return float(f"{rate:.1e}")
 
 
 def started(

@@ -21,7 +21,7 @@ from ..growable.patching import patch_model
 from .contest import Contest, Run, compete, steps_of
 from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared, split
 from .finetuning import check_spends, load, make_trainer, read_all, save, sft_loss
-from .methods import METHODS, Budget, started, trained_weights
+from .methods import METHODS, Budget, readable, started, trained_weights
 from .recipe import Recipe
 
 RACE = "race.json"
@@ -76,7 +76,7 @@ class _Trainings:
         self.training.num_train_epochs, self.training.push_to_hub = 1, False
         self.bar: Any = None
         model = fresh()
-        self.budget, self.parameters = Budget.near(model, budget), model.num_parameters()
+        self.budget = Budget.near(model, budget)
         self._ready: tuple | None = None  # what to train by a method with a seed, and how it starts
         output.mkdir(parents=True, exist_ok=True)
         self.done = self._read(model)
@@ -85,7 +85,7 @@ class _Trainings:
     def _read(self, model: PreTrainedModel) -> dict[tuple, Run]:
         """What an earlier race of the same model and data into the same folder has left."""
         setting = {
-            "parameters": self.parameters,
+            "parameters": model.num_parameters(),
             "budget": vars(self.budget),
             "growth_batches": self.growth_batches,
             "held_out": [len(self.held_out), sum(map(sum, self.held_out["input_ids"]))],
@@ -138,10 +138,11 @@ class _Trainings:
         """What to train by a method, as it starts; grown once for all learning rates."""
         if self._ready is None or self._ready[:2] != (method, seed):
             self._ready = None  # makes room
-            batches = batches_of(self._rows(self.growth_batches, seed), self.prepared.collate, self.training)
-            model = self.fresh().to(self.training.device)
-            loss = sft_loss(model, self.tokenizer, self.training) if METHODS[method].growth else None
-            batches = batches[: max(self.growth_batches, 2)]
+            model, batches, loss = self.fresh().to(self.training.device), [], None
+            if METHODS[method].growth:
+                batches = batches_of(self._rows(self.growth_batches, seed), self.prepared.collate, self.training)
+                batches = batches[: max(self.growth_batches, 2)]
+                loss = sft_loss(model, self.tokenizer, self.training)
             model, report = started(model, METHODS[method], self.budget, batches, seed, loss)
             if report is not None and not report.applied:
                 return None
@@ -276,7 +277,7 @@ def run_race(
     output = Path(training.output_dir)
     trains = _Trainings(fresh, tokenizer, rows, training, budget, growth_batches, steps)
     methods = [name for name, m in METHODS.items() if (full or not m.base) and trains.budget.admits(m)]
-    rates = {name: [_rounded(rate / trains.budget.width) for rate in METHODS[name].rates] for name in methods}
+    rates = {name: [readable(rate / trains.budget.width) for rate in METHODS[name].rates] for name in methods}
     contest = Contest(steps, trains.start)
     step, total = trains.seconds_of_a_step(), steps_of(methods, steps, seeds)
     growths = seeds * sum(METHODS[name].growth > 0 for name in methods)
@@ -306,7 +307,3 @@ def _table_so_far(contest: Contest, output: Path, say: Callable[[str], object]):
         if contest.of("lora"):
             say(str(contest))
         raise KeyboardInterrupt(f"the runs that ended are kept; the same command goes on in {output}.") from None
-
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.1e}")

@@ -48,6 +48,21 @@ def grower(model, config: GrowthConfig, optimizer=None, estimator: str = "whiten
     return Grower(model, config, optimizer)
 
 
+def ranks_within(costs: dict[str, int], weights: int) -> tuple[int, dict[str, int]]:
+    """The rank of LoRA on all of some layers that so many weights allow, and the ranks that the rest of them raises.
+
+    Args:
+        costs: what one rank costs, by layer.
+        weights: to spend; at least one rank is.
+    """
+    rank, raised = max(weights // sum(costs.values()), 1), {}
+    left = weights - rank * sum(costs.values())
+    for name, cost in sorted(costs.items(), key=lambda entry: -entry[1]):
+        if cost <= left:
+            raised[name], left = rank + 1, left - cost
+    return rank, raised
+
+
 def compared_gradients(
     name: str,
     model: nn.Module,

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from compared import grower
+from compared import grower, ranks_within
 from peft import (
     AdaLoraConfig,
     LoraConfig,
@@ -189,14 +189,10 @@ class Run:
         targets = projections(model, row.roles)
         costs = {name: sum(module.weight.shape) for name, module in targets.items()}
         left = self.budget - sum(report.added_parameters for report in self.reports)
-        rank = max(left // sum(costs.values()) if row.roles == LINEAR else round(left / sum(costs.values())), 1)
-        options = {"r": rank, "target_modules": list(targets)}
-        if row.roles == LINEAR:  # a rank of all of them is dear: what is left over raises some
-            left, raised = left - rank * sum(costs.values()), {}
-            for name, cost in sorted(costs.items(), key=lambda entry: -entry[1]):
-                if cost <= left:
-                    raised[name], left = rank + 1, left - cost
-            options["rank_pattern"] = raised
+        rank, raised = max(round(left / sum(costs.values())), 1), {}
+        if row.roles == LINEAR:  # a rank of all of them is dear
+            rank, raised = ranks_within(costs, left)
+        options = {"r": rank, "target_modules": list(targets), "rank_pattern": raised}
         steps = self.setting.steps
         if row.adapter == "AdaLoRA":
             phases = {"tinit": steps // 10, "tfinal": steps // 3, "total_step": steps}

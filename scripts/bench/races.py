@@ -313,11 +313,12 @@ def main() -> None:
     done = runs.collect(partial(measure, folder=arguments.folder), jobs, kept, arguments.processes)
     pairs = [
         {"pair": run["pair"], "race": shortened(run["race"]), "long": shortened(run["long"])}
-        | {"text": Path(run["text"]).name if run["text"] else "", "known": run["text"] == arguments.pretrain}
+        | {
+            "text": Path(run["text"]).name if run["text"] else "",
+            "known": bool(run["text"]) and run["text"] == arguments.pretrain,
+        }
         for run in done
     ]
-    for pair in pairs:
-        pair["known"] = pair["known"] and bool(pair["text"])
     figures = {"setting": asdict(setting), "pairs": pairs}
     page.publish("races", figures, list(range(LONG_SEEDS)), arguments.output, sum(run["seconds"] for run in done))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import page
 import torch
-from compared import grower
+from compared import grower, ranks_within
 from peft import LoraConfig, get_peft_model
 from recall_task import Setting, draw, pretrained, recall, train
 from runs import collect, spread
@@ -87,11 +87,7 @@ def adapted(setting: Setting, model: nn.Module, rank: int = 0, **options) -> nn.
     targets, raised = tuple(options["target_modules"]), {}
     costs = {name: sum(m.weight.shape) for name, m in model.named_modules() if name.endswith(targets)}
     if not rank:
-        rank = max(added_by_growth(setting) // sum(costs.values()), 1)
-        left = added_by_growth(setting) - rank * sum(costs.values())
-        for name, cost in sorted(costs.items(), key=lambda entry: -entry[1]):
-            if cost <= left:  # what a whole rank leaves over raises some
-                raised[name], left = rank + 1, left - cost
+        rank, raised = ranks_within(costs, added_by_growth(setting))
     options["rank_pattern"] = raised
     options["alpha_pattern"] = {name: 2 * more for name, more in raised.items()}
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, **options))
