@@ -50,7 +50,7 @@ def shard_of(path, weight: str):
 def test_impossible_widths(checkpoint, width):
     path = checkpoint("llama-2-4")
     edit(path, lambda config: config["per_layer_config"]["0"].update(qk_head_dim=width))
-    with pytest.raises(ValueError, match=r"qk_head_dim of layer 0.*Mend per_layer_config in config.json"):
+    with pytest.raises(ValueError, match=r"qk_head_dim of layer 0.*Correct per_layer_config in config.json"):
         AutoConfig.from_pretrained(path)
 
 
@@ -85,7 +85,7 @@ def test_the_stock_width_is_in_three_places(checkpoint, name, value):
     """A smaller head_dim would fit the same weights, and rotate and scale them otherwise."""
     path = checkpoint("llama-2-4")
     edit(path, lambda config: config.update({name: value}))
-    with pytest.raises(ValueError, match=r"the stock head width.*Mend config.json"):
+    with pytest.raises(ValueError, match=r"the stock head width.*Correct config.json"):
         AutoModelForCausalLM.from_pretrained(path)
 
 
@@ -167,7 +167,7 @@ def test_what_is_no_ordinary_file_is_not_waited_for(checkpoint, name):
         edit(path, lambda index: index["weight_map"].update({weight: name}), "model.safetensors.index.json")
     (path / name).unlink(missing_ok=True)
     os.mkfifo(path / name)
-    with pytest.raises(OSError, match=rf"{name} is no ordinary file.*again"):
+    with pytest.raises(OSError, match=rf"{name} is not an ordinary file.*again"):
         AutoModelForCausalLM.from_pretrained(path)
 
 

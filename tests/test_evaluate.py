@@ -176,7 +176,7 @@ def mean(items: list) -> float:
 
 
 def test_models_that_cannot_be_loaded(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere is no folder here.*Check the name"):
+    with pytest.raises(ValueError, match=r"nowhere is not a folder here.*Check the name"):
         load_config(str(tmp_path / "nowhere"), False)
     with pytest.raises(ValueError, match=r"There is no checkpoint in .*config\.json"):
         load_config(str(tmp_path), False)

@@ -155,8 +155,11 @@ def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True, res
     """The recipe that a command line tells, and whether to print JSON; a folder with a file that resumes may exist."""
     if find_spec("trl") is None:
         raise ImportError("Data are read by TRL: pip install 'hf_growattn[finetune]', or trl.")
+    from ..training.arguments import untaken
     from ..training.recipe import read
 
+    if names := untaken(ctx.info_name or "", ctx.args):
+        raise typer.BadParameter(f"growattn {ctx.info_name} does not take {', '.join(names)}: leave that out.")
     words = ["--help" if word in ("--help_all", "--help-all") else word for word in ctx.args if word != "--json"]
     recipe = read(words, f"growattn {ctx.info_name} [names] [options]; growattn {ctx.info_name} --help explains them")
     if not recipe.name or (needs_data and not (recipe.dataset or recipe.models[1:])):
@@ -170,10 +173,15 @@ def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True, res
 
 
 def _next(command: str, recipe, ctx: typer.Context, model: str | Path) -> str:
-    """What to call next, with the same options, as a shell takes it."""
-    words = ctx.args[len(recipe.models) :]
-    at = next((at for at, word in enumerate(words) if word in ("-o", "--output", "--output_dir")), len(words))
-    options = [word for word in words[:at] + words[at + 2 :] if word != "--json"]
+    """What to call next, with the same options where that command takes them, as a shell takes it."""
+    from ..training.arguments import untaken
+
+    options, dropped = [], False
+    for word in ctx.args[len(recipe.models) :]:  # an option, or a value of the one before it
+        if word.startswith("--") or word == "-o":
+            dropped = word in ("-o", "--output", "--output_dir", "--json") or bool(untaken(command, [word]))
+        if not dropped:
+            options.append(word)
     return shlex.join(["growattn", command, str(model), *recipe.models[1:], "-o", "DIR", *options])
 
 
@@ -200,7 +208,7 @@ def _ready(recipe):
     return Grower(model, growth_config, loss=loss), batches, tokenizer
 
 
-@_handed("measure", MEASURE_HELP, "Measure whether the width of its heads holds a model back on your data.")
+@_handed("measure", MEASURE_HELP, "Measure where the width of its heads holds a model back on your data.")
 def measure(ctx: typer.Context) -> None:
     """Measure, and say what that means."""
     from .inspection import measured, verdict
@@ -230,7 +238,7 @@ def _raced(recipe, as_json: bool):
     return contest, METHODS[contest.winner].growth > 0
 
 
-@_handed("race", RACE_HELP, "Find out whether growth is worth more than LoRA on your data.")
+@_handed("race", RACE_HELP, "Find out whether growth beats LoRA on your data.")
 def race(ctx: typer.Context) -> None:
     """Race, and say how to go on with the winner."""
     recipe, as_json = _read(ctx, writes=True, resumes="race.jsonl")
@@ -240,7 +248,7 @@ def race(ctx: typer.Context) -> None:
     raise typer.Exit(0 if grows else NOTHING)
 
 
-@_handed("grow", GROW_HELP, "Widen a model's heads where your data ask for it, into a new folder.")
+@_handed("grow", GROW_HELP, "Widen a model's heads where that lowers the loss on your data.")
 def grow(ctx: typer.Context) -> None:
     """Grow once, and save what grew."""
     from ..growable.folders import replacing
@@ -283,7 +291,7 @@ def _by_race(recipe):
     return recipe._replace(growth=replace(recipe.growth, **choice))
 
 
-@_handed("finetune", FINETUNE_HELP, "Train a model on your data, and grow its attention on the way.")
+@_handed("finetune", FINETUNE_HELP, "Train a model on your data: all weights, growth, LoRA, or what a race finds best.")
 def finetune(ctx: typer.Context) -> None:
     """Train, and say how to go on where that is interrupted."""
     recipe, as_json = _read(ctx, writes=True)

@@ -6,63 +6,73 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..training.arguments import SFT_DOCS, DataArguments, EvaluationArguments, GrowthArguments, RaceArguments, listed
+from ..training.arguments import (
+    SFT_DOCS,
+    TAKEN,
+    DataArguments,
+    EvaluationArguments,
+    GrowthArguments,
+    RaceArguments,
+    listed,
+)
 
 HELP = """
 Find out whether a language model's attention is too narrow for your data, and widen it there.
 
 Four steps, none of which changes the model that you name:
 
-- `growattn inspect gpt2`: how wide are the heads, and how much of that do they use?
-- `growattn measure gpt2 my_text.txt`: where does the width hold them back on this text?
-- `growattn race gpt2 my_text.txt -o race`: is growing worth more than LoRA here? A tie goes to LoRA.
-- `growattn finetune gpt2 my_text.txt -o grown`: train on it, and grow half-way
+- `growattn inspect gpt2`: how wide are the heads, and how much of their width do they use?
+- `growattn measure gpt2 my_text.txt`: where does the width hold the model back on this text?
+- `growattn race gpt2 my_text.txt -o race`: does growing beat LoRA here? A tie goes to LoRA.
+- `growattn finetune gpt2 my_text.txt -o grown --method auto`: race, then train by the winner.
 
-MODEL is a folder that save_pretrained wrote, or a Hub id; stock or grown.
+MODEL is a folder that save_pretrained wrote, or a Hub id. The model may be stock or grown.
 
-DATA is a file of text, .jsonl, .csv or .parquet, a folder of such, or the Hub id of a dataset: text, chats, or prompts
-with completions. `measure`, `race`, `grow`, `finetune` and `evaluate` read it with the same options.
+DATA is a .txt, .jsonl, .csv or .parquet file, a folder of them, or the Hub id of a dataset. It holds text, chats, or
+prompts with completions. `measure`, `race`, `grow`, `finetune` and `evaluate` read it with the same options.
 """
 EXIT_CODES = (
     "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing grew, or growth did not win; "
     "130 interrupted, nothing is half-written."
 )
 _OF_DATA = f"""
-**Data and everything else** are read by TRL, with its options: `--dataset_config`, `--dataset_train_split`,
+**TRL reads the data**, so its options work here: `--dataset_config`, `--dataset_train_split`,
 `--dataset_test_split`, `--dataset_text_field`, `--dataset_streaming`, `--max_length`, `--packing`,
 `--chat_template_path`, `--completion_only_loss`, `--assistant_only_loss`, `--per_device_train_batch_size`, `--seed`.
-A text file is one row, and packed. `--config recipe.yaml` reads options from a recipe, mixtures of `datasets` too.
+A text file is cut into blocks of `--max_length` tokens. `--config recipe.yaml` reads options from a recipe, which may
+also mix several `datasets`.
 `--help_all` lists every option with its type and default. {SFT_DOCS}
 
 {listed(DataArguments)}
 - `--json`: print JSON, and nothing else, on standard output
 """
 MEASURE_HELP = f"""
-Measure whether the width of its heads holds a model back on your data. Nothing is changed or written.
+Measure where the width of its heads holds a model back on your data. Nothing is changed or written.
 
-For each layer: starvation, the share of the gradient that the present width cannot follow; and what the budget
-would buy, with the validated gain, the fall of the loss that unseen data should show. The growth is tried, and taken
-back. That says where width is short; whether growing is worth more than LoRA, `growattn race` says. The exit code is 3
-if nothing would grow. What is measured is the loss that `finetune` would train.
+A growth is tried on the loss that `finetune` would train, and taken back. The table shows for each layer its
+starvation, which is the share of the gradient that the present width cannot follow, and its validated gain, which is
+how far wider heads should lower the loss on unseen data. This does not tell whether growing beats LoRA: `growattn race`
+does. The exit code is 3 if nothing would grow.
 
-{listed(GrowthArguments)}
+{listed(GrowthArguments, only=TAKEN["measure"])}
 {_OF_DATA}
 """
 GROW_HELP = f"""
-Widen a model's heads where your data ask for it, and save the wider model in a new folder, `-o DIR`.
+Widen a model's heads where that lowers the loss on your data, and save the wider model in a new folder, `-o DIR`.
 
-The folder has the model, its tokenizer, figures for the model card, and report.html, which says what grew and why.
-Growth is a start: train the wider model on, as you would any other. Where nothing holds on unseen data nothing is
-written, and the exit code is 3.
+The folder holds the model, its tokenizer, figures for the model card, and report.html, which says what grew and why.
+Then train the wider model, as you would any other. If no growth helps on unseen data, nothing is written, and the exit
+code is 3.
 
-{listed(GrowthArguments)}
+{listed(GrowthArguments, only=TAKEN["grow"])}
 {_OF_DATA}
 """
 FINETUNE_HELP = f"""
-Train a model on your data with TRL's SFTTrainer, and grow its attention on the way: once and half-way, by 2% of its
-weights, unless you say something else. `--method` trains otherwise: LoRA on all linear layers, growth from the start
-beside a frozen base, both, or what a race finds best (auto). A tenth of the data is held out, where they have no split
-for that.
+Train a model on your data with TRL's SFTTrainer.
+
+By default all weights train, and the attention grows once, half-way, by 2% of the weights. `--method` trains something
+else; `--method auto` races first and trains by the winner. A tenth of the data is held out, unless they have a test
+split.
 
 {listed(GrowthArguments)}
 {_OF_DATA}
@@ -73,16 +83,16 @@ On several devices: `torchrun --nproc_per_node 2 -m hf_growattn finetune ...`, o
 `accelerate launch -m hf_growattn finetune ...`
 """
 RACE_HELP = f"""
-Find out what is worth training on your data: LoRA on all linear layers, growth, or a third of growth beside LoRA.
+Find out what to train on your data: LoRA on all linear layers, growth, or one third growth beside LoRA.
 
-Each trains as many weights, for a short while, on the same rows in the same order, at the better of two learning rates.
-They are compared row by row on held-out data. A tie goes to LoRA, which is merged at the end and costs nothing at
-inference; wider heads make the KV cache larger. `-o DIR` gets every training as soon as it ends, so that the same
-command goes on after an interruption, and at the end `race.json` and `model`, the winner's. The exit code is 0 if
-growth wins, 3 if not.
+Each of them trains for a short while. All train as many weights, on the same rows in the same order, and each takes the
+better of two learning rates. They are compared row by row on held-out data. A tie goes to LoRA: it is merged at the
+end and costs nothing at inference, while wider heads make the KV cache larger.
 
-{listed(RaceArguments)}
-{listed(GrowthArguments, only=("budget", "growth_batches"))}
+Every training is kept in `-o DIR` as soon as it ends, so after an interruption the same command goes on. At the end the
+folder holds `race.json` and the winner's `model`. The exit code is 0 if growth wins, and 3 if it does not.
+
+{listed(RaceArguments, GrowthArguments, only=TAKEN["race"])}
 {_OF_DATA}
 """
 EVALUATE_HELP = f"""
@@ -94,13 +104,13 @@ own format, or a .jsonl file, where every line is one of
     {{"context": "The sky is", "continuation": "blue"}}
     {{"query": "Question: What is blue?\\nAnswer:", "choices": ["the sky", "grass"], "gold": 0}}
 
-A space is put between the two parts. The first asks whether the continuation is the likeliest text (acc) and how likely
-it is (perplexity), the second whether the right choice is the likeliest one (acc), also by length (acc_norm). Files
-need no network. A .yaml file may name Python functions that run here: use those that you trust.
+A space is put between the two parts. A continuation is right if it is the likeliest text (acc), and has a perplexity.
+A choice is right if it is the likeliest one (acc), or the likeliest for its length (acc_norm). Files need no network. A
+.yaml file may name Python functions that run here, so use only files that you trust.
 
-Figures have their standard errors, and so have differences from the base. Of chats and completions the tokens count
-that `finetune` would train; of data with a test split, that one. `--per_device_eval_batch_size` rows are read at once;
-`--trust_remote_code` runs the code that a model or a metric brings.
+Figures and differences from the base have standard errors. In chats and completions only those tokens count that
+`finetune` would train. If the data have a test split, it is the one that is used. `--per_device_eval_batch_size` rows
+are read at once. `--trust_remote_code` runs the code that a model or a metric brings.
 
 {listed(EvaluationArguments)}
 {_OF_DATA}

@@ -120,7 +120,7 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
         way = "rotates" if attention.rotate is not None else "normalises" if attention.normalises else None
         if config.method == "refactor" and way and PATTERNS in config.chosen_kinds:
             raise ValueError(
-                f"Layer {attention.layer_idx} {way} its queries and keys, so its pattern is no one matrix and has "
+                f"Layer {attention.layer_idx} {way} its queries and keys, so its pattern is not one matrix and has "
                 'no factors to replace. Use method="append", or grow messages (v_dims) alone.'
             )
         _check_room(attention, config)
@@ -173,8 +173,8 @@ def trainable_parameters(
                     trainable[name] = parameter
                 elif peft and not (adapted or frozen):
                     raise ValueError(
-                        f"{name} is frozen, and under peft new dims would be, too: call requires_grad_(True) on it "
-                        "first, or let LoRA target it."
+                        f"{name} is frozen, and under peft new dims would be frozen too: call requires_grad_(True) on "
+                        "it first, or let LoRA target it."
                     )
     return trainable
 

@@ -208,13 +208,13 @@ def _check_files(folder: Path, names: set[str]) -> None:
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
             shards = None
         if not shards:
-            raise OSError(f"{folder / _INDEX} is no index of weights. {_AGAIN}.")
+            raise OSError(f"{folder / _INDEX} is not an index of weights. {_AGAIN}.")
         if astray:
             raise OSError(f"{folder / _INDEX} names {astray[0]!r}, which does not lie beside it. {_AGAIN}.")
         names |= shards
     for path in (folder / name for name in sorted(names)):
         if path.exists() and not path.is_file():  # reading a pipe would wait for ever
-            raise OSError(f"{path} is no ordinary file. {_AGAIN}.")
+            raise OSError(f"{path} is not an ordinary file. {_AGAIN}.")
 
 
 def _check_numbers(folder: Path) -> None:
@@ -229,6 +229,6 @@ def _check_numbers(folder: Path) -> None:
         for name, kind in kinds.items():
             if name.endswith(("weight", "bias")) and "F" not in kind:
                 raise OSError(
-                    f"The checkpoint {folder} holds {name} as {kind}, and its config.json says of no quantization. "
+                    f"The checkpoint {folder} holds {name} as {kind}, but config.json does not mention quantization. "
                     f"{_AGAIN}, in fp32, bf16 or fp16."
                 )

@@ -58,7 +58,7 @@ def register_architecture(row: Architecture) -> None:
         )
     for name in filter(None, (row.attention, row.rotate)):
         if not hasattr(row.modeling_file, name):
-            raise ValueError(f"{row.modeling_file.__name__} has no {name}; mend the row of {row.model_type!r}.")
+            raise ValueError(f"{row.modeling_file.__name__} has no {name}; correct the row of {row.model_type!r}.")
     ARCHITECTURES[row.model_type] = row
     register(row.model_type)
 

@@ -54,13 +54,13 @@ class GrownConfigMixin(_Config):
         super().__post_init__(**kwargs)
         width = stock_head_dim(self)
         if type(width) is not int or width < 1:
-            raise ValueError(f"head_dim is {width!r}; it must be a whole number, at least 1. Mend config.json.")
+            raise ValueError(f"head_dim is {width!r}; it must be a whole number, at least 1. Correct config.json.")
         set_default_widths(self)
         for name in ("qk_head_dim", "v_head_dim"):
             if getattr(self, name) != width:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r} and the stock head width {width}; outside of per_layer_config "
-                    "they are equal. Mend config.json: growth changes per_layer_config alone."
+                    "they are equal. Correct config.json: growth changes per_layer_config alone."
                 )
         if per_layer_config is not None:
             try:
@@ -119,7 +119,7 @@ def layer_widths(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
         if type(width) is not int or width < stock_head_dim(config):
             raise ValueError(
                 f"{name} of layer {layer} is {width!r}; it must be a whole number, "
-                f"at least the stock head width {stock_head_dim(config)}. Mend per_layer_config in config.json."
+                f"at least the stock head width {stock_head_dim(config)}. Correct per_layer_config in config.json."
             )
     return widths
 

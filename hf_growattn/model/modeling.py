@@ -129,7 +129,7 @@ class GrownModelMixin(_Model):
             more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
             loading_info.error_msgs.append(
                 f"{'; '.join(problems[:4] + more)}. config.json and the weights are not of the same save: put back "
-                "what save_pretrained wrote together, or mend per_layer_config in config.json."
+                "what save_pretrained wrote together, or correct per_layer_config in config.json."
             )
 
     @classmethod

@@ -5,7 +5,8 @@ So that help is there at once.
 # ruff: noqa: RUF009  an _option is a field of a dataclass
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 SFT_DOCS = "https://huggingface.co/docs/trl/sft_trainer"
 
@@ -19,7 +20,7 @@ def budget_of(text: str) -> int | float:
     try:
         value = float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:
-        raise ValueError(f"The budget {text!r} is no number; write 1%, 0.01 or 20000.") from None
+        raise ValueError(f"The budget {text!r} is not a number; write 1%, 0.01 or 20000.") from None
     share = text.endswith("%") or value < 1
     inside = 0 < value < 1 if share else value.is_integer()
     if not inside:
@@ -36,12 +37,12 @@ def _option(help: str, default: Any = None, **more) -> Any:  # no percent signs 
 
 @dataclass
 class DataArguments:
-    """What TRL's own options do not say of the data."""
+    """What TRL's own options cannot say about the data."""
 
     _argument_group_name = "data"
 
     dataset_revision: str | None = _option("branch, tag or commit of a dataset of the Hub")
-    dataset_columns: list[str] | None = _option("take columns by other names, such as prompt=question completion=reply")
+    dataset_columns: list[str] | None = _option("rename columns, such as prompt=question completion=reply")
 
 
 @dataclass
@@ -51,25 +52,27 @@ class GrowthArguments:
     _argument_group_name = "growth"
 
     budget: str | None = _option(
-        "weights to add at most, a share of the model's or a number; by itself 0.02, and 0.01 to measure"
+        "the most weights to add: a share of the model's, such as 0.02, or a number; unless set, 0.02, and 0.01 for "
+        "measure and grow"
     )
-    qk_dims: int = _option("instead: dims to add to each head's queries and keys", 0)
-    v_dims: int = _option("instead: dims to add to each head's values", 0)
-    growth_batches: int = _option("training batches to grow or to measure on, on each device", 16)
-    grow_steps: list[int] | None = _option("steps after which to grow; half-way if nothing is said")
-    grow_every: int | None = _option("instead: grow after every so many steps")
+    qk_dims: int = _option("instead of a budget: dims to add to every head's queries and keys", 0)
+    v_dims: int = _option("instead of a budget: dims to add to every head's values", 0)
+    growth_batches: int = _option("how many training batches to measure on, on each device", 16)
+    grow_steps: list[int] | None = _option("grow after these steps; unless set, once, half-way")
+    grow_every: int | None = _option("instead: grow again after every so many steps")
     grow_at: Literal["epoch", "plateau"] | None = _option(
-        "instead: after each epoch, or at a plateau, when the held-out loss stops falling"
+        "instead: grow after each epoch, or whenever the held-out loss stops falling (plateau)"
     )
-    max_growths: int | None = _option("growths at most; 0 trains without growing")
-    total_budget: str | None = _option("weights to add at most in all growths together, as budget")
+    max_growths: int | None = _option("the most growths; 0 trains without any")
+    total_budget: str | None = _option("the most weights to add in all growths together, written as a budget")
     method: Literal["auto", "full", "growth", "lora", "both"] = _option(
-        "what trains: all weights, of which some are grown on the way (full); within the budget and from the start, "
-        "growth, LoRA on all linear layers, or some of both; or what a race finds best (auto)",
+        "what to train. full: all weights, and grow on the way. growth, lora, both: only what the budget adds at the "
+        "start, as wider heads, as LoRA on all linear layers, or some of each. auto: race first, then train by the "
+        "winner",
         "full",
     )
     compare: bool = _option(
-        "train once more by LoRA on all linear layers, and all weights without growth, and show all curves", False
+        "also train LoRA on all linear layers, and all weights without growth, and show all curves", False
     )
 
 
@@ -79,9 +82,9 @@ class RaceArguments:
 
     _argument_group_name = "race"
 
-    steps: int = _option("steps of a long training; learning rates are tried for a quarter of that", 100)
-    seeds: int = _option("long trainings of each method, with other orders of the rows", 2)
-    full: bool = _option("train all weights as well, with growth and without", False)
+    steps: int = _option("steps of each training; learning rates are tried for a quarter of them", 100)
+    seeds: int = _option("how often each method trains, each time with another order of the rows", 2)
+    full: bool = _option("also train all weights, with growth and without", False)
 
 
 @dataclass
@@ -91,18 +94,42 @@ class EvaluationArguments:
     _argument_group_name = "evaluation"
 
     base: str | None = _option("the model to compare with")
-    text: list[str] | None = _option("data to measure the perplexity of, one or more", action="extend")
-    task: list[str] | None = _option("tasks of the harness, or files of tasks, one or more", action="extend")
-    limit: int | None = _option("only so many examples of each task")
-    device: str | None = _option("cpu, cuda, cuda:1 and so on; by default the accelerator, if there is one")
+    text: list[str] | None = _option("data to measure perplexity on", action="extend")
+    task: list[str] | None = _option("tasks of the harness, or files of tasks", action="extend")
+    limit: int | None = _option("the most examples of each task")
+    device: str | None = _option("cpu, cuda, cuda:1 and so on; unless set, the accelerator if there is one")
+
+
+TAKEN = {  # by the commands that do not train: which options of growth and race
+    "measure": ("budget", "qk_dims", "v_dims", "growth_batches"),
+    "grow": ("budget", "qk_dims", "v_dims", "growth_batches"),
+    "race": ("budget", "growth_batches", *(option.name for option in fields(RaceArguments))),
+    "evaluate": (),
+}
+
+
+def untaken(command: str, words: list[str]) -> list[str]:
+    """The options among some words that a command would pass over; a recipe, which commands share, may have them."""
+    ours = {option.name for group in (GrowthArguments, RaceArguments) for option in fields(group)}
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    return [f"--{name}" for name in sorted(given & ours - {*TAKEN.get(command, ours)})]
 
 
 def listed(*groups: type, only: tuple[str, ...] = ()) -> str:
-    """The options of some groups with their types and defaults, or only some of them, as a list in markdown."""
+    """The options of some groups, or only some of them, with what they take and defaults, as a list in markdown."""
+    options = (option for group in groups for option in fields(group) if not only or option.name in only)
     return "\n".join(
-        f"- `--{option.name}` ({str(getattr(option.type, '__name__', option.type)).replace('typing.', '')}, default "
-        f"{option.default}): {option.metadata['help']}"
-        for group in groups
-        for option in fields(group)
-        if not only or option.name in only
+        f"- `{' '.join(filter(None, (f'--{option.name}', _taken(option.type))))}`: {option.metadata['help']}"
+        + (f" (default {option.default})" if option.default not in (None, False) else "")
+        for option in options
     )
+
+
+def _taken(kind: Any) -> str:
+    """What an option takes, as help writes it: nothing for a flag, the choices, or a type."""
+    kind = next((each for each in get_args(kind) if each is not NoneType), kind) if NoneType in get_args(kind) else kind
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    if get_origin(kind) is list:
+        return f"{_taken(get_args(kind)[0])} ..."
+    return "" if kind is bool else {str: "TEXT", int: "NUMBER"}[kind]
