@@ -97,7 +97,7 @@ def _loaded(auto_class: type, name: str, what: str, trust_remote_code: bool, **o
         if Path(name).exists():
             raise ValueError(f"The {what} in {name} cannot be loaded. {type(error).__name__}: {error}") from error
         raise ValueError(
-            f"{name} is not a folder here, and the Hub has no {what} of it. Check the name and the network; "
+            f"{name} is not a folder here, and its {what} did not load from the Hub. Check the name and the network; "
             f"for a private model run `hf auth login`. ({first_line(error)})"
         ) from error
 
