@@ -153,7 +153,7 @@ def _told(name: str) -> Iterator[None]:
         told = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
         if not Path(name).exists():
             told = (
-                f"{name} is not a file or folder here, and it did not load from the Hub. Check the name and the network. "
+                f"{name} is not a file or folder here, and did not load from the Hub. Check the name and the network. "
                 f"({told})"
             )
         elif isinstance(cause, UnicodeDecodeError):
