@@ -2,6 +2,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "llama.h"
 
@@ -23,6 +24,8 @@ int main(int count, char ** words) {
     params.n_ctx = prompt + new_tokens;
     params.n_batch = params.n_ubatch = prompt;
     params.type_k = params.type_v = GGML_TYPE_F32;
+    // The default is 4 whatever the machine has, and threads that share a core wait for each other, spinning.
+    params.n_threads = params.n_threads_batch = (int) sysconf(_SC_NPROCESSORS_ONLN);
     params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
     struct llama_context * context = llama_init_from_model(model, params);
     if (!context) return 1;

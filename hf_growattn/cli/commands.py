@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -113,7 +114,7 @@ def inspect(model: Model, as_json: Json = False) -> None:
     all of it is called full.
     """
     from ..interop.checkpoints import load_growable
-    from .inspection import FULL, inspected, table_of
+    from .inspection import FULL, costs_table, inspected, table_of
 
     loaded = load_growable(model)
     with tqdm(
@@ -127,6 +128,7 @@ def inspect(model: Model, as_json: Json = False) -> None:
     if as_json:
         return _print_json(figures)
     _print_table(table_of(figures))
+    _print_table(costs_table(figures["costs"]))
     state = "grown" if figures["grown"] else "stock widths"
     typer.echo(
         f"{figures['class']} ({state}): {figures['parameters']:,} parameters, {len(figures['layers'])} layers, hidden "
@@ -346,16 +348,18 @@ def export(
 
     from ..interop.checkpoints import load_grown
     from ..interop.export import export_model
+    from .inspection import costs_table
 
     transformers_logging.set_verbosity_error()  # of a config that is the checkpoint's own, once for each load
     model, tokenizer = load_grown(checkpoint)
     report = export_model(model, output, target, tokenizer)
     if as_json:
-        return _print_json(vars(report) | {"path": str(report.path)})
+        return _print_json(asdict(report) | {"path": str(report.path)})
     typer.echo(
-        f"A stock {report.model_type} with heads {report.head_dim} wide and {report.parameters:,} parameters, in "
-        f"{output}. Its logits differ by {report.difference:.1e} of the largest."
+        f"A stock {report.model_type} with queries and keys {report.head_dim} wide, values {report.v_head_dim} and "
+        f"{report.parameters:,} parameters, in {output}. Its logits differ by {report.difference:.1e} of the largest."
     )
+    _print_table(costs_table({name: asdict(cost) for name, cost in report.costs.items()}))
     if report.exact_up_to is not None:
         typer.echo(f"That holds up to {report.exact_up_to:,} tokens.")
 

@@ -1,12 +1,14 @@
 """What a checkpoint's heads use of their width, and what a measurement says, in figures and in words."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 from rich.table import Table
 from transformers import PreTrainedModel
 
 from ..growable.models import is_grown
+from ..interop.costs import Cost, costs_of
 from ..measure.kinds import KINDS
 from ..measure.views import FactoredMatrix, attention_views
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
@@ -26,7 +28,7 @@ def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None)
     Returns:
         What `json.dumps` takes. For each layer and kind: the width, the effective rank of every query head, and which
         heads are full. Patterns of rotated heads are taken at equal positions; where a family normalises queries and
-        keys there is no pattern, and the ranks are None.
+        keys there is no pattern, and the ranks are None. What it costs, as it is and in other forms: see `costs_of`.
 
     Raises:
         ValueError: the family of the model is unknown, or its attention is quantized.
@@ -45,6 +47,9 @@ def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None)
             }
         )
         tick()
+    dims = sum(layer["key_value_heads"] * sum(layer[kind]["width"] for kind in KINDS) for layer in layers)
+    as_it_is = Cost(dims * next(model.parameters()).element_size(), model.num_parameters())
+    costs = costs_of(model) if is_grown(model) else {"native": as_it_is}
     return {
         "model": config.name_or_path,
         "class": type(model).__name__,
@@ -53,6 +58,7 @@ def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None)
         "hidden_size": config.hidden_size,
         "stock_width": stock_head_dim(config),
         "grown": is_grown(model),
+        "costs": {form: asdict(cost) for form, cost in costs.items()},
         "layers": layers,
     }
 
@@ -75,6 +81,14 @@ def table_of(figures: dict) -> Table:
     for layer in figures["layers"]:
         for kind in KINDS:
             table.add_row(str(layer["layer"]), kind, *_cells(layer[kind], layer["heads"], figures["stock_width"]))
+    return table
+
+
+def costs_table(costs: dict[str, dict]) -> Table:
+    """What each form of a model costs, for people."""
+    table = Table("form", "KV cache, bytes a token", "weights")
+    for form, cost in costs.items():
+        table.add_row(form, f"{cost['cache_bytes']:,}", f"{cost['parameters']:,}")
     return table
 
 

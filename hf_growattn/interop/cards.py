@@ -26,6 +26,7 @@ from ..grow.provenance import origin_of
 from ..growable.folders import is_weights
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
 from ..report.report import GrowthReport
+from .costs import costs_of
 from .figures import FIGURES, check_figures, growth_figures, read_figures
 
 CARD, PICTURE = "README.md", "growth.png"
@@ -125,6 +126,7 @@ def model_card(
         heads=config.num_attention_heads,
         stock_width=stock_head_dim(config),
         widths=[layer_widths(config, layer) for layer in range(config.num_hidden_layers)],
+        costs=costs_of(model),
         parameters=model.num_parameters(),
         parameters_before=figures["before"].get("parameters") if grew else None,
         growths=figures["growths"],

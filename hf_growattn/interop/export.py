@@ -15,7 +15,9 @@ from ..growable.folders import replacing
 from ..growable.models import GrowableModelMixin, is_grown
 from ..measure.passes import undisturbed
 from ..model.configuration import stock_head_dim
+from .costs import Cost, costs_of
 from .stock import fresh_rotary, rope_parameters, stock_form, stock_model
+from .unequal import MODEL_TYPE, names_of_other_readers, widths
 
 # Largest difference of the logits, over the largest logit, that is never questioned; and how many times the rounding
 # of the exported model itself is not: two models that compute the same round apart.
@@ -32,19 +34,23 @@ class ExportReport:
     Attributes:
         path: the checkpoint.
         model_type: its architecture.
-        head_dim: the width of its heads.
+        head_dim, v_head_dim: the widths of its queries and keys, and of its values.
         parameters: how many it holds.
         difference: largest difference between its logits and the model's, over the largest logit.
         exact_up_to: the longest sequence, where frequencies that the model adapts to longer ones had to be fixed; None
             without a limit.
+        costs: bytes of the KV cache and weights, "before growth" and in each form, "native", "padded" and "unequal",
+            that the model can have; see `costs_of`.
     """
 
     path: Path
     model_type: str
     head_dim: int
+    v_head_dim: int
     parameters: int
     difference: float
     exact_up_to: int | None
+    costs: dict[str, Cost]
 
 
 def export_model(model: PreTrainedModel, directory, target: str = "auto", tokenizer=None) -> ExportReport:
@@ -54,7 +60,17 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
     before it takes its place at `directory`. The model stays as it is. Hidden states of a GPT-2-like model come out
     wider: the first entries are the model's. Of several processes, call it in one.
 
-    Heads are as wide as the widest, rounded up to a multiple of 8, or of 2 where the residual stream widens with them.
+    A grown Llama, Mistral without a window or Qwen2, with default rotation and no biases but on queries, keys and
+    values, can be a stock MiMo V2 Flash, with one width for all queries and keys and another for all values. "auto"
+    takes it where the KV cache comes out smaller and the weights no more (a tied head is written apart). Other families
+    have other norms, activations or experts; task heads and scaled rotations have no such class. transformers runs it
+    with eager attention. vLLM and SGLang have it, which was read, not run (vllm mimo_v2_flash.py at 01ed47b,
+    flash_attn_diffkv.py at 0305565; sglang mimo_v2_flash.py at 0a41b3b): config.json repeats what they read under their
+    names. FlashAttention 3, which vLLM calls for it, takes unequal widths on Hopper alone, queries up to 64 wide, or
+    136 to 192 with values of 104 to 128; for other widths choose target="llama".
+
+    In all other forms heads are as wide as the widest, rounded up to a multiple of 8, or of 2 where the residual stream
+    widens with them.
     transformers 4 reads the same rotation, except in Gemma 3. llama.cpp runs Llama, Mistral without a window and a few
     more with the same tokens: scripts/to_gguf.py converts, compares, and mends a scaled rotation, which llama.cpp's
     converter drops. vLLM was read, not run (models/llama.py at e06c9ba, granite.py at 68f442e, transformers/base.py at
@@ -90,31 +106,33 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
     with replacing(directory) as partial:
         stock = stock_model(model, form, target_class)
         stock.save_pretrained(partial)
-        if is_grown(model):
+        if is_grown(model) or stock.config.model_type == MODEL_TYPE:
             _add_older_names(partial / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        head_dim, model_type = stock_head_dim(stock.config), stock.config.model_type
-        parameters = sum(p.numel() for p in stock.parameters())
+        model_type, parameters = stock.config.model_type, stock.num_parameters()
+        head_dim, v_head_dim = widths(model) if model_type == MODEL_TYPE else (stock_head_dim(stock.config),) * 2
         del stock  # what is new in it makes room for what is reloaded
         difference = _verify(model, target_class, partial)
     dynamic = is_grown(model) and any(p["rope_type"] == "dynamic" for p in rope_parameters(model.config).values())
     limit = model.config.max_position_embeddings if dynamic and not form.partial else None
-    return ExportReport(directory, model_type, head_dim, parameters, difference, limit)
+    costs = costs_of(model)
+    return ExportReport(directory, model_type, head_dim, v_head_dim, parameters, difference, limit, costs)
 
 
 def _add_older_names(file: Path) -> None:
     """Repeat the rotation under the names of transformers 4, whose readers would silently take the default one."""
     config = json.loads(file.read_text())
+    if config["model_type"] == MODEL_TYPE:
+        config |= names_of_other_readers(config)
     rope, names = config.get("rope_parameters") or {}, _OLDER_NAMES.get(config["model_type"], {})
-    if "rope_type" not in rope:  # there is none, or one for each type of layer, for which they have no name
-        return
-    for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
-        config[names.get(name, name)] = rope[name]
-    if rope["rope_type"] != "default":
-        config["rope_scaling"] = rope
-    if rope["rope_type"] == "longrope":
-        config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    if "rope_type" in rope:  # else there is none, or one for each type of layer, for which they have no name
+        for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
+            config[names.get(name, name)] = rope[name]
+        if rope["rope_type"] != "default":
+            config["rope_scaling"] = rope
+        if rope["rope_type"] == "longrope":
+            config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -126,7 +144,10 @@ def _verify(model: PreTrainedModel, stock_class: type[PreTrainedModel], path: Pa
     input_ids = torch.randint(vocabulary, (1, limit), generator=torch.Generator().manual_seed(0)).to(model.device)
     with undisturbed(model), _fresh_rotaries(model):
         expected = _outputs(model, input_ids)
-    stock = stock_class.from_pretrained(path, attn_implementation=model.config._attn_implementation)
+    attention = model.config._attn_implementation
+    if attention == "sdpa" and not stock_class._supports_sdpa:
+        attention = "eager"
+    stock = stock_class.from_pretrained(path, attn_implementation=attention)
     nn.Module.to(stock, model.device).eval()
     difference = _difference(expected, _outputs(stock, input_ids))
     if difference <= TOLERANCE:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import transformers
@@ -24,9 +25,7 @@ from ..growable.attention import GrowableAttention
 from ..growable.models import attentions, is_grown
 from ..growable.patching import patch_model, unpatch_model
 from ..model.configuration import PREFIX, stock_head_dim
-
-# Flash kernels, vLLM's among them, take heads of such widths. A wider residual stream would cost more than that gives.
-_MULTIPLE = 8
+from .unequal import MODEL_TYPE, MULTIPLE, hindrance, pays, with_attention
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,18 @@ def _opt_refusal(config: PreTrainedConfig) -> str | None:
     return None
 
 
+_NATIVE = "Save it as it is, with model.save_pretrained: transformers loads that with `import hf_growattn`."
+
+
 def _refused(flag: str, reason: str) -> Callable[[PreTrainedConfig], str | None]:
     return lambda config: reason if getattr(config, flag) else None
 
 
 # A Llama with biases is what vLLM and llama.cpp can read of a grown Qwen2: their own Qwen2 knows no head_dim.
 FORMS = {
-    "llama": StockForm(("llama", "granite")),
-    "mistral": StockForm(("mistral", "llama", "granite")),
-    "qwen2": StockForm(("llama", "qwen2", "granite")),
+    "llama": StockForm(("llama", "granite", MODEL_TYPE)),
+    "mistral": StockForm(("mistral", "llama", "granite", MODEL_TYPE)),
+    "qwen2": StockForm(("llama", "qwen2", "granite", MODEL_TYPE)),
     "gpt2": StockForm(
         ("gpt2",),
         inner="n_inner",
@@ -96,14 +98,16 @@ FORMS = {
 }
 
 
-def stock_form(model: PreTrainedModel, target: str) -> tuple[StockForm, type[PreTrainedModel]]:
-    """Return the row and the stock class to write a model as, or say that there is none."""
+def stock_types(model: PreTrainedModel) -> list[str]:
+    """The model types that a model can be written as: best first, the one with unequal widths last.
+
+    Raises:
+        ValueError: there is none, or the model is quantized; the message says why and what to do.
+    """
     for name, module in model.named_modules():
         if problem := quantization(module):
             raise ValueError(f"{name} is {problem}")
-    native = "Save it as it is, with model.save_pretrained: transformers loads that with `import hf_growattn`."
-    stock_class, config = type(model).__bases__[1], model.config
-    own = stock_class.config_class.model_type
+    own, config = model.config.model_type.removeprefix(PREFIX), model.config
     form = FORMS.get(own, StockForm((own,)))
     problem = form.refusal(config)
     if own not in FORMS:
@@ -111,18 +115,26 @@ def stock_form(model: PreTrainedModel, target: str) -> tuple[StockForm, type[Pre
     if any(_norms(a) and a.qk_head_dim > a.head_dim for a in attentions(model)):
         problem = "it normalises all dims of queries or keys together, and the new ones are outside the norm"
     if problem is not None and is_grown(model):
-        raise ValueError(f"This grown {own} model has no exact stock form: {problem}. {native}")
-
+        raise ValueError(f"This grown {own} model has no exact stock form: {problem}. {_NATIVE}")
     # A window of attention is what the other families lack.
     windows = getattr(config, "sliding_window", None) is not None
-    options = [model_type for model_type in form.targets if model_type == own or not windows]
-    best = options[0] if is_grown(model) else own
+    types = [model_type for model_type in form.targets if model_type == own or not windows]
+    return [model_type for model_type in types if model_type != MODEL_TYPE or hindrance(model) is None]
+
+
+def stock_form(model: PreTrainedModel, target: str) -> tuple[StockForm, type[PreTrainedModel]]:
+    """Return the row and the stock class to write a model as, or say that there is none."""
+    stock_class, types = type(model).__bases__[1], stock_types(model)
+    own = stock_class.config_class.model_type
+    form = FORMS.get(own, StockForm((own,)))
+    best = (MODEL_TYPE if MODEL_TYPE in types and pays(model) else types[0]) if is_grown(model) else own
     choice = best if target == "auto" else target
     name = stock_class.config_class.__name__.removesuffix("Config")
-    if choice not in options:
+    if choice not in types:
+        reason = f" ({hindrance(model)})" if choice == MODEL_TYPE in form.targets else ""
         raise ValueError(
-            f"This {own} model can be written as {' or '.join(options)}, not as {target!r}. Leave out `target` for the "
-            f"best. {native}"
+            f"This {own} model can be written as {' or '.join(types)}, not as {target!r}{reason}. Leave out `target` "
+            f"for the best. {_NATIVE}"
         )
     if choice == own:
         return form, stock_class
@@ -136,23 +148,21 @@ def stock_form(model: PreTrainedModel, target: str) -> tuple[StockForm, type[Pre
 @torch.no_grad()
 def stock_model(model: PreTrainedModel, form: StockForm, target_class: type[PreTrainedModel]) -> PreTrainedModel:
     """Build the stock model. Tensors that need not change are the model's own ones, and new ones lie on the CPU."""
-    sources = attentions(model)
-    width = max(max(a.qk_head_dim, a.v_head_dim) for a in sources)
-    if width != stock_head_dim(model.config):
-        width += -width % (_MULTIPLE if form.inner is None else 2)
-    ropes = _ropes(model, form, width)
-    config = _stock_config(model, form, target_class, width, ropes)
-    with torch.device("meta"):
-        stock = patch_model(target_class(config))
-    hidden, wider = model.config.hidden_size, stock.config.hidden_size
-    norm_gain = math.sqrt(hidden / wider)
-    # Where the norms' epsilon is fixed, the stream itself is scaled, so that they find the variance that they know.
-    amplitude = 1.0 if form.epsilon else 1 / norm_gain
-    for source, target in zip(sources, attentions(stock)):
+    norm_gain = amplitude = 1.0
+    if cast(Any, target_class.config_class).model_type == MODEL_TYPE:
+        stock = with_attention(model, target_class)
+    else:
+        config, ropes = padded_config(model, form, target_class)
+        with torch.device("meta"):
+            stock = patch_model(target_class(config))
+        norm_gain = math.sqrt(model.config.hidden_size / stock.config.hidden_size)
+        # Where the norms' epsilon is fixed, the stream itself is scaled, so that they find the variance that they know.
+        amplitude = 1.0 if form.epsilon else 1 / norm_gain
         layer_types = getattr(model.config, "layer_types", None)
-        rope = ropes.get(layer_types[source.layer_idx] if layer_types else None, ropes.get(None))
-        _write_attention(source, target, rope, form.norm_offset, amplitude)
-    unpatch_model(stock)
+        for source, target in zip(attentions(model), attentions(stock)):
+            rope = ropes.get(layer_types[source.layer_idx] if layer_types else None, ropes.get(None))
+            _write_attention(source, target, rope, form.norm_offset, amplitude)
+        unpatch_model(stock)
 
     state = model.state_dict()
     names = stock.state_dict()
@@ -178,7 +188,16 @@ def stock_model(model: PreTrainedModel, form: StockForm, target_class: type[PreT
     return stock
 
 
-def _stock_config(model, form, target_class, width, ropes) -> PreTrainedConfig:
+def padded_config(model: PreTrainedModel, form: StockForm, target_class) -> tuple[PreTrainedConfig, dict]:
+    """The config of a stock class with one width for all heads, and how these rotate, by layer type."""
+    width = max(max(a.qk_head_dim, a.v_head_dim) for a in attentions(model))
+    if width != stock_head_dim(model.config):  # a wider residual stream would cost more than the multiple gives
+        width += -width % (MULTIPLE if form.inner is None else 2)
+    ropes = _ropes(model, form, width)
+    return _padded_config(model, form, target_class, width, ropes), ropes
+
+
+def _padded_config(model, form, target_class, width, ropes) -> PreTrainedConfig:
     config_class, values = target_class.config_class, model.config.to_dict()
     for ours in ("model_type", "per_layer_config", "qk_head_dim", "v_head_dim", "architectures", "auto_map"):
         values.pop(ours, None)
