@@ -6,7 +6,8 @@
     python scripts/to_gguf.py exported --llama-cpp llama.cpp  # leaves exported.gguf, if both agree
 
 llama.cpp's converter needs the sentencepiece package, and a tokenizer that it knows beside the weights:
-`export_model(model, "exported", "llama", tokenizer)`: it has one width for all heads. A C compiler builds `greedy.c` against llama.cpp's library.
+`export_model(model, "exported", "llama", tokenizer)`, a target with one width for all heads. A C compiler builds
+`greedy.c` against llama.cpp's library.
 Both sides compute in fp32; quantize the file with llama.cpp's own tools afterwards.
 
 Measured with llama.cpp 0.5.0-dev on the CPU: Llama, Mistral without its window (llama.cpp has none for it), Mixtral,
@@ -45,7 +46,7 @@ def for_converter(checkpoint: Path, folder: Path) -> Path:
         (folder / path.name).symlink_to(path.resolve())
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] == "mimo_v2_flash":
-        sys.exit("llama.cpp has one width for all heads: export the model again, with target='llama'.")
+        sys.exit("Of a model with unequal widths nothing is known here: export the model again, with target='llama'.")
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope" and rope["rope_theta"] == 1.0:
         if rope["short_factor"] != rope["long_factor"]:
