@@ -117,13 +117,8 @@ def inspect(model: Model, as_json: Json = False) -> None:
     from .inspection import FULL, costs_table, inspected, table_of
 
     loaded = load_growable(model)
-    with tqdm(
-        total=getattr(loaded.config, "num_hidden_layers", None),
-        desc="inspecting",
-        unit="layer",
-        leave=False,
-        disable=None,
-    ) as bar:
+    layers = getattr(loaded.config, "num_hidden_layers", None)
+    with tqdm(total=layers, desc="inspecting", unit="layer", leave=False, disable=None) as bar:
         figures = inspected(loaded, bar.update)
     if as_json:
         return _print_json(figures)
