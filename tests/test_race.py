@@ -248,6 +248,20 @@ def test_finetune_by_a_method(method, given, tmp_path):
         assert figures["growths"][0]["step"] == 0 and (output / "report.html").exists()
 
 
+def test_growth_beside_lora_is_resumed_where_it_stopped(given, tmp_path):
+    options = ["--method", "both", "--max_steps", 12, "--save_strategy", "steps", "--save_steps", 6, *OPTIONS]
+    done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options)
+    assert done.exit_code == 0, done.output
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    checkpoint = tmp_path / "out" / "checkpoint-6"
+    done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "again", *options,
+                "--resume_from_checkpoint", checkpoint)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert all(value.equal(resumed.state_dict()[name]) for name, value in whole.state_dict().items())
+    assert json.loads((tmp_path / "again" / "figures.json").read_text())["growths"]
+
+
 def test_compare_shows_lora_too(given, tmp_path):
     options = ["--method", "growth", "--compare", "--max_steps", 8, *OPTIONS]
     done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options)

@@ -34,7 +34,7 @@ from .arguments import budget_of
 from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split, unused
 from .methods import METHODS, Budget, rate_of, started
 from .recipe import Recipe, Training
-from .trainer import GROWN_BASE, GrowthCallback, loss_of, note, twin_of
+from .trainer import GROWN_BASE, GrowthCallback, GrownBase, load_grown_base, loss_of, note, twin_of
 
 
 class MeasuredGrowth(GrowthCallback):
@@ -84,8 +84,6 @@ def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
         check_spends(recipe, f"--method {growth.method}")
     if growth.method == "lora" and growth.compare:
         raise ValueError("--compare shows what growing gives, and --method lora grows nothing. Drop one of them.")
-    if growth.method == "both" and recipe.training.resume_from_checkpoint:
-        raise ValueError("--method both cannot be resumed: its checkpoints hold LoRA alone. Start anew, elsewhere.")
     half_way = growth.grow_steps is None and growth.grow_every is None and growth.grow_at is None
     if growth.compare and growth.max_growths == 0:
         raise ValueError("--compare shows what growing gives, and --max_growths 0 grows nothing. Drop one of them.")
@@ -213,8 +211,13 @@ def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Reci
         )
     grown_base = Path(training.resume_from_checkpoint or "", GROWN_BASE)
     if training.resume_from_checkpoint and grown_base.exists():  # the rest of that checkpoint is adapters
-        untrained = AutoModelForCausalLM.from_pretrained(grown_base)
+        if start:
+            load_grown_base(untrained, grown_base)
+        else:
+            untrained = AutoModelForCausalLM.from_pretrained(grown_base)
     trainer = make_trainer(untrained, tokenizer, data, training, peft_config, callback)
+    if start:
+        trainer.add_callback(GrownBase())
     reports = callback.reports if callback else [report] if report else []
     try:
         seconds = train(trainer) - sum(sum(report.seconds.values()) for report in reports)

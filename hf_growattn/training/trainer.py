@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
 from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
+from ..grow.checks import growable_model
 from ..grow.frozen import train_marked
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, cheapest_dim, check_budget, weights_of
@@ -134,11 +136,8 @@ class GrowthCallback(TrainerCallback):
             control.should_log = due
 
     def on_save(self, args, state, control, **kwargs):
-        """Beside adapters, which are all that Trainer saves of a peft model, save the base model that grew."""
-        model = self._grower.model
-        if state.is_world_process_zero and any(map(is_adapted, model.modules())) and is_grown(model):
-            folder = Path(f"{args.output_dir}/checkpoint-{state.global_step}", GROWN_BASE)
-            model.save_pretrained(folder, state_dict=without_adapters(model.state_dict()))
+        """Save the base model, too, where Trainer saves adapters alone."""
+        save_grown_base(self._grower.model, args, state)
 
     def on_train_end(self, args, state, control, **kwargs):
         """Make sure that the growth somebody waited for did happen."""
@@ -202,6 +201,30 @@ class GrowthCallback(TrainerCallback):
                 "Grower yourself, between two trainings, with batches and a loss= of your own."
             )
         return [dict(batch) for batch in batches]
+
+
+class GrownBase(TrainerCallback):
+    """Saves the base of a peft model that grew before its training, of which Trainer saves the adapters alone."""
+
+    def on_save(self, args, state, control, model=None, **kwargs):
+        """Save it beside them."""
+        save_grown_base(growable_model(model), args, state)
+
+
+def save_grown_base(model: PreTrainedModel, args, state) -> None:
+    """Save a model that grew and carries adapters, without these, into the checkpoint that a Trainer has just saved."""
+    if state.is_world_process_zero and any(map(is_adapted, model.modules())) and is_grown(model):
+        folder = Path(f"{args.output_dir}/checkpoint-{state.global_step}", GROWN_BASE)
+        model.save_pretrained(folder, state_dict=without_adapters(model.state_dict()))
+
+
+@torch.no_grad()
+def load_grown_base(model: nn.Module, folder: Path) -> None:
+    """Give a peft model that grew in the same way the base weights that `save_grown_base` wrote."""
+    trained = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, parameter in growable_model(model).named_parameters():
+        if (plain := name.replace(".base_layer", "")) in trained:  # what is not there are adapters
+            parameter.copy_(trained[plain])
 
 
 def note(trainer: Any, figures: dict[str, float]) -> None:
