@@ -34,7 +34,7 @@ from .arguments import budget_of
 from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split, unused
 from .methods import METHODS, Budget, rate_of, started
 from .recipe import Recipe, Training
-from .trainer import GROWN_BASE, GrowthCallback, GrownBase, load_grown_base, loss_of, note, twin_of
+from .trainer import GROWN_BASE, GrownBase, GrowthCallback, load_grown_base, loss_of, note, twin_of
 
 
 class MeasuredGrowth(GrowthCallback):
