@@ -31,7 +31,7 @@ def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None)
         keys there is no pattern, and the ranks are None. What it costs, as it is and in other forms: see `costs_of`.
 
     Raises:
-        ValueError: the family of the model is unknown, or its attention is quantized.
+        ValueError: the family of the model is unknown.
     """
     config, layers = model.config, []
     growable = config.model_type.startswith(PREFIX)

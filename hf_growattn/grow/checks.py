@@ -102,8 +102,8 @@ def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[Grow
     return [by_layer[layer] for layer in layers]
 
 
-def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[GrowableAttention]:
-    """The attention modules that a config chooses, all of which can grow as it says.
+def layers_to_grow(model: PreTrainedModel, config: GrowthConfig, beside: bool = False) -> list[GrowableAttention]:
+    """The attention modules that a config chooses, all of which can grow as it says; see `trainable_parameters`.
 
     Raises:
         ValueError: there is no such layer, or it cannot grow so; the message names the fix.
@@ -111,7 +111,7 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
     chosen = layers_of(model, config.layers)
     if torch.is_inference_mode_enabled():
         raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
-    trainable_parameters(model, chosen, config.chosen_kinds)
+    trainable_parameters(model, chosen, config.chosen_kinds, beside=beside)
     rewriting = ["update_existing=True"] if config.update_existing else []
     rewriting += ['method="refactor"'] if config.method == "refactor" else []
     for attention in chosen:
@@ -145,14 +145,15 @@ def _check_room(attention: GrowableAttention, config: GrowthConfig) -> None:
 
 
 def trainable_parameters(
-    model: nn.Module, chosen: list[GrowableAttention], kinds: list[Kind], frozen: bool = False
+    model: nn.Module, chosen: list[GrowableAttention], kinds: list[Kind], frozen: bool = False, beside: bool = False
 ) -> dict[str, nn.Parameter]:
     """Return those parameters that growing these kinds resizes and that train, by name.
 
     Frozen ones train their new entries once they have grown. Under peft they stay frozen: where a pattern or a message
     carries an adapter on either side, growth writes its base weights, and training moves the adapter's new entries.
 
-    With `frozen` all of them may be frozen, as for cutting.
+    With `frozen` all of them may be frozen, as for cutting. With `beside` quantized ones are passed over: new dims will
+    stay beside them.
 
     Raises:
         ValueError: a projection cannot be resized, or a parameter cannot be trained. The message names the fix.
@@ -162,7 +163,8 @@ def trainable_parameters(
         names = {parameter: name for name, parameter in attention.named_parameters()}
         for kind in kinds:
             adapted = any(is_adapted(attention.projection_of(role)) for role in kind.roles)
-            for module, part, _ in (entry for role in kind.roles for entry in attention.parameters_along(role)):
+            resized = [role for role in kind.roles if not beside or attention.is_plain(role)]
+            for module, part, _ in (entry for role in resized for entry in attention.parameters_along(role)):
                 parameter = getattr(module, part)
                 name = f"{names[parameter]} of layer {attention.layer_idx}"
                 if parameter.is_meta:

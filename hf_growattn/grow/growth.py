@@ -38,6 +38,7 @@ from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
 from .trial import STEEPNESS_BATCHES, Change, Trial, measure_steepness
 
 _SEARCH_BATCHES = 4  # enough to find a step on; what it gains is then measured on all batches
+_INSTEAD = "Or let new dims stay beside the weights: GrowAttnConfig of peft, and initialize_growattn_weights."
 _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on all batches
 
 
@@ -116,6 +117,8 @@ class Grower:
         accelerator: the `accelerate.Accelerator` of the training, if there is one.
         loss: what to lower, a function of `model` (without DistributedDataParallel) in evaluation mode and a batch of
             any form, which gives a tensor of one number, the batch's mean; by default what the model returns as loss.
+        take_over: gets the new dims of each attention module, if any step lowers the loss, instead of their being
+            written into the weights, which may then be quantized.
 
     Where torch.distributed runs, all ranks grow together, each on batches of its own: statistics and losses are summed
     over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
@@ -127,16 +130,26 @@ class Grower:
             narrow as the config's limits.
     """
 
-    def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, accelerator=None, loss=None):
-        self.optimizers = bare_optimizers(optimizer)
+    def __init__(
+        self,
+        model: nn.Module,
+        config: GrowthConfig,
+        optimizer=None,
+        accelerator=None,
+        loss=None,
+        take_over: Callable[[_Beside], None] | None = None,
+    ):
+        self.take_over, self.optimizers = take_over, bare_optimizers(optimizer)
         refuse_sharded(model, self.optimizers, accelerator)
         self.model, self.wrapped, self.loss = growable_model(model), model, loss
         check_limits(config, attentions(self.model))
         self.config = config
-        for attention in attentions(self.model):
+        for attention in attentions(self.model) if take_over is None else ():
             if config.layers is None or attention.layer_idx in config.layers:
                 for role in (role for kind in config.chosen_kinds for role in kind.roles):
-                    attention.parameters_along(role)  # what can never be resized is refused before any training
+                    attention.parameters_along(
+                        role, _INSTEAD
+                    )  # what can never be resized is refused before any training
         for bare in self.optimizers:
             bare.register_load_state_dict_pre_hook(lambda *_: self.follow_loaded())
 
@@ -150,7 +163,7 @@ class Grower:
         if stale or opened:
             ranks.rebuild_ddp(self.model, self.wrapped)
 
-    def grow(self, batches: Iterable, keep: bool | Callable[[_Beside], None] = True) -> GrowthReport:
+    def grow(self, batches: Iterable, keep: bool = True) -> GrowthReport:
         """Widen along the best directions that hold on unseen batches, by the steps that lower the loss most.
 
         If nothing holds or no step lowers the loss, and also after an exception, model and optimizer are as they were,
@@ -161,7 +174,7 @@ class Grower:
                 their own labels; with `loss=`, what that takes. They are read once, and kept for the passes over them.
                 Each half of them judges what the other found, so there must be two sequences at least, or two batches
                 with `loss=`; a few dozen batches are better.
-            keep: False takes all of it back, as `measure`; a function gets the new dims instead, as by `hand_over`.
+            keep: False takes all of it back, as `measure`.
 
         Returns:
             What was measured and done; prints as a table. A model that grew no longer names the checkpoint that it
@@ -188,18 +201,6 @@ class Grower:
         """
         return self.grow(batches, keep=False)
 
-    def hand_over(self, batches: Iterable, take_over: Callable[[_Beside], None]) -> GrowthReport:
-        """Find what `grow` would find, and hand it to a function instead of writing it into the model.
-
-        Args:
-            batches: as for `grow`.
-            take_over: gets the new dims of each attention module, if any step lowers the loss.
-
-        Returns:
-            The report that `grow` would return; errors are those of `grow`.
-        """
-        return self.grow(batches, keep=take_over)
-
     def check(self, batches: Iterable) -> float:
         """Check what `grow` checks before it begins, with the same errors, and return the mean loss of the batches."""
         with self._run(batches) as run, self._undisturbed():
@@ -210,8 +211,9 @@ class Grower:
         """Check all that can be checked before anything is measured, and read the batches."""
         kinds = self.config.chosen_kinds
         with ranks.together():
-            chosen = layers_to_grow(self.model, self.config)
-            check_optimizers(self.optimizers, trainable_parameters(self.model, chosen, kinds))
+            beside = self.take_over is not None
+            chosen = layers_to_grow(self.model, self.config, beside)
+            check_optimizers(self.optimizers, trainable_parameters(self.model, chosen, kinds, beside=beside))
             read = as_dicts(batches, self.model) if self.loss is None else [*batches]
             halves = halves_of(read, whole=self.loss is not None)
         if not all(ranks.total(*map(len, halves))):
@@ -249,7 +251,12 @@ class Grower:
     def _measure(self, run: _Run) -> _Measured:
         """Measure the mean loss, and every block's best directions; nothing has changed then."""
         config = self.config
-        trains = [old_dims_train(layer, kind.roles) for layer in run.chosen for kind in config.chosen_kinds]
+        told = config.old_dims_train
+        trains = [
+            old_dims_train(layer, kind.roles) if told is None else told
+            for layer in run.chosen
+            for kind in config.chosen_kinds
+        ]
         with self._undisturbed():
             with run.timed("moments"):
                 # In the order they were given in: what is wrong with a batch is said here, by its number.
@@ -260,7 +267,7 @@ class Grower:
                 loss_of = dict(zip(map(id, given), losses))
                 few = sum(mean_of([loss_of[id(batch)] for batch in half]) for half in run.few) / 2
             for block, known in zip(blocks, trains):
-                block.old_dims_train = known if config.old_dims_train is None else config.old_dims_train
+                block.old_dims_train = known
             with run.timed("probe"):
                 gradients = self.directions(blocks, run.halves, run.there_and_back)
                 existing: list[ExistingStep | None] = [None] * len(blocks)
@@ -292,11 +299,12 @@ class Grower:
         tried = (measured.search or search).tried
         return _Found(changes, trial, steps, loss, tried)
 
-    def _keep(self, run: _Run, measured: _Measured, found: _Found, keep: bool | Callable) -> GrowthReport:
-        """Write what lowers the loss into the weights, or do what the caller asks for, and report it."""
+    def _keep(self, run: _Run, measured: _Measured, found: _Found, keep: bool) -> GrowthReport:
+        """Write what lowers the loss into the weights, or hand it over, and report it."""
         trial, applied = found.trial, any(found.steps)
         with self._undone_on_failure(trial):
             taken, cache = dict(zip(map(id, trial.changes), found.steps)), cache_bytes(self.model)
+            added = trial.added_to_cache() * next(self.model.parameters()).element_size()
             report = GrowthReport(
                 loss_before=measured.loss,
                 loss_after=found.loss,
@@ -304,16 +312,16 @@ class Grower:
                 added_parameters=trial.added_parameters() if applied else 0,
                 line_search=found.tried,
                 seconds=run.seconds,
-                kept=keep is not False,
-                cache_bytes=(cache, cache + (trial.added_cache_bytes() if applied else 0)),
+                kept=keep,
+                cache_bytes=(cache, cache + (added if applied else 0)),
             )
-            if applied and keep is True:
+            if applied and keep and self.take_over is None:
                 self._write(run, trial)
                 return report
-            if applied and callable(keep):
+            if applied and keep and self.take_over is not None:
                 for new in trial.beside.values():
                     ranks.follow_first_rank(*new.tensors())
-                keep(trial.beside)
+                self.take_over(trial.beside)
             trial.undo()
         return report
 

@@ -56,9 +56,10 @@ class _Write:
         block, gradient = change.gradient.block, change.gradient
         self.change, self.block = change, block
         self.moves_old_dims = change.refactor or change.existing is not None
-        self.old = block.old_factors()
+        stacked, shared = block.old_factors()
+        self.size = shared.square().mean().sqrt()
         if self.moves_old_dims:  # the live ones may be written over
-            self.old = tuple(side.clone() for side in self.old)
+            self.old = stacked.clone(), shared.clone()
         if change.refactor:
             self.whitened = block.whitened_factors()
         every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
@@ -85,8 +86,8 @@ class _Write:
         side of a pair that is not taken is zero.
         """
         stacked, shared, taken = self.new[source]
-        size, sizes = self.old[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()
-        least = torch.where(sizes > 0, size / sizes, 0.0).clamp_min(torch.finfo(sizes.dtype).tiny)
+        sizes = shared.square().mean(-2).sqrt()
+        least = torch.where(sizes > 0, self.size / sizes, 0.0).clamp_min(torch.finfo(sizes.dtype).tiny)
         scale = torch.maximum(least, taken * step**0.5)
         return stacked * self._per_head(taken * step / scale), shared * scale.unsqueeze(-2)
 
@@ -94,8 +95,13 @@ class _Write:
         """(G, p) to (H, 1, p)."""
         return of_groups.repeat_interleave(self.block.heads // len(of_groups), 0).unsqueeze(-2)
 
-    def at(self, step: float, source: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Old and new columns of the stacked (H, a, k or p) and the shared side (G, b, k or p) for a step `gamma`."""
+    def at(self, step: float, source: int) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]]:
+        """Old and new columns of the stacked (H, a, k or p) and the shared side (G, b, k or p) for a step `gamma`.
+
+        There are no old ones where those stay.
+        """
+        if not self.moves_old_dims:
+            return None, self._split(step, source)
         if self.change.refactor:
             width = self.old[0].shape[-1]
             stacked, shared = self._refactored(step, *self.directions[source])
@@ -121,13 +127,13 @@ class _Write:
 
     def take(self, step: float, source: int, beside: NewDims) -> None:
         """Put the new dims beside the weights; write those of old dims only where they move."""
-        old, new = self.at(step, source)
+        (old, new), attention = self.at(step, source), self.block.attention
         for role, factors in zip(self.block.kind.roles, new):
-            live = self.block.attention.weight_of(role)
-            weight, bias = F.split_bias(factors, live.shape[-1])
-            beside.weights[role] = weight.to(live.dtype).contiguous()
-            beside.biases[role] = None if bias is None else bias.to(live.dtype).contiguous()
-        if self.moves_old_dims:
+            dtype = attention.empty_like(role).dtype
+            weight, bias = F.split_bias(factors, attention.config.hidden_size)
+            beside.weights[role] = weight.to(dtype).contiguous()
+            beside.biases[role] = None if bias is None else bias.to(dtype).contiguous()
+        if old is not None:
             self._write(old)
 
     def _write(self, old: tuple[Tensor, Tensor]) -> None:
@@ -210,22 +216,22 @@ class Trial:
         blocks = ((change.gradient.block, change.dims) for change in self.changes)
         return sum(dims * parameters_of_a_dim(block.attention, block.kind) for block, dims in blocks)
 
-    def added_cache_bytes(self) -> int:
-        """By how much keeping widens the keys and values of a token, in bytes."""
-        sizes = ((change, change.gradient.block) for change in self.changes)
-        return sum(
-            change.dims * block.groups * block.attention.weight_of(block.kind.shared).element_size()
-            for change, block in sizes
-        )
+    def added_to_cache(self) -> int:
+        """By how many numbers keeping widens the keys and values of a token."""
+        return sum(change.dims * change.gradient.block.groups for change in self.changes)
 
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
-    """Weights that one more dim of every head adds, its adapters among them."""
+    """Weights that one more dim of every head adds, its adapters among them; beside a quantized weight it has none."""
     count = 0
     for role in kind.roles:
-        for module, name, axis in attention.parameters_along(role):
+        features = 0
+        if not attention.is_plain(role):
+            features = attention.config.hidden_size + (attention.bias_of(role) is not None)
+        for module, name, axis in attention.parameters_along(role) if not features else ():
             parameter = getattr(module, name)
-            count += attention.heads_of(role) * (parameter.numel() // parameter.shape[axis])
+            features += parameter.numel() // parameter.shape[axis]
+        count += attention.heads_of(role) * features
     return count
 
 

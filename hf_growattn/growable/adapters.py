@@ -57,6 +57,26 @@ def obscured(module: nn.Module) -> str | None:
     return quantization(inside)
 
 
+@torch.no_grad()
+def computed_weight(module: Any, inputs: int) -> torch.Tensor:
+    """The weight (outputs, inputs) in fp32 that a quantized projection computes with: its answer to a unit matrix.
+
+    Raises:
+        ValueError: it gives no such answer, so it is no linear layer.
+    """
+    inside = plain(module)
+    numbers = [t for t in (getattr(inside, "weight", None), *inside.parameters(), *inside.buffers()) if t is not None]
+    kinds = (number.dtype for number in numbers if number.is_floating_point())
+    # bitsandbytes may store its packed bytes in any type, and answers in that of its inputs.
+    packed = type(inside).__module__.startswith("bitsandbytes.")
+    dtype = torch.float32 if packed else next(kinds, torch.float32)
+    with torch.autocast(numbers[0].device.type, enabled=False):
+        answer = inside(torch.eye(inputs, dtype=dtype, device=numbers[0].device))
+    if answer.dim() != 2 or len(answer) != inputs:
+        raise ValueError(f"A {type(inside).__name__} is no linear layer, so it has no weight to be read. {_MERGE}.")
+    return (answer.float() if inside.bias is None else answer.float() - inside.bias.float()).T
+
+
 def hindrance(module: Any) -> str | None:
     """What keeps a projection from being resized, and the fix; None for a plain one, bare or under plain LoRA."""
     if obscured(module) or not is_adapted(module):

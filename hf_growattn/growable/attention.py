@@ -3,6 +3,7 @@
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..model.attention import ROLES, GrownAttention, weight_axis
-from .adapters import added_by_adapters, hindrance, note_all_sizes, obscured, parameters_along, plain
+from .adapters import (
+    added_by_adapters,
+    computed_weight,
+    hindrance,
+    note_all_sizes,
+    obscured,
+    parameters_along,
+    plain,
+)
 
 
 @dataclass
@@ -153,19 +162,21 @@ class GrowableAttention(GrownAttention):
         """Whether old dims are normalised, so that their logits are no bilinear form of the input."""
         return self._norm(self.architecture.query_norm) is not None
 
-    def check_plain(self, role: str) -> None:
-        """Raise a ValueError that names the fix if a role's weight does not hold the numbers that it computes with."""
-        problem = obscured(self.projection_of(role))
-        if problem is not None:
-            raise ValueError(f"{self.name_of(role)} is {problem}")
+    def is_plain(self, role: str) -> bool:
+        """Whether a role's weight holds the numbers that it computes with: a quantized one does not."""
+        return obscured(self.projection_of(role)) is None
+
+    def empty_like(self, role: str) -> Tensor:
+        """An empty tensor in the precision and on the device of a role's new dims: fp32 beside a quantized weight."""
+        inside = plain(self.projection_of(role))
+        like = next(chain(inside.parameters(), inside.buffers()))  # quantized, it need not be the weight
+        return torch.empty(0, dtype=like.dtype if self.is_plain(role) else torch.float32, device=like.device)
 
     def weight_of(self, role: str) -> Tensor:
         """A view on a role's live weight, (heads, width, hidden_size); for "output" that is `W_O` itself per head.
 
-        Raises:
-            ValueError: as `check_plain`.
+        Of a quantized one it is a copy in fp32, of the numbers that it computes with.
         """
-        self.check_plain(role)
         return self._read(role, "weight", Tensor.detach)
 
     def weight_gradient(self, role: str) -> Tensor:
@@ -193,12 +204,22 @@ class GrowableAttention(GrownAttention):
         return self._read(role, name, lambda own: own.detach().to(dtype) + sum(added))
 
     def _read(self, role: str, name: str, read: Callable[[Any], Any]) -> Any:
-        parameter = getattr(plain(self.projection_of(role)), name)
+        parameter = getattr(plain(self.projection_of(role)), name, None)
+        if name == "weight" and not self.is_plain(role):
+            output = role == "output"
+            inputs = self.heads_of(role) * self.width_of(role) if output else self.config.hidden_size
+            parameter = computed_weight(self.projection_of(role), inputs)
         tensor = None if parameter is None else read(parameter)
         return None if tensor is None or (role, name) == ("output", "bias") else self.view_of(role, tensor)
 
     def write(self, role: str, start: int, weight: Tensor, bias: Tensor | None) -> None:
-        """Write weights (heads, n, hidden_size) and biases (heads, n) into a role's dims from `start` on."""
+        """Write weights (heads, n, hidden_size) and biases (heads, n) into a role's dims from `start` on.
+
+        Raises:
+            ValueError: the weight is quantized; the message names the fix.
+        """
+        if problem := obscured(self.projection_of(role)):
+            raise ValueError(f"{self.name_of(role)} is {problem}")
         for live, new in ((self.weight_of(role), weight), (self.bias_of(role), bias)):
             if live is not None and new is not None:
                 live[:, start : start + new.shape[1]] = new
@@ -297,15 +318,18 @@ class GrowableAttention(GrownAttention):
         qk_head_dim, more = divmod(sizes["query"], heads)
         return own_widths if rest or more or min(qk_head_dim, v_head_dim) < self.head_dim else (qk_head_dim, v_head_dim)
 
-    def parameters_along(self, role: str) -> list[tuple[nn.Module, str, int]]:
+    def parameters_along(self, role: str, if_quantized: str = "") -> list[tuple[nn.Module, str, int]]:
         """The parameters that lie along a role's heads, the projection's and its adapters': module, name and axis.
+
+        `if_quantized` is one more sentence for the error of a quantized projection: what else the caller can do.
 
         Raises:
             ValueError: the projection is neither a plain one nor one under plain LoRA; the message names the fix.
         """
         problem = hindrance(self.projection_of(role))
         if problem is not None:
-            raise ValueError(f"{self.name_of(role)} is {problem}")
+            more = "" if self.is_plain(role) else f" {if_quantized}"
+            raise ValueError(f"{self.name_of(role)} is {problem}{more}".rstrip())
         return parameters_along(self.projection_of(role), outputs=role != "output")
 
     def name_of(self, role: str) -> str:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain, product
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -20,8 +20,7 @@ from transformers.utils.versions import require_version
 
 from ..grow.checks import layers_of
 from ..grow.growth import Grower
-from ..grow.plan import GrowthConfig, check_affordable, weights_of
-from ..growable.adapters import obscured, plain
+from ..grow.plan import GrowthConfig, check_affordable, parameters_of_a_dim, weights_of
 from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin, attentions
 from ..growable.patching import patch_model, unpatch_model
@@ -135,15 +134,12 @@ class GrowAttnLayer(Extension, BaseTunerLayer):
         attention = self.get_base_layer()
         features = attention.config.hidden_size
         for role in filter(dims.get, dims):
-            projection, rows = plain(attention.projection_of(role)), attention.heads_of(role) * dims[role]
-            like = next(chain(projection.parameters(), projection.buffers()))  # quantized, it need not be the weight
-            dtype = like.dtype if obscured(projection) is None else torch.float32
-            weight = torch.zeros(rows, features, dtype=dtype, device=like.device)
+            weight = attention.empty_like(role).new_zeros(attention.heads_of(role) * dims[role], features)
             if role not in _ZERO_AT_FIRST:
                 nn.init.normal_(weight, std=features**-0.5)
             self._weights(role)[adapter_name] = nn.Parameter(weight)
-            if has_bias(attention, role):
-                self._weights(role, "_bias")[adapter_name] = nn.Parameter(weight.new_zeros(rows))
+            if attention.bias_of(role) is not None:
+                self._weights(role, "_bias")[adapter_name] = nn.Parameter(weight.new_zeros(len(weight)))
 
     def added(self, role: str, hidden_states: Tensor) -> Tensor | None:
         """The new dims of all adapters in use, one after the other."""
@@ -231,11 +227,6 @@ def adapter_layers(model: nn.Module) -> list[GrowAttnLayer]:
     return [attention.extension for attention in attentions(model) if attention.extension is not None]
 
 
-def has_bias(attention: GrowableAttention, role: str) -> bool:
-    """Whether new dims of a role have biases."""
-    return role != "output" and plain(attention.projection_of(role)).bias is not None
-
-
 class GrowAttnModel(BaseTuner):
     """peft's side of the method: it patches a stock model and gives each chosen layer its `GrowAttnLayer`."""
 
@@ -258,7 +249,8 @@ class GrowAttnModel(BaseTuner):
         try:
             chosen = layers_of(model, peft_config.layers)
             if peft_config.budget is not None and not peft_config.spent:
-                base = sum(p.numel() for name, p in model.named_parameters() if PREFIX not in name)
+                adapters = sum(p.numel() for name, p in model.named_parameters() if PREFIX in name)
+                base = model.num_parameters() - adapters  # which knows how many weights are packed in a byte
                 peft_config.hold(_evenly(chosen, peft_config.budget, base))
         except ValueError:
             if was_stock:
@@ -324,9 +316,11 @@ class GrowAttnModel(BaseTuner):
     def _check_merge_allowed(self) -> None:
         """Raise a ValueError before any layer is merged, if the weights of one cannot be widened."""
         super()._check_merge_allowed()
+        dense = self.model.config._name_or_path or "the model"
+        elsewhere = f"Put the adapter on that ({dense}) by PeftModel.from_pretrained, and merge there."
         for layer, role in product(adapter_layers(self.model), DIMS):
             if getattr(layer, PREFIX + role):
-                layer.get_base_layer().parameters_along(role)
+                layer.get_base_layer().parameters_along(role, elsewhere)
 
     def unload(self) -> nn.Module:
         """Return the base model as it was before: a stock one, if it was that."""
@@ -343,11 +337,9 @@ def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> 
     Raises:
         ValueError: it buys none.
     """
-    costs: Counter[tuple[str, int]] = Counter()
+    kinds = product(KINDS.values(), layers)
+    costs = {(kind.width, layer.layer_idx): parameters_of_a_dim(layer, kind) for kind, layer in kinds}
     dims: dict[str, Counter[int]] = {width: Counter() for width in DIMS.values()}
-    for (role, width), attention in product(DIMS.items(), layers):
-        features = attention.config.hidden_size + has_bias(attention, role)
-        costs[width, attention.layer_idx] += attention.heads_of(role) * features
     left, cheapest = weights_of(budget, base), min(costs.values())
     check_affordable(left, cheapest, base)
     while left >= cheapest:
@@ -363,9 +355,10 @@ def initialize_growattn_weights(
 ) -> GrowthReport:
     """Start an adapter at the new dims that `Grower` finds for the base on these batches, step and all.
 
-    They are searched beside the base, which stays as it is, and copied into the adapter. Other adapters do not count
-    in. A `budget` is spent here, where it gains most: the adapter gets new parameters, in other layers, so make the
-    optimizer afterwards. If no step lowers the loss (`report.applied` says so), the adapter stays as it was.
+    They are searched beside the base, which stays as it is and may be quantized, and copied into the adapter. Other
+    adapters do not count in. A `budget` is spent here, where it gains most: the adapter gets new parameters, in other
+    layers, so make the optimizer afterwards. If no step lowers the loss (`report.applied` says so), the adapter stays
+    as it was.
 
     Args:
         peft_model: from `get_peft_model` with a `GrowAttnConfig`.
@@ -393,7 +386,7 @@ def initialize_growattn_weights(
         for attention in attentions(tuner.model):  # growth sees the base alone
             end.callback(set_extension, attention, attention.extension)
             set_extension(attention, None)
-        report = Grower(tuner.model, config.growth, loss=loss).hand_over(batches, found.update)
+        report = Grower(tuner.model, config.growth, loss=loss, take_over=found.update).grow(batches)
     if found:
         tuner.take_over(adapter_name, found)
     return report

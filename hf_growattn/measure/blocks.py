@@ -94,8 +94,8 @@ def measure_moments(
     """
     sums, outputs = {}, {}
     for attention in attentions:  # a rank without batches brings zeros
-        weight = attention.weight_of("query")
-        sums[attention] = weight.new_zeros([weight.shape[-1] + 1] * 2, dtype=_statistics_dtype(weight))
+        like = attention.empty_like("query")
+        sums[attention] = like.new_zeros([attention.config.hidden_size + 1] * 2, dtype=_statistics_dtype(like))
         outputs[attention] = sums[attention].new_zeros(())
     mask: Tensor | None = None
 

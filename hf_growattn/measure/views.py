@@ -4,11 +4,11 @@ The pattern of a head is `W^P = W_Q W_K^T`, its message `W^M = W_V W_O`, and att
 `sum_h softmax(s P_h X^T) M_h` with `P_h = X W^P_h`, `M_h = X W^M_h`. Both matrices are `d x d` of rank at most the
 head's width, so they are kept as their two factors and never formed.
 Symbols: `X` (tokens, d) the attention's input, `X' = [X | 1]` where projections have a bias, `s` the softmax scale.
-Only the projections' own weights are seen: an adapter around one counts once it is merged.
+Only the projections' own weights are seen: an adapter around one counts once it is merged. Quantized ones are seen as
+the numbers that they compute with.
 """
 
 import copy
-from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from ..growable.attention import GrowableAttention
 from ..growable.models import attentions
 from ..growable.patching import architecture_of
 from ..model.architectures import Architecture
-from ..model.attention import ROLES
 from ..model.modeling import stock_attentions
 from . import functional as F
 
@@ -268,8 +267,8 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
         model: a transformers model of a known family, stock, patched or grown, whole.
 
     Raises:
-        ValueError: its `config.model_type` is unknown (the message lists the known ones), its attention is quantized,
-            or it lacks the rotary embedding of its family, as a part of a model does.
+        ValueError: its `config.model_type` is unknown (the message lists the known ones), or it lacks the rotary
+            embedding of its family, as a part of a model does.
     """
     modules: list[Any] = attentions(model)
     row = modules[0].architecture if modules else architecture_of(model.config.model_type)
@@ -278,6 +277,4 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
     if row.rotate is not None and rotary is None:
         raise ValueError(f"{type(model).__name__} has no rotary_emb; pass the whole model, not a part of it.")
     views = sorted((AttentionView(module, row, rotary) for module in modules), key=lambda view: view.layer_idx)
-    for view, role in product(views, ROLES):
-        view._attention.check_plain(role)
     return views
