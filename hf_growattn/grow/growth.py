@@ -1,7 +1,6 @@
 """Measure, widen, try, and keep or roll back: `Grower`."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -29,13 +28,13 @@ from ..measure.passes import mean_loss, mean_of
 from ..report.report import GrowthReport, LayerGrowth
 from .batches import as_dicts, halves_of
 from .checks import growable_model, layers_to_grow, refuse_sharded, trainable_parameters
-from .frozen import old_dims_train, train_grown, train_marked
+from .frozen import old_dims_train, train_marked
+from .keeping import write
 from .loss import all_undisturbed, lowering
-from .optimizer import admit, bare_optimizers, check_optimizers, follow_gradients, follow_resized, swap_parameters
+from .optimizer import admit, bare_optimizers, check_optimizers, follow_resized
 from .plan import GrowthConfig, candidates, check_limits, dims_worth_a_look, spend
-from .provenance import leave_checkpoint
 from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
-from .trial import STEEPNESS_BATCHES, Change, Trial, measure_steepness
+from .trial import STEEPNESS_BATCHES, Change, Trial
 
 _SEARCH_BATCHES = 4  # enough to find a step on; what it gains is then measured on all batches
 _INSTEAD = "Or let new dims stay beside the weights: GrowAttnConfig of peft, and initialize_growattn_weights."
@@ -316,7 +315,7 @@ class Grower:
                 cache_bytes=(cache, cache + (added if applied else 0)),
             )
             if applied and keep and self.take_over is None:
-                self._write(run, trial)
+                write(trial, self.model, self.wrapped, self.optimizers, run.batches, run.there_and_back)
                 return report
             if applied and keep and self.take_over is not None:
                 for new in trial.beside.values():
@@ -333,19 +332,6 @@ class Grower:
             trial.undo()
             self.model.sync_config()
             raise
-
-    def _write(self, run: _Run, trial: Trial) -> None:
-        """Write the new dims into the weights, and let the optimizers and everything else follow."""
-        resizes = trial.keep()
-        followed = follow_gradients(self.optimizers)
-        steep = [resize for resize in resizes if resize.old in followed]
-        with self._undisturbed():
-            measure_steepness(self.model, steep, run.batches, run.there_and_back)
-        self.model.sync_config()
-        swap_parameters(self.optimizers, resizes)
-        admit(self.optimizers, self.model, train_grown(self.model, resizes))
-        settle(self.model, self.wrapped, list(trial.beside))
-        leave_checkpoint(self.model)
 
     def steps(
         self, search: StepSearch, batches: list, loss_before: float, tick: Callable[[], None]
@@ -369,16 +355,6 @@ class Grower:
         if config.budget is not None:
             dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
         return sketched_gradients(self.model, blocks, halves, dims, config.oversampling, config.seed, tick)
-
-
-def settle(model: nn.Module, wrapped: nn.Module, resized: list[GrowableAttention]) -> None:
-    """Tell everything outside a model that holds on to the former parameters of these modules."""
-    parameters = {id(p): p for attention in resized for p in attention.parameters()}
-    ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values()))
-    ranks.rebuild_ddp(model, wrapped)
-    torch.clear_autocast_cache()  # the caller's region may hold casts of weights that have moved
-    if "torch._dynamo" in sys.modules:  # compiled code goes by the old shapes; its count of recompiles starts anew
-        torch._dynamo.reset()
 
 
 def _as_first_rank(change: Change) -> Change:

@@ -20,7 +20,7 @@ from ..model.attention import ROLES
 from ..report.report import LayerTrim, TrimReport
 from .batches import as_dicts
 from .checks import check_rewritable, growable_model, refuse_sharded, trainable_parameters
-from .growth import settle
+from .keeping import settle
 from .loss import all_undisturbed, lowering
 from .optimizer import bare_optimizers, check_optimizers, swap_parameters
 from .plan import parameters_of_a_dim
