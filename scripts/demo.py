@@ -5,12 +5,11 @@ documentation. Half-way the model grows; the same training without growth is sho
 """
 
 import argparse
-from pydoc_data import topics
 
 import torch
 from datasets import Dataset
-from tokenizers import ByteLevelBPETokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from texts import english, train_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import logging as transformers_logging
 
 DATASET = "the English that every CPython carries, its own documentation (pydoc_data.topics)"
@@ -19,20 +18,6 @@ OPTIONS = """
 --learning_rate 3e-3 --lr_scheduler_type cosine --warmup_steps 0.05 --weight_decay 0.01 --no_gradient_checkpointing
 --eval_steps 0.0833 --logging_steps 0.05 --save_strategy no --budget 8% --compare
 """
-
-
-def english() -> list[str]:
-    """The articles of the documentation that every CPython carries."""
-    return [topics.topics[name] for name in sorted(topics.topics)]
-
-
-def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of the given size."""
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
-    )
 
 
 def main() -> None:

@@ -6,5 +6,10 @@ if [ "${1:-}" = "--lowest" ]; then
 fi
 source "$(dirname "$0")/setup.sh" test
 ruff check . && ruff format --check .
-[ -n "${CONSTRAINTS:-}" ] || basedpyright  # types are those of the newest versions
+if [ -z "${CONSTRAINTS:-}" ]; then
+    basedpyright  # types are those of the newest versions
+    packages=$(mktemp -d)
+    python scripts/packages.py --output "$packages"
+    rm -r "$packages"
+fi
 exec python -m pytest -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"

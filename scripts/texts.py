@@ -1,9 +1,12 @@
-"""Plain text as rows of tokens, for scripts that train by a loop of their own."""
+"""Texts, a tokenizer of them, and rows of tokens, for scripts that train by a loop of their own."""
 
 from collections.abc import Iterable
 from pathlib import Path
+from pydoc_data import topics
 
 import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
 
 
 def load_texts(data: str) -> list[str]:
@@ -25,3 +28,17 @@ def blocks_of(texts: Iterable[str], tokenizer, block_size: int) -> torch.Tensor:
         ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + separator
     count = len(ids) // block_size
     return torch.tensor(ids[: count * block_size]).view(count, block_size)
+
+
+def english() -> list[str]:
+    """The articles of the documentation that every CPython carries."""
+    return [topics.topics[name] for name in sorted(topics.topics)]
+
+
+def train_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of the given size."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=size, special_tokens=["<|endoftext|>"], show_progress=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+    )

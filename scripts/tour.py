@@ -3,7 +3,8 @@
     pip install ".[finetune,peft]"
     python scripts/tour.py
 
-Or cell by cell, in an editor that knows `# %%` (VS Code, PyCharm, Spyder, or Jupyter with Jupytext).
+Or cell by cell: as `scripts/tour.ipynb`, which `python scripts/notebook.py` makes of this file, in Jupyter or Colab; or
+here, in an editor that knows `# %%` (VS Code, PyCharm, Spyder).
 """
 
 # %% [markdown]
@@ -24,9 +25,8 @@ from urllib.parse import urlsplit
 
 import torch
 from accelerate import Accelerator
-from demo import english, train_tokenizer
 from peft import PeftModel, get_peft_model
-from texts import blocks_of
+from texts import blocks_of, english, train_tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, PrinterCallback, Trainer, TrainingArguments
 from transformers import logging as transformers_logging
@@ -165,8 +165,8 @@ for layer in measured.layers:
 before = held_out_loss(model)
 grower = Grower(model, GrowthConfig(budget=0.05), optimizer=optimizer, accelerator=accelerator)
 report, grown_at = grower.grow(growth_batches), len(losses)
-print(report)
 print(f"On held-out rows, before any further training: {before:.4f} -> {held_out_loss(model):.4f}.")
+print(report)
 
 # %% [markdown]
 # ## Train on

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_growattn import model_card, patch_model
 from hf_growattn.cli.commands import app
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.models import attentions, cache_bytes
 from hf_growattn.interop.checkpoints import card_of
 from hf_growattn.interop.figures import source_of
 
@@ -21,6 +21,7 @@ FIGURES = {
     "dataset": "some words",
     "with_growth": {"held_out": [[0, 3.0], [8, 2.0]]},
     "without_growth": {"held_out": [[0, 3.0], [8, 2.1]]},
+    "compared": [{"name": "LoRA", "loss": 2.1, "lead": 0.1, "error": 0.02, "cache_bytes": 256}],
     "growths": [GROWTH],
     "before": {"parameters": 1000},
 }
@@ -54,14 +55,25 @@ def edited(*path, value):
 
 def test_what_a_growth_leaves_is_shown(checkpoint):
     text = card(checkpoint, FIGURES)
-    assert "| 1 | patterns | 20 | 0.50 | 0.1000 | 1 |" in text and "| before growth, step 4 | 2.5000 | 12.18 |" in text
-    assert "ended at a loss of 2.1000" in text and "1,000 before growth" in text and "`some words`" in text
+    assert "| 1 | patterns | 20 | 0.50 | 0.1000 |\n" in text and "| before growth, step 4 | 2.5000 | 12.18 |" in text
+    assert (
+        "| LoRA | 2.1000 | +0.1000 ± 0.0200 | 256 |" in text and f"{cache_bytes(checkpoint[0])} bytes a token" in text
+    )
+    assert "1,000 before growth" in text and "`some words`" in text
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        *(("base_model",), ("dataset",), ("with_growth",), ("without_growth",), ("growths",), ("before",)),
+        *(
+            ("base_model",),
+            ("dataset",),
+            ("with_growth",),
+            ("without_growth",),
+            ("compared",),
+            ("growths",),
+            ("before",),
+        ),
         *((name, "held_out") for name in ("with_growth", "without_growth")),
         *(("growths", 0, name) for name in ("step", "held_out")),
         ("before", "parameters"),
@@ -100,6 +112,11 @@ def test_what_may_be_absent(checkpoint, path, value):
             )
             for name in ("layer", "width", "starvation", "gain", "step_size")
         ),
+        *(
+            (rf"compared\[0\].{name}", ("compared", 0, name), ["|", None, ...])
+            for name in ("loss", "lead", "error", "cache_bytes")
+        ),
+        (r"compared\[0\].name", ("compared", 0, "name"), [3, None, ...]),
         (r"with_growth.held_out\[1\]", ("with_growth", "held_out", 1), [3, [8], [8, None], [8, float("inf")]]),
         (r"without_growth.held_out\[0\]", ("without_growth", "held_out", 0), ["", [8], [8, "low"]]),
     ],

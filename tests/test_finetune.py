@@ -72,7 +72,14 @@ def test_with_and_without_growth(compared):
     assert f"{growth['held_out'][0]:.4f}" in out and "16 16 -> 20 20" in out and "without growth" in out
     assert "Reloaded in a fresh process: largest difference of the logits 0.00e+00" in out
     assert (output / "growth.png").read_bytes().startswith(b"\x89PNG") and not (output / "sample.pt").exists()
-    assert "grew at step 12<" in (output / "report.html").read_text()
+    assert "Grown at step 12." in (page := (output / "report.html").read_text())
+    assert [each["name"] for each in figures["compared"]] == ["LoRA on all linear layers", "training without growth"]
+    for each in figures["compared"]:
+        assert f"{each['lead']:+.4f} ± {each['error']:.4f}" in out and f"{each['loss']:.4f}" in page
+        assert each["cache_bytes"] == figures["before"]["cache_bytes"] < figures["after"]["cache_bytes"]
+        name = {"LoRA on all linear layers": "lora"}.get(each["name"], "without_growth")
+        assert each["loss"] == pytest.approx(figures[name]["held_out"][-1][1], rel=0.01)  # a mean over other batches
+    assert "Advice" in out and "Advice" in page
     assert (output / "tokenizer.json").exists() and (output / "checkpoint-24").exists()
 
 
@@ -105,7 +112,7 @@ def test_two_processes_with_trainers_own_options(given, tmp_path):
     added = figures["after"]["parameters"] - figures["before"]["parameters"]
     assert 0 < added <= 0.03 * figures["before"]["parameters"]
     assert "largest difference of the logits 0.00e+00" in out  # fp32 weights, outside autocast
-    assert out.count("Reloaded in a fresh process") == 1 and out.count("validated gain") == 2
+    assert out.count("Reloaded in a fresh process") == 1 and " ".join(out.split()).count("of that should hold") == 2
     assert figures["with_growth"]["held_out"][-1][1] < figures["with_growth"]["held_out"][0][1]
 
 
@@ -119,7 +126,7 @@ def test_two_processes_without_an_accelerator_train_as_one(given, main, monkeypa
     """Without being told to use CPUs: two processes with 4 rows each are one with 8, in one folder."""
     options = [*given, *"--v_dims 4 --max_steps 6 --save_strategy no --per_device_eval_batch_size 1".split()]
     two, out = finetune(options, tmp_path / "two", "--per_device_train_batch_size", "4", launcher=ACCELERATE)
-    assert out.count("Reloaded in a fresh process") == out.count("validated gain") == 1
+    assert out.count("Reloaded in a fresh process") == " ".join(out.split()).count("of that should hold") == 1
     monkeypatch.setattr(finetuning, "reloaded_difference", lambda *_: 0.0)
     one = main(*options, "--per_device_train_batch_size", "8", "--output_dir", tmp_path / "one")
     for losses in ("training", "held_out"):

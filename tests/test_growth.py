@@ -155,7 +155,11 @@ def test_report_holds_and_prints_what_happened():
     assert report.loss_after < report.loss_before and report.cache_bytes[1] == cache_bytes(model)
     assert set(report.seconds) == {"moments", "probe", "solving", "line search"}
     text = str(report)
-    assert "16 -> 20" in text and f"{report.loss_after:.4f}" in text and "parameters added" in text
+    assert (
+        "16 -> 20" in text
+        and f"{report.loss_after:.4f}" in text
+        and f"{report.added_parameters:,} weights added" in text
+    )
     batches = lm_batches()
     with undisturbed(model):
         assert mean_loss(model, batches) == pytest.approx(report.loss_after, rel=1e-5)
@@ -275,7 +279,7 @@ def test_measure_says_what_grow_would_do_and_leaves_everything_as_it_was(variant
     before = fingerprint(model, optimizer)
     measured = grower.measure(lm_batches())
     assert same(fingerprint(model, optimizer), before)
-    assert measured.found and not measured.applied and "Nothing was changed" in measured.outcome()
+    assert measured.found and not measured.applied and "Nothing was changed" in str(measured)
     grown = grower.grow(lm_batches())
     assert grown.applied and grown.added_parameters == measured.added_parameters > 0
     assert (grown.loss_before, grown.loss_after) == (measured.loss_before, measured.loss_after)

@@ -13,6 +13,7 @@ from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, save_report
 from hf_growattn.measure.functional import step_factors
+from hf_growattn.report import words
 
 ODD = "python <script>alert(1)</script> --name \"a&b\" 'c' {{ 7 * 7 }} </code>"
 EMPTY = GrowthReport(1.0, 1.0, [], 0, {1.0: float("inf")}, {})
@@ -92,10 +93,12 @@ def test_a_growth_as_a_page(grown, tmp_path):
     page = read(tmp_path / "new" / "report.html")
     assert ODD in page.text and "49" not in page.text.split("How this came about")[1].split(" hf_growattn")[0]
     (top,) = [layer for layer in grown.layers if layer.predicted_gain == max(g.predicted_gain for g in grown.layers)]
-    assert f"Layer {top.layer}'s" in page.text and f"{top.starvation:.0%} of the gradient" in page.text
-    assert grown.outcome() in page.text and grown.timing() in page.text
+    assert f"of layer {top.layer} gain most: {top.starvation:.0%} of their gradient" in page.text
+    assert all(text.replace("->", "→") in page.text for _, text in words.facts([grown]))
+    assert grown.promise() in page.text and grown.timing() in page.text and words.prices(grown) in page.text
     for layer in grown.layers:
         assert " ".join(layer.cells()) in page.text
+        assert " ".join(words.map_cells(grown, layer)).replace("->", "→") in page.text
         assert f"Layer {layer.layer}, {layer.kind}: {sum(layer.taken)} of {len(layer.strength)}." in page.text
         assert all(f"{gain:.3g}" in page.text for gain in (*layer.in_sample, *layer.validated))
     assert f"torch {torch.__version__}" in page.text and "Line search" in page.text and "Loss by step" not in page.text
@@ -107,10 +110,83 @@ def test_all_growths_of_a_training_on_its_loss_curve(grown, rolled_back, history
     save_report([grown, rolled_back, EMPTY], tmp_path / "report.html", history)
     page = read(tmp_path / "report.html")
     assert "Growth 1, at step 4" in page.text and "Growth 2, at step 8" in page.text and "Growth 3 " in page.text
-    assert "no step lowers the loss" in page.text and "Loss by step" in page.text and "held out" in page.text
+    assert (
+        "no step along the new directions lowers the loss" in page.text
+        and "Loss by step" in page.text
+        and "held out" in page.text
+    )
     assert shlex.join(sys.orig_argv[1:]) in page.text.split("How this came about")[1]  # pytest, or what runs it
     save_report([rolled_back], tmp_path / "report.html", history)  # as a resumed training knows the last one only
-    assert "How the attention grew at step 8 " in read(tmp_path / "report.html").text
+    assert "Grown at step 8." in read(tmp_path / "report.html").text
+
+
+def test_what_was_not_done_stands_on_the_first_screen(grown, rolled_back, tmp_path):
+    """The best of the others decides, a tie goes to it, and nothing is advised without a comparison."""
+    cache = grown.cache_bytes[0]
+    lora, stay = (
+        words.Compared(name, 2.0 + lead, lead, 0.002, cache) for name, lead in (("LoRA", 0.02), ("stay", 0.5))
+    )
+    save_report([grown], tmp_path / "a.html", compared=[stay, lora])
+    page = read(tmp_path / "a.html").text
+    first = page[page.index("What growing did") : page.index("Where")]
+    rows = [
+        first.index(row) for row in ("growth 2.0000", "LoRA 2.0200 +0.0200 ± 0.0020", "stay 2.5000 +0.5000 ± 0.0020")
+    ]
+    assert rows == sorted(rows) and "Keep the grown model. It ends 0.0200 ± 0.0020 nats a token below LoRA" in first
+    larger = f"{grown.cache_bytes[1] / cache - 1:.0%} larger"
+    for lead, error, advised in (
+        (0.02, 0.011, "It is a tie"),
+        (0.009, 0.001, "It is a tie"),
+        (-0.02, 0.002, "below the"),
+    ):
+        other = words.Compared("LoRA", 2.0, lead, error, cache)
+        _, _, (_, advice) = words.facts([grown], [other, stay])
+        assert advice.startswith("Use LoRA instead.") and advised in advice and larger in advice
+    assert (
+        "`growattn race my_model my.txt -o race`"
+        in words.facts([grown], race="growattn race my_model my.txt -o race")[-1][1]
+    )
+    assert [label for label, _ in words.facts([rolled_back])] == ["Loss", "Advice"]
+    assert (
+        "Train it by LoRA" in words.facts([rolled_back, EMPTY])[-1][1] and words.facts([EMPTY, grown])[1][0] == "Cost"
+    )
+
+
+def test_the_map_says_why_the_rest_was_not_bought(rolled_back):
+    """Each reason is met by a growth that has it, and explained."""
+
+    def left(report) -> set:
+        assert all(meaning in report_lines(str(report)) for meaning in words.meanings(report))
+        return {layer.left for layer in report.layers}
+
+    batches = lm_batches(4)
+    few = Grower(patch_model(build("llama-2")), GrowthConfig(budget=600)).grow(batches)
+    assert left(few) == {"", words.SPENT} and few.added_parameters <= 600
+    for layer in few.layers:
+        assert (layer.left == "") == (layer.width[1] > layer.width[0]) and layer.price[0] > 600 - few.added_parameters
+    model = patch_model(build("llama-2"))
+    wide = Grower(model, GrowthConfig(qk_dims=2, v_dims=2, max_v_head_dim=16, layers=[1])).grow(batches)
+    assert left(wide) == {"", words.AT_LIMIT} and wide.layers[0].price == (
+        wide.added_parameters // 2,
+        (wide.cache_bytes[1] - wide.cache_bytes[0]) // 2,
+    )
+    assert left(rolled_back) == {words.NO_STEP}
+    rows = [torch.randint(1, 90, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    noise = Grower(model, GrowthConfig(qk_dims=2)).measure([{"input_ids": row, "labels": row} for row in rows])
+    assert left(noise) == {words.NOTHING_HELD}
+
+
+def report_lines(text: str) -> str:
+    """A printed report as one line, once it is seen that it fits a terminal."""
+    assert max(map(len, text.splitlines())) <= 80
+    return " ".join(text.split())
+
+
+def test_printed_tables_fit_a_terminal_and_cut_no_word(grown):
+    report_lines(str(grown)), report_lines(grown.details())
+    columns = ["held-out loss", "KV cache, bytes a token", "unbreakable"]
+    table = words.printed(columns, [["1", "2", "3"]])
+    assert all(word in table.split() for name in columns for word in name.split())
 
 
 def test_losses_of_a_loop_of_ones_own(grown, tmp_path):
@@ -139,7 +215,7 @@ def test_without_matplotlib(grown, tmp_path, monkeypatch):
         with pytest.raises(ImportError, match="pip install matplotlib"):
             draw()
     assert list(tmp_path.iterdir()) == []
-    assert html.escape(grown.outcome()) in grown._repr_html_()
+    assert html.escape(words.facts([grown])[-1][1]) in grown._repr_html_()
 
 
 def test_in_a_notebook(grown, rolled_back):

@@ -1,7 +1,10 @@
 """The tour runs from top to bottom, and what each of its cells says is seen."""
 
+import ast
+import json
 import re
 
+import notebook
 import pytest
 from conftest import ROOT
 from hub_server import Hub, card_errors
@@ -32,6 +35,18 @@ def test_each_cell_is_told_before_it_runs():
     assert [cell.startswith(" [markdown]\n# #") for cell in cells] == [True, False] * (len(cells) // 2)
 
 
+def test_the_notebook_is_what_the_script_makes_of_the_tour_and_needs_no_other_script():
+    made = (TOUR.parent / "tour.ipynb").read_text(encoding="utf-8")
+    assert made == notebook.tour(), "run scripts/notebook.py"
+    cells = ["".join(cell["source"]) for cell in json.loads(made)["cells"] if cell["cell_type"] == "code"]
+    trees = [ast.parse(cell) for cell in cells if "%pip" not in cell]
+    assert len(trees) == len(cells) - 1 and cells[0].endswith('%pip install --quiet "hf_growattn[finetune,peft]"')
+    imported = {node.module for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not imported & {path.stem for path in TOUR.parent.glob("*.py")} and "hf_growattn" in imported
+    shown = [tree.body[-1].value for tree in trees if isinstance(tree.body[-1], ast.Expr)]
+    assert [value.id for value in shown if isinstance(value, ast.Name)] == ["report"]
+
+
 def test_it_grows_in_the_middle_of_training(toured):
     out, _, _ = toured
     assert "as before, to the bit: True." in out
@@ -39,7 +54,7 @@ def test_it_grows_in_the_middle_of_training(toured):
     before, after = numbers(r"before any further training: ([\d.]+) -> ([\d.]+)\.\n", out)
     (later,) = re.findall(r"After 170 steps: held-out loss ([\d.]+)\.\n", out)
     assert float(later) < after < before
-    assert out.count("parameters added.") == 3 and "2 more growths" in out
+    assert out.count(" weights added (") == 3 and "2 more growths" in out
     assert re.search(r"[1-9][\d,]* parameters removed\. Loss", out)
 
 

@@ -208,7 +208,8 @@ def _ready(recipe):
 @_handed("measure", MEASURE_HELP, "Measure where the width of its heads holds a model back on your data.")
 def measure(ctx: typer.Context) -> None:
     """Measure, and say what that means."""
-    from .inspection import measured, verdict
+    from ..report.words import report_text
+    from .inspection import measured
 
     recipe, as_json = _read(ctx)
     grower, drawn, _ = _ready(recipe)
@@ -216,9 +217,7 @@ def measure(ctx: typer.Context) -> None:
     if as_json:
         _print_json(measured(report))
     else:
-        typer.echo(f"{report}\n{verdict(report)}")
-        if report.found:
-            typer.echo(f"To know whether it pays: {_next('race', recipe, ctx, recipe.name)}")
+        typer.echo(report_text(report, _next("race", recipe, ctx, recipe.name)))
     raise typer.Exit(0 if report.found else NOTHING)
 
 
@@ -250,8 +249,9 @@ def grow(ctx: typer.Context) -> None:
     """Grow once, and save what grew."""
     from ..growable.folders import replacing
     from ..interop.figures import FIGURES, figures_of
+    from ..report.words import report_text
     from ..training.outcome import REPORT, drawable
-    from .inspection import measured, verdict
+    from .inspection import measured
 
     recipe, as_json = _read(ctx, writes=True)
     grower, drawn, tokenizer = _ready(recipe)
@@ -268,7 +268,7 @@ def grow(ctx: typer.Context) -> None:
     if as_json:
         _print_json(measured(report) | {"output": str(output) if report.applied else None})
     else:
-        typer.echo(f"{report}\n{verdict(report)}")
+        typer.echo(report_text(report, _next("race", recipe, ctx, recipe.name)))
     if not report.applied:
         raise typer.Exit(NOTHING)
     if not drawable():

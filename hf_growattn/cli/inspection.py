@@ -1,4 +1,4 @@
-"""What a checkpoint's heads use of their width, and what a measurement says, in figures and in words."""
+"""What a checkpoint's heads use of their width, and what a measurement says, in figures."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,6 +13,7 @@ from ..measure.kinds import KINDS
 from ..measure.views import FactoredMatrix, attention_views
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
 from ..report.report import GrowthReport
+from ..report.words import facts
 
 FULL = 0.9  # of its width: a head whose effective rank is beyond has hardly a direction to spare
 
@@ -101,28 +102,16 @@ def _cells(used: dict, heads: int, stock: int) -> list[str]:
     return [width, f"{sum(ranks) / heads:.1f} ({min(ranks):.1f} to {max(ranks):.1f})", named]
 
 
-def verdict(report: GrowthReport) -> str:
-    """What a measurement says, in words: what width holds back, where, and what one growth gained when it was tried."""
-    if not report.found:
-        return "Nothing that wider heads could learn here holds on batches that it was not learned from."
-    most = max(report.layers, key=lambda layer: layer.predicted_gain)
-    beyond = sum(layer.starvation * layer.predicted_gain for layer in report.layers) / report.predicted_gain
-    return (
-        f"Tried on the measured batches, this growth takes the loss from {report.loss_before:.4f} to "
-        f"{report.loss_after:.4f} nats a token, before any training. It gains most in the {most.kind} of layer "
-        f"{most.layer}. About {beyond:.0%} of what it gains lies beyond what the present width can follow."
-    )
-
-
 def measured(report: GrowthReport) -> dict:
-    """A report and its verdict as what `json.dumps` takes."""
+    """A report as what `json.dumps` takes."""
     return {
         "applied": report.applied,
-        "verdict": verdict(report),
+        "verdict": " ".join(text for _, text in facts([report])),
         "validated_gain": report.predicted_gain,
         "loss_before": report.loss_before,
         "loss_after": report.loss_after,
         "added_parameters": report.added_parameters,
+        "cache_bytes": list(report.cache_bytes),
         "layers": [
             {
                 "layer": layer.layer,
@@ -131,6 +120,8 @@ def measured(report: GrowthReport) -> dict:
                 "starvation": layer.starvation,
                 "validated_gain": layer.predicted_gain,
                 "step_size": layer.step_size,
+                "price": dict(zip(("weights", "cache_bytes"), layer.price)),
+                "left": layer.left or None,
             }
             for layer in report.layers
         ],

@@ -25,14 +25,15 @@ from ..measure.gradients import (
     tangent_steps,
 )
 from ..measure.passes import mean_loss, mean_of
-from ..report.report import GrowthReport, LayerGrowth
+from ..report.report import GrowthReport
 from .batches import as_dicts, halves_of
 from .checks import growable_model, layers_to_grow, refuse_sharded, trainable_parameters
+from .findings import layer_growth
 from .frozen import old_dims_train, train_marked
 from .keeping import write
 from .loss import all_undisturbed, lowering
 from .optimizer import admit, bare_optimizers, check_optimizers, follow_resized
-from .plan import GrowthConfig, candidates, check_limits, dims_worth_a_look, spend
+from .plan import GrowthConfig, candidates, check_limits, dims_worth_a_look, spend, weights_of
 from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
 from .trial import STEEPNESS_BATCHES, Change, Trial
 
@@ -303,16 +304,21 @@ class Grower:
         trial, applied = found.trial, any(found.steps)
         with self._undone_on_failure(trial):
             taken, cache = dict(zip(map(id, trial.changes), found.steps)), cache_bytes(self.model)
-            added = trial.added_to_cache() * next(self.model.parameters()).element_size()
+            number, weights = next(self.model.parameters()).element_size(), self.model.num_parameters()
+            added = trial.added_parameters()
+            left = weights_of(self.config.budget, weights) - added
             report = GrowthReport(
                 loss_before=measured.loss,
                 loss_after=found.loss,
-                layers=[_layer_growth(change, taken.get(id(change), 0.0)) for change in found.changes],
-                added_parameters=trial.added_parameters() if applied else 0,
+                layers=[
+                    layer_growth(self.config, each, taken.get(id(each), 0.0), left, number) for each in found.changes
+                ],
+                added_parameters=added if applied else 0,
                 line_search=found.tried,
                 seconds=run.seconds,
                 kept=keep,
-                cache_bytes=(cache, cache + (added if applied else 0)),
+                cache_bytes=(cache, cache + (trial.added_to_cache() * number if applied else 0)),
+                parameters=weights,
             )
             if applied and keep and self.take_over is None:
                 write(trial, self.model, self.wrapped, self.optimizers, run.batches, run.there_and_back)
@@ -363,22 +369,3 @@ def _as_first_rank(change: Change) -> Change:
     strength = torch.nn.functional.pad(change.strength, (0, len(change.gradient.validated) - change.dims))
     ranks.follow_first_rank(dims, strength)
     return replace(change, dims=dims.item(), strength=strength[: dims.item()])
-
-
-def _layer_growth(change: Change, step: float) -> LayerGrowth:
-    gradient, block = change.gradient, change.gradient.block
-    width = block.attention.width_of(block.kind.shared)
-    strength = change.strength.tolist() + [0.0] * (len(gradient.validated) - change.dims)
-    return LayerGrowth(
-        layer=block.attention.layer_idx,
-        kind=block.kind.name,
-        width=(width, width + (change.dims if step > 0 else 0)),
-        step_size=step,
-        in_sample=tuple(gradient.in_sample.tolist()),
-        validated=tuple(gradient.validated.tolist()),
-        strength=tuple(strength),
-        starvation=gradient.starvation,
-        existing_slope=change.existing.slope if change.existing else 0.0,
-        existing_validated=change.existing.validated if change.existing else 0.0,
-        quadratic_ratio=step * change.quadratic_ratio,
-    )

@@ -94,4 +94,5 @@ _LAYER |= dict.fromkeys(("layer", "width", "starvation", "gain", "step_size"), _
 _GROWTH: _Shape = {"step?": _is_number, "held_out?": _is_pair, "growth_batches": _is_pair}
 _GROWTH |= {"added_parameters": _is_number, "layers": [_LAYER]}
 _FIGURES: _Shape = {"base_model?": _is_text, "dataset?": _is_text, "before?": {"parameters?": _is_number}}
-_FIGURES |= {"with_growth?": _CURVES, "without_growth?": _CURVES, "growths?": [_GROWTH]}
+_COMPARED: _Shape = {"name": _is_text} | dict.fromkeys(("loss", "lead", "error", "cache_bytes"), _is_number)
+_FIGURES |= {"compared?": [_COMPARED], "with_growth?": _CURVES, "without_growth?": _CURVES, "growths?": [_GROWTH]}

@@ -16,10 +16,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ..growable.folders import scratch
+from . import words
 from .pictures import BLUE, draw_line_search, draw_losses, has_line_search, loss_curves, svg
 
-_NAMES = {"patterns": "queries and keys", "messages": "values"}
-_LISTED = 8  # layers to name in a sentence
 _SECRET = re.compile(r"-t|(?i:.*(token|key|secret|passw(or)?d))")  # names of what must not be shown
 _CREDENTIALS = re.compile(r"hf_\w{10,}[\w.-]*|(?<=://)[^/\s]+(?=@)|[^\s/:@]+:(?!//)\S+(?=@)")  # wherever they stand
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft")
@@ -31,6 +30,7 @@ def save_report(
     history: Iterable = (),
     steps: Sequence[int | None] | None = None,
     command: str | None = None,
+    compared: Sequence[words.Compared] = (),
 ) -> None:
     """Write the growths of a training as one self-contained HTML file, whole or not at all.
 
@@ -40,6 +40,7 @@ def save_report(
         history: of the losses: `trainer.state.log_history`, or (step, loss) of the training.
         steps: the optimizer step of each growth; a log history that the reports were logged to knows it by itself.
         command: what was run; by default the command line of this process, without its secrets. "" leaves it out.
+        compared: what was trained beside it, to the end.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -62,11 +63,14 @@ def save_report(
     for index, (report, step) in enumerate(zip(reports, steps)):
         search = functools.partial(draw_line_search, report=report)
         picture = Markup(svg(search, f"growth-{index}")) if has_line_search(report) else None
-        growths.append({"report": report, "step": step, "sentence": sentence(report), "search": picture})
+        growths.append({"report": report, "step": step, "search": picture})
     libraries = [library for library in _LIBRARIES if importlib.util.find_spec(library)]
     versions = {"hf_growattn": sys.modules["hf_growattn"].__version__, "Python": platform.python_version()}
     page = _template().render(
+        words=words,
         growths=growths,
+        facts=words.facts(reports, compared),
+        beside=words.beside(compared, reports[-1].cache_bytes[1]) if compared else None,
         losses=Markup(svg(losses, "losses")) if any(curves.values()) else None,
         command=_command_line() if command is None else command,
         versions=versions | {library: metadata.version(library) for library in libraries},
@@ -80,29 +84,8 @@ def save_report(
 
 
 def fragment(report) -> str:
-    """What a notebook shows of a growth: the sentence and the maps, without pictures."""
-    return _template().render(report=report, sentence=sentence(report))
-
-
-def sentence(report) -> str:
-    """What grew, and why."""
-    grown = [layer for layer in report.layers if layer.width[1] > layer.width[0]]
-    if not grown:
-        return report.outcome()
-    where = []
-    for kind in dict.fromkeys(layer.kind for layer in grown):
-        *most, last = [str(layer.layer) for layer in grown if layer.kind == kind]
-        named = f"layers {', '.join(most)} and {last}" if most else f"layer {last}"
-        many = f"{len(most) + 1} of {len({layer.layer for layer in report.layers})} layers"
-        where.append(f"{_NAMES[kind]} in {named if len(most) < _LISTED else many}")
-    top = max(grown, key=lambda layer: layer.predicted_gain)
-    what, taken = " and ".join(where), sum(sum(layer.taken) for layer in grown)
-    grew = "grew" if report.kept else "would grow"
-    return (
-        f"{what[0].upper()}{what[1:]} {grew}: {taken} directions there lower the loss on batches that they were not "
-        f"chosen from. Layer {top.layer}'s {_NAMES[top.kind]} ({top.width[0]} to {top.width[1]} wide) promised most; "
-        f"{top.starvation:.0%} of the gradient was beyond their former width."
-    )
+    """What a notebook shows of a growth: the facts and the map, without pictures."""
+    return _template().render(words=words, report=report, facts=words.facts([report]))
 
 
 def _command_line() -> str:

@@ -1,18 +1,13 @@
 """What a growth or a trim measured and did: `GrowthReport` and `TrimReport`, which print as tables."""
 
-import io
 import re
-import shutil
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from rich.console import Console
-from rich.table import Column, Table
-
 from . import pages, pictures
+from .words import lines_of, printed, report_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +31,8 @@ class LayerGrowth:
             where they are moved, on the growth batches and on unseen ones.
         quadratic_ratio: draft 001 section 1.5, at the step that was taken: how much of it is beyond first order. Only
             moving the existing weights makes it more than 0.
+        price: weights, and bytes of a token in the KV cache, that one more dim of every head costs.
+        left: why nothing grew here, in two words; "" where something did.
     """
 
     layer: int
@@ -49,6 +46,8 @@ class LayerGrowth:
     existing_slope: float = 0.0
     existing_validated: float = 0.0
     quadratic_ratio: float = 0.0
+    price: tuple[int, int] = (0, 0)
+    left: str = ""
 
     @property
     def taken(self) -> list[bool]:
@@ -82,7 +81,7 @@ class LayerGrowth:
 
 @dataclass(frozen=True)
 class GrowthReport:
-    """What a growth measured and did; prints as a table.
+    """What a growth measured and did; prints as what it gained, what it costs, what to do, and a map of the layers.
 
     Attributes:
         loss_before, loss_after: mean loss of the growth batches, in the loss's own unit; equal if nothing was kept.
@@ -93,10 +92,20 @@ class GrowthReport:
         seconds: wall time of each phase.
         kept: False for what `Grower.measure` tried and took back.
         cache_bytes: of a token's keys and values over all layers, before and after; what generation pays for.
-        columns: of the table.
+        parameters: number of the model's weights before; 0 where that is not known.
+        columns: of the table of details.
     """
 
-    columns: ClassVar = ("layer", "kind", "width", "starvation", "directions", "gain", "validated gain", "step")
+    columns: ClassVar = (
+        "layer",
+        "kind",
+        "width",
+        "starvation",
+        "directions",
+        "gain in sample",
+        "validated gain",
+        "step",
+    )
 
     loss_before: float
     loss_after: float
@@ -106,6 +115,7 @@ class GrowthReport:
     seconds: dict[str, float]
     kept: bool = True
     cache_bytes: tuple[int, int] = (0, 0)
+    parameters: int = 0
 
     @property
     def applied(self) -> bool:
@@ -149,8 +159,12 @@ class GrowthReport:
         return layers
 
     def __str__(self) -> str:
-        rows = [layer.cells() for layer in self.layers]
-        return f"{printed(self.columns, rows)}{self.outcome()}\n{self.timing()}"
+        return report_text(self)
+
+    def details(self) -> str:
+        """What `print(report)` leaves out: all figures of every layer, the steps that were tried, and the time."""
+        told = (self.promise(), self.timing())
+        return printed(self.columns, [layer.cells() for layer in self.layers]) + "\n".join(map(lines_of, told))
 
     def _repr_html_(self) -> str:
         return pages.fragment(self)
@@ -169,22 +183,12 @@ class GrowthReport:
         """How long each phase took, in a sentence."""
         return f"Time: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in self.seconds.items())}."
 
-    def outcome(self) -> str:
-        """What came of it, in a sentence."""
-        if self.found:
-            done, end = ("added", "") if self.kept else ("would be added", " Nothing was changed.")
-            before, after = self.cache_bytes
-            return (
-                f"Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the growth batches (first order promised "
-                f"{self.in_sample_gain:.4f} there, {self.predicted_gain:.4f} on new ones), "
-                f"{self.added_parameters:,} parameters {done}. KV cache: {before:,} -> {after:,} bytes a token "
-                f"({after / before - 1:+.1%}).{end}"
-            )
-        if not any(any(layer.strength) for layer in self.layers):
-            reason = "no direction's gain holds on batches that it was not chosen from"
-        else:
-            reason = f"no step lowers the loss of {self.loss_before:.4f} on the growth batches"
-        return f"Nothing was grown: {reason}. The model is as it was."
+    def promise(self) -> str:
+        """What first order promised, in a sentence."""
+        return (
+            f"First order promised a fall of {self.in_sample_gain:.4f} on the growth batches, and of "
+            f"{self.predicted_gain:.4f} on new ones. Patterns are queries and keys, messages are values."
+        )
 
 
 def grown_layers(figures: dict[str, float]) -> list[dict]:
@@ -263,13 +267,3 @@ class TrimReport:
 def _width(width: tuple[int, int]) -> str:
     before, after = width
     return f"{before} -> {after}" if after != before else str(before)
-
-
-def printed(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as text, as wide as it needs, on a terminal at most as wide as that."""
-    text, width = io.StringIO(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 110
-    table = Table(*(Column(name, overflow="fold") for name in columns))  # a narrow terminal shows all digits
-    for row in rows:
-        table.add_row(*row)
-    Console(file=text, width=min(110, width)).print(table)
-    return text.getvalue()

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from ..report.report import printed
+from ..report.words import MARGIN, SURE, printed, settled
 from .methods import METHODS, readable
 
-MARGIN = 0.01  # nats a token: what a lead must be to count
-_SURE = 2.0  # standard errors that a lead must be away from nothing
 _SMALLER = (1 / 3, 1 / 9)  # of the least learning rate: tried where no training got below the start
 _SHORT = 4  # how many times shorter the trainings are that choose a learning rate, and show where a lead is going
 _LONGER = 5  # how many times longer the training will be that a lead has to last for
@@ -68,7 +66,7 @@ class Lead:
     @property
     def sure(self) -> bool:
         """Whether it is a lead that is there, and will last."""
-        return self.mean > _SURE * self.error and min(self.mean, self.later) > MARGIN
+        return self.mean > SURE * self.error and min(self.mean, self.later) > MARGIN
 
     def __str__(self) -> str:
         return f"{self.mean:+.4f} ± {self.error:.4f}"
@@ -130,7 +128,7 @@ class Contest:
         if not other:
             return False
         lead, error = paired(own, other)
-        return -lead > max(_HOPELESS * (self.start.loss - other[0].loss), 2 * _SURE * error, _FAR * self.start.loss)
+        return -lead > max(_HOPELESS * (self.start.loss - other[0].loss), 2 * SURE * error, _FAR * self.start.loss)
 
     def challenger(self, reference: str) -> str | None:
         """The best of those that ended of the ones that have to beat a method; None if none did."""
@@ -176,9 +174,9 @@ class Contest:
         wider = self.of(challenger)[0].cache / self.start.cache - 1
         if lead.sure:
             return f"Growth pays: {name} ends {gap} below {title}, for a KV cache {wider:.0%} larger."
-        if -lead.mean > max(_SURE * lead.error, MARGIN):
+        if settled(lead.mean, lead.error) < 0:
             return f"Growth does not pay: {title} ends {gap} below {name}, and costs nothing at inference."
-        if lead.mean > max(_SURE * lead.error, MARGIN):
+        if settled(lead.mean, lead.error) > 0:
             return (
                 f"Growth does not pay for long: {name} ends {gap} below {title}, but led by {lead.early:.4f} after "
                 f"{self.short} steps. Trained {_LONGER} times as long, {title} is expected to end as low, and it costs "
@@ -189,14 +187,14 @@ class Contest:
 
     def table(self) -> str:
         """A row for each method that ended, the lowest loss first."""
-        rows = [["before training", f"{self.start.loss:.4f}", "", "", "", f"{self.start.cache:,}"]]
+        rows = [["before training", f"{self.start.loss:.4f}", "", "", f"{self.start.cache:,}"]]
         ended = [name for name in METHODS if self.of(name)]
         for name in sorted(ended, key=self.loss):
             first, lora = self.of(name)[0], name == "lora" or not self.of("lora")
             beside = "" if lora else str(self.lead(name, "lora"))
-            figures = f"{first.weights:,}", f"{first.rate:.1e}", f"{first.cache:,}"
-            rows.append([METHODS[name].title, f"{self.loss(name):.4f}", beside, *figures])
-        columns = ["trained by", "held-out loss", "lead over LoRA", "weights", "rate", "KV cache, B/token"]
+            figures = beside, f"{first.weights:,}", f"{first.cache:,}"
+            rows.append([METHODS[name].title, f"{self.loss(name):.4f}", *figures])
+        columns = ["trained by", "held-out loss", "lead over LoRA", "weights trained", "KV cache, bytes a token"]
         return printed(columns, rows)
 
     def __str__(self) -> str:

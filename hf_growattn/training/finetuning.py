@@ -29,9 +29,12 @@ from ..interop.checkpoints import load_config, load_growable, load_tokenizer
 from ..interop.figures import source_of
 from ..report.pages import save_report
 from ..report.report import GrowthReport
+from ..report.words import Compared
 from . import outcome
 from .arguments import budget_of
+from .contest import paired
 from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split, unused
+from .judged import judged
 from .methods import METHODS, Budget, rate_of, started
 from .recipe import Recipe, Training
 from .trainer import GROWN_BASE, GrownBase, GrowthCallback, load_grown_base, loss_of, note, twin_of
@@ -240,10 +243,18 @@ def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Reci
         if reports and outcome.drawable():  # a resumed run may have grown before it stopped
             save_report(reports, output / outcome.REPORT, history)
     if twin is not None:
-        histories |= _compared(twin, tokenizer, data, recipe, figures)
-        figures = told(histories, report)
+        own = judged(trainer, recipe.growth.method, data[1], figures["after"]["cache_bytes"])
+        others = _compared(twin, tokenizer, data, recipe, figures)
+        histories |= {name: history for name, (history, _) in others.items()}
+        compared = [
+            Compared(outcome.OTHERS[name], other.loss, *paired([own], [other]), other.cache)
+            for name, (_, other) in others.items()
+        ]
+        figures = told(histories, report, compared=compared)
         if first:
             outcome.write(figures, output)
+            if reports and outcome.drawable():
+                save_report(reports, output / outcome.REPORT, history, compared=compared)
     if first:
         print(outcome.summary(figures, output))
     if difference > 1e-5 and model.dtype == torch.float32:
@@ -252,7 +263,11 @@ def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Reci
 
 
 def _compared(twin: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Recipe, figures: dict) -> dict:
-    """Log histories of what people would do instead: LoRA with as many weights, or all weights without growth."""
+    """Train what people would do instead: LoRA with as many weights, or all weights without growth.
+
+    Returns:
+        By name the log history, and what it gave on the held-out rows.
+    """
     training = copy.copy(recipe.training)
     training.resume_from_checkpoint, training.report_to, training.save_strategy = None, [], "no"
     training.eval_on_start = training.evaluates
@@ -260,7 +275,7 @@ def _compared(twin: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe:
     others: dict[str, PreTrainedModel] = {"lora": copy.deepcopy(twin)}
     if recipe.growth.method == "full":
         others["without_growth"] = twin
-    histories = {}
+    ended, cache = {}, figures["before"]["cache_bytes"]
     for name, model in others.items():
         untrained, how, peft_config = model, copy.copy(training), get_peft_config(recipe.model)
         if name == "lora":
@@ -269,8 +284,8 @@ def _compared(twin: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe:
             how.learning_rate, peft_config = rate_of(method, model.config), None
         other = make_trainer(untrained, tokenizer, data, how, peft_config)
         train(other)
-        histories[name] = other.state.log_history
-    return histories
+        ended[name] = other.state.log_history, judged(other, name, data[1], cache)
+    return ended
 
 
 def read_all(recipe: Recipe) -> tuple[Data, PreTrainedConfig, PreTrainedTokenizerBase]:

@@ -1,21 +1,25 @@
 """What a fine-tuning with growth gave: its figures, as a file, a table and a picture."""
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
 
+from ..growable.models import cache_bytes
 from ..interop.cards import PICTURE
 from ..interop.figures import FIGURES, growth_figures
 from ..measure.kinds import KINDS
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
 from ..report.pictures import BLUE, GREY, HELD_OUT, ORANGE, draw_gains, draw_lead, draw_losses, drawn, loss_curves
-from ..report.report import GrowthReport, grown_layers, printed
+from ..report.report import GrowthReport, grown_layers
+from ..report.words import Compared, advice, compare_first, cost, printed, text_of
 
 BEFORE, AFTER, _ = HELD_OUT
 SECONDS = "growth_seconds"
 RUNS = {"with_growth": "with growth", "without_growth": "without growth", "lora": "LoRA, all linear layers"}
+OTHERS = {"without_growth": "training without growth", "lora": "LoRA on all linear layers"}
 REPORT = "report.html"
 
 
@@ -25,12 +29,13 @@ def drawable() -> bool:
 
 
 def size_of(model) -> dict:
-    """The parameters of a model, stock or grown, and the widths of its layers."""
+    """The parameters of a model, stock or grown, the widths of its layers, and if it is patched its KV cache."""
     config = model.config
     growable, stock = config.model_type.startswith(PREFIX), (stock_head_dim(config),) * 2
     widths = [layer_widths(config, layer) if growable else stock for layer in range(config.num_hidden_layers)]
     qk_head_dim, v_head_dim = map(list, zip(*widths))
-    return {"parameters": model.num_parameters(), "qk_head_dim": qk_head_dim, "v_head_dim": v_head_dim}
+    size = {"parameters": model.num_parameters(), "qk_head_dim": qk_head_dim, "v_head_dim": v_head_dim}
+    return size | ({"cache_bytes": cache_bytes(model)} if growable else {})
 
 
 def figures(
@@ -41,6 +46,7 @@ def figures(
     after: dict,
     seconds: float,
     difference: float,
+    compared: Sequence[Compared] = (),
 ) -> dict:
     """Gather all figures as one dict for JSON.
 
@@ -53,6 +59,7 @@ def figures(
         seconds: wall time of the training, of the one with growth if there are two, since it was started or resumed,
             without the growths.
         difference: largest difference of the logits after reloading.
+        compared: what was trained beside it.
     """
     growths = (
         [] if started is None else [{"step": 0, **growth_figures(started), "seconds": sum(started.seconds.values())}]
@@ -74,9 +81,10 @@ def figures(
         **{name: loss_curves(histories[name]) if name in histories else None for name in RUNS},
         "growths": growths,
         "before": before,
-        "after": after,
+        "after": {"cache_bytes": before["cache_bytes"]} | after,
         "seconds": {"growing": sum(growth["seconds"] for growth in growths), "training": seconds},
         "reloaded_difference": difference,
+        "compared": list(map(vars, compared)),
     }
 
 
@@ -99,8 +107,16 @@ def summary(figures: dict, output: Path) -> str:
         beside = [f"{dict(losses)[step]:.4f}" if step in dict(losses) else "-" for losses in others]
         rows.append([f"step {step}, {when}", f"{loss:.4f}", *beside])
     before, after, seconds = figures["before"], figures["after"], figures["seconds"]
-    share = after["parameters"] / before["parameters"] - 1
-    lines = [f"Parameters: {before['parameters']:,} -> {after['parameters']:,} ({share:+.1%})."]
+    compared = [Compared(**other) for other in figures["compared"]]
+    caches, grew = (before["cache_bytes"], after["cache_bytes"]), any(growth["layers"] for growth in figures["growths"])
+    told = [("Loss", f"{first[0][1]:.4f} -> {first[-1][1]:.4f} on held-out rows.")]
+    if grew:
+        told.append(("Cost", cost(caches, after["parameters"] - before["parameters"], before["parameters"])))
+        best = min(compared, key=lambda other: other.loss, default=None)
+        told.append(("Advice", advice(best, caches[1]) if best else compare_first(caches)))
+    parts = [printed(*beside(compared, caches[1]))] if compared else []
+    parts += [text_of(told) + "\n", printed(["held-out loss", *(RUNS[name] for name in runs)], rows)]
+    lines = []
     for name, what in (("qk_head_dim", "queries and keys"), ("v_head_dim", "values")):
         widths = [" ".join(map(str, size[name])) for size in (before, after)]
         lines.append(f"Widths of {what}, by layer: {' -> '.join(dict.fromkeys(widths))}.")
@@ -113,7 +129,7 @@ def summary(figures: dict, output: Path) -> str:
     ]
     if figures["with_growth"] and not drawable():
         lines[-1] += f" For {REPORT} and {PICTURE}, pip install matplotlib first."
-    return printed(["held-out loss", *(RUNS[name] for name in runs)], rows) + "\n".join(lines)
+    return "\n".join([*parts, "\n".join(lines)])
 
 
 def picture(figures: dict, path: Path) -> None:

@@ -21,6 +21,7 @@ from ..growable.patching import patch_model
 from .contest import Contest, Run, compete, steps_of
 from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared, split
 from .finetuning import check_spends, load, make_trainer, read_all, save, sft_loss
+from .judged import losses_of_rows
 from .methods import METHODS, Budget, readable, started, trained_weights
 from .recipe import Recipe
 
@@ -159,21 +160,9 @@ class _Trainings:
         size = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
         return first_rows(self.rows, steps * size, seed)
 
-    @torch.no_grad()
     def _measured(self, model, method: str, rate: float, steps: int, seed: int, seconds: float) -> Run:
         """Measure a model on every held-out row."""
-        model.eval().to(self.training.device)
-        nats: list[float] = []
-        counts: list[int] = []
-        size = self.training.per_device_eval_batch_size
-        for at in range(0, len(self.held_out), size):
-            batch = self.prepared.collate(list(self.held_out.select(range(at, min(at + size, len(self.held_out))))))
-            given = {key: value.to(self.training.device) for key, value in batch.items() if torch.is_tensor(value)}
-            labels = given.pop("labels")[:, 1:]
-            logits = model(**given, use_cache=False).logits[:, :-1].float()
-            lost = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-            nats += lost.sum(1).tolist()
-            counts += (labels != -100).sum(1).tolist()
+        nats, counts = losses_of_rows(model, self.held_out, self.prepared.collate, self.training)
         weights = trained_weights(model) if steps else 0
         return Run(method, rate, steps, seed, nats, counts, weights, cache_bytes(model), seconds)
 

@@ -146,7 +146,7 @@ def pretrained(name: str, build: Callable[[], PreTrainedModel], text: str, folde
 
 def quick_sources() -> tuple[list[str], list[str]]:
     """Two tiny random models and one text that every CPython carries."""
-    from demo import english, train_tokenizer
+    from texts import english, train_tokenizer
 
     SOURCES["Python's help"] = english()[:20]
     tokenizer = train_tokenizer(SOURCES["Python's help"], 300)

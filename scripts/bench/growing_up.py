@@ -27,8 +27,7 @@ from hf_growattn import GrowthConfig, patch_model
 from hf_growattn.growable.models import attentions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from demo import english, train_tokenizer
-from texts import blocks_of
+from texts import blocks_of, english, train_tokenizer
 
 NARROW, GUIDED, RANDOM, FULL = "narrow throughout", "guided growth", "random growth", "full width from scratch"
 UNROTATED = "full width from scratch, new dims unrotated"

@@ -17,8 +17,7 @@ from hf_growattn import patch_model
 from hf_growattn.measure.passes import mean_loss, undisturbed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from demo import english, train_tokenizer
-from texts import blocks_of, load_texts
+from texts import blocks_of, english, load_texts, train_tokenizer
 
 Batches = list[dict[str, torch.Tensor]]
 

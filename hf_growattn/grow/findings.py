@@ -1,0 +1,46 @@
+"""What a growth finds out about one kind of one layer, as its report shows it."""
+
+from ..report.report import LayerGrowth
+from ..report.words import AT_LIMIT, NO_GAIN, NO_STEP, NOTHING_HELD, SPENT
+from .plan import GrowthConfig, strength_of
+from .trial import Change, parameters_of_a_dim
+
+
+def layer_growth(config: GrowthConfig, change: Change, step: float, left: int, number: int) -> LayerGrowth:
+    """Gather what is told of a change, at the step that was taken.
+
+    Args:
+        config: of the growth.
+        change: what was planned; it may have 0 dims.
+        step: 0 where nothing was taken.
+        left: weights of the budget that nothing was bought for.
+        number: bytes of a number in the cache.
+    """
+    gradient, block = change.gradient, change.gradient.block
+    width = block.attention.width_of(block.kind.shared)
+    weights = parameters_of_a_dim(block.attention, block.kind)
+    if step > 0 and change.dims:
+        why = ""
+    elif not config.most_dims(block.attention, block.kind):
+        why = AT_LIMIT
+    elif not strength_of(gradient).any():
+        why = NOTHING_HELD
+    elif change.dims:
+        why = NO_STEP
+    else:
+        why = SPENT if left < weights * config.multiple_of else NO_GAIN
+    return LayerGrowth(
+        layer=block.attention.layer_idx,
+        kind=block.kind.name,
+        width=(width, width + (change.dims if step > 0 else 0)),
+        step_size=step,
+        in_sample=tuple(gradient.in_sample.tolist()),
+        validated=tuple(gradient.validated.tolist()),
+        strength=(*change.strength.tolist(), *[0.0] * (len(gradient.validated) - change.dims)),
+        starvation=gradient.starvation,
+        existing_slope=change.existing.slope if change.existing else 0.0,
+        existing_validated=change.existing.validated if change.existing else 0.0,
+        quadratic_ratio=step * change.quadratic_ratio,
+        price=(weights, block.groups * number),
+        left=why,
+    )
