@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_growattn import model_card, patch_model
 from hf_growattn.cli.commands import app
-from hf_growattn.growable.models import attentions, cache_bytes
+from hf_growattn.growable.models import attentions
 from hf_growattn.interop.checkpoints import card_of
 from hf_growattn.interop.figures import source_of
 
@@ -57,7 +57,7 @@ def test_what_a_growth_leaves_is_shown(checkpoint):
     text = card(checkpoint, FIGURES)
     assert "| 1 | patterns | 20 | 0.50 | 0.1000 |\n" in text and "| before growth, step 4 | 2.5000 | 12.18 |" in text
     assert (
-        "| LoRA | 2.1000 | +0.1000 ± 0.0200 | 256 |" in text and f"{cache_bytes(checkpoint[0])} bytes a token" in text
+        "| LoRA | 2.1000 | +0.1000 ± 0.0200 | 256 |" in text
     )
     assert "1,000 before growth" in text and "`some words`" in text
 

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from ..grow.provenance import origin_of
 from ..growable.folders import is_weights
-from ..growable.models import cache_bytes
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
 from ..report.report import GrowthReport
 from .costs import costs_of
@@ -129,7 +128,6 @@ def model_card(
         widths=[layer_widths(config, layer) for layer in range(config.num_hidden_layers)],
         costs=costs_of(model),
         parameters=model.num_parameters(),
-        cache=cache_bytes(model),
         compared=[{**other, "name": _plain(other["name"])} for other in figures.get("compared") or []],
         parameters_before=figures["before"].get("parameters") if grew else None,
         growths=figures["growths"],
