@@ -56,9 +56,7 @@ def edited(*path, value):
 def test_what_a_growth_leaves_is_shown(checkpoint):
     text = card(checkpoint, FIGURES)
     assert "| 1 | patterns | 20 | 0.50 | 0.1000 |\n" in text and "| before growth, step 4 | 2.5000 | 12.18 |" in text
-    assert (
-        "| LoRA | 2.1000 | +0.1000 ± 0.0200 | 256 |" in text
-    )
+    assert "| LoRA | 2.1000 | +0.1000 ± 0.0200 | 256 |" in text
     assert "1,000 before growth" in text and "`some words`" in text
 
 

@@ -97,16 +97,12 @@ def compare_first(caches: tuple[int, int], kept: bool = True, race: str = RACE) 
 
 def text_of(told: Iterable[tuple[str, str]]) -> str:
     """Facts as lines of text, each behind its label."""
-    lines = []
-    for label, text in told:
-        indents = {"initial_indent": f"{label:<{_LABEL}}", "subsequent_indent": " " * _LABEL}
-        lines += textwrap.wrap(text, _COLUMNS, **indents, break_on_hyphens=False, break_long_words=False)
-    return "\n".join(lines)
+    return "\n".join(lines_of(f"{label:<{_LABEL}}{text}", _LABEL) for label, text in told)
 
 
-def lines_of(text: str) -> str:
-    """A text as lines of text, each after the first indented."""
-    return textwrap.fill(text, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+def lines_of(text: str, indent: int = 2) -> str:
+    """A text as lines of text, of which all but the first are indented."""
+    return textwrap.fill(text, _COLUMNS, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
 
 
 def where(report) -> str:

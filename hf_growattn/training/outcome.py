@@ -14,7 +14,7 @@ from ..measure.kinds import KINDS
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
 from ..report.pictures import BLUE, GREY, HELD_OUT, ORANGE, draw_gains, draw_lead, draw_losses, drawn, loss_curves
 from ..report.report import GrowthReport, grown_layers
-from ..report.words import Compared, advice, compare_first, cost, printed, text_of
+from ..report.words import Compared, advice, beside, compare_first, cost, printed, text_of
 
 BEFORE, AFTER, _ = HELD_OUT
 SECONDS = "growth_seconds"
@@ -104,8 +104,8 @@ def summary(figures: dict, output: Path) -> str:
         whens = ("before growth", "after growth") if growth["layers"] else ("nothing grew",)
         moments += [(when, growth["step"], loss) for when, loss in zip(whens, growth.get("held_out", ()))]
     for when, step, loss in [*moments, ("end", *first[-1])]:
-        beside = [f"{dict(losses)[step]:.4f}" if step in dict(losses) else "-" for losses in others]
-        rows.append([f"step {step}, {when}", f"{loss:.4f}", *beside])
+        theirs = [f"{dict(losses)[step]:.4f}" if step in dict(losses) else "-" for losses in others]
+        rows.append([f"step {step}, {when}", f"{loss:.4f}", *theirs])
     before, after, seconds = figures["before"], figures["after"], figures["seconds"]
     compared = [Compared(**other) for other in figures["compared"]]
     caches, grew = (before["cache_bytes"], after["cache_bytes"]), any(growth["layers"] for growth in figures["growths"])
