@@ -56,7 +56,7 @@ def test_the_command_that_grow_names_trains_what_grew(given, grown, tmp_path):
     assert not {"report.html", "growth.png"} & {path.name for path in (tmp_path / "out").iterdir()}
     assert all(word not in shown for word in ("with growth ", "growing", "report.html", "after growth"))
     card = call("card", tmp_path / "out", "me/trained").stdout
-    assert f"| Parameters | {told['after']['parameters']:,} |" in card and "before growth" not in card
+    assert f"| Parameters | {told['after']['parameters']:,} |" in card and " before growth, " not in card
     first, last = (told["without_growth"]["held_out"][place][1] for place in (0, -1))
     assert f"before training, step 0 | {first:.4f}" in card and f"after training, step 4 | {last:.4f}" in card
     assert "without growth" not in card and "growth.png" not in card
