@@ -146,9 +146,10 @@ def test_what_was_not_done_stands_on_the_first_screen(grown, rolled_back, tmp_pa
         "`growattn race my_model my.txt -o race`"
         in words.facts([grown], race="growattn race my_model my.txt -o race")[-1][1]
     )
+    assert words.facts([grown], verdict="Growth pays.")[-1][1].endswith("told: Growth pays.")
     assert [label for label, _ in words.facts([rolled_back])] == ["Loss", "Advice"]
     assert (
-        "Train it by LoRA" in words.facts([rolled_back, EMPTY])[-1][1] and words.facts([EMPTY, grown])[1][0] == "Cost"
+        "Do not grow here" in words.facts([rolled_back, EMPTY])[-1][1] and words.facts([EMPTY, grown])[1][0] == "Cost"
     )
 
 

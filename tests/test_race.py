@@ -223,7 +223,7 @@ def test_from_python(given, tmp_path):
     rows = Dataset.from_dict({"text": [" ".join(words[at : at + 24]) for at in range(0, len(words), 24)]})
     training = SFTConfig(str(tmp_path / "out"), max_length=16, packing=True, use_cpu=True, bf16=False, report_to=[])
     contest = hf_growattn.race(model, tokenizer, rows, training, budget=0.2, steps=4, seeds=1, growth_batches=4)
-    assert contest.winner in ("lora", "growth", "both") and contest.sentences()[0] in str(contest)
+    assert contest.winner in ("lora", "growth", "both") and contest.sentences()[0] in " ".join(str(contest).split())
     assert type(model).__name__ == "LlamaForCausalLM" and all(p.requires_grad for p in model.parameters())
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
@@ -237,6 +237,8 @@ def test_finetune_by_a_method(method, given, tmp_path):
     figures = json.loads((output / "figures.json").read_text())
     chosen = json.loads((tmp_path / "out-race" / "race.json").read_text())["winner"] if method == "auto" else method
     grew = chosen in ("growth", "both")
+    assert ("growth" in figures["race"]) == (method == "auto")
+    assert ("The race before this training told" in " ".join(done.stdout.split())) == (method == "auto" and grew)
     assert (figures["with_growth"] is not None) == grew == bool(figures["growths"])
     curve = (figures["with_growth"] or figures["without_growth"])["held_out"]
     assert curve[-1][0] == 12 and curve[-1][1] < curve[0][1]
@@ -267,7 +269,7 @@ def test_compare_shows_lora_too(given, tmp_path):
     done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options)
     assert done.exit_code == 0, done.output
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
-    assert "LoRA, all linear layers" in done.stdout and figures["lora"]["held_out"][-1][0] == 8
+    assert "LoRA on all linear layers" in done.stdout and figures["lora"]["held_out"][-1][0] == 8
     assert figures["without_growth"] is None
 
 

@@ -278,14 +278,14 @@ def grow(ctx: typer.Context) -> None:
 
 
 def _by_race(recipe):
-    """A recipe with the method and the learning rate that a race finds best; the race stays beside the model."""
+    """A recipe with the method and the learning rate that a race finds best, which stays beside the model; and why."""
     from dataclasses import replace
 
     training = recipe.training
     raced = recipe._replace(training=replace(training, output_dir=f"{training.output_dir}-race"))
-    choice = _raced(raced, as_json=False)[0].choice
+    choice = (contest := _raced(raced, as_json=False)[0]).choice
     training.learning_rate = choice.pop("learning_rate")
-    return recipe._replace(growth=replace(recipe.growth, **choice))
+    return recipe._replace(growth=replace(recipe.growth, **choice)), " ".join(contest.sentences())
 
 
 @_handed("finetune", FINETUNE_HELP, "Train a model on your data: all weights, growth, LoRA, or what a race finds best.")
@@ -299,11 +299,10 @@ def finetune(ctx: typer.Context) -> None:
         callback_of(recipe)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if recipe.growth.method == "auto":
-        recipe = _by_race(recipe)
+    recipe, verdict = _by_race(recipe) if recipe.growth.method == "auto" else (recipe, "")
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            figures = main(recipe)
+            figures = main(recipe, verdict)
     except KeyboardInterrupt:
         last = last_checkpoint(Path(recipe.training.output_dir))
         told = f"{last} is whole; go on with --resume_from_checkpoint True." if last else "no checkpoint was saved yet."

@@ -31,6 +31,7 @@ def save_report(
     steps: Sequence[int | None] | None = None,
     command: str | None = None,
     compared: Sequence[words.Compared] = (),
+    verdict: str = "",
 ) -> None:
     """Write the growths of a training as one self-contained HTML file, whole or not at all.
 
@@ -41,6 +42,7 @@ def save_report(
         steps: the optimizer step of each growth; a log history that the reports were logged to knows it by itself.
         command: what was run; by default the command line of this process, without its secrets. "" leaves it out.
         compared: what was trained beside it, to the end.
+        verdict: of a race before it.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -69,7 +71,7 @@ def save_report(
     page = _template().render(
         words=words,
         growths=growths,
-        facts=words.facts(reports, compared),
+        facts=words.facts(reports, compared, verdict=verdict),
         beside=words.beside(compared, reports[-1].cache_bytes[1]) if compared else None,
         losses=Markup(svg(losses, "losses")) if any(curves.values()) else None,
         command=_command_line() if command is None else command,

@@ -250,7 +250,7 @@ class TrimReport:
 
     def __str__(self) -> str:
         columns = ("layer", "kind", "width", "worth", "error", "parameters removed")
-        return printed(columns, [layer.cells() for layer in self.layers]) + self._outcome()
+        return printed(columns, [layer.cells() for layer in self.layers]) + lines_of(self._outcome())
 
     def _outcome(self) -> str:
         if not self.layers:

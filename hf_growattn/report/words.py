@@ -53,24 +53,25 @@ class Compared:
         return f"{self.lead:+.4f} ± {self.error:.4f}"
 
 
-def facts(reports: Sequence, compared: Sequence[Compared] = (), race: str = RACE) -> list[tuple[str, str]]:
+def facts(
+    reports: Sequence, compared: Sequence[Compared] = (), race: str = RACE, verdict: str = ""
+) -> list[tuple[str, str]]:
     """What a reader should know first, as (label, text): the loss, the cost at inference, and what to do.
 
     Args:
         reports: the `GrowthReport` of each growth of a training, one at least.
         compared: what was trained beside it, if anything was.
         race: the command that would compare it with LoRA.
+        verdict: of such a race, if there was one.
     """
     growths = [report for report in reports if report.found]
     told = [("Loss", " ".join(map(loss, reports)))]
     if not growths:
-        return [*told, ("Advice", "Do not grow this model for these data. Train it by LoRA on all linear layers.")]
+        return [*told, ("Advice", "Do not grow here: train the model as it is, or by LoRA on all linear layers.")]
     caches, kept = (growths[0].cache_bytes[0], growths[-1].cache_bytes[1]), growths[0].kept
     added = sum(report.added_parameters for report in growths)
     told.append(("Cost", cost(caches, added, growths[0].parameters, kept)))
-    if compared:
-        return [*told, ("Advice", advice(min(compared, key=lambda other: other.loss), caches[1]))]
-    return [*told, ("Advice", compare_first(caches, kept, race))]
+    return [*told, ("Advice", advised(compared, verdict, caches, kept, race))]
 
 
 def cost(caches: tuple[int, int], added: int, parameters: int, kept: bool = True) -> str:
@@ -85,14 +86,6 @@ def cost(caches: tuple[int, int], added: int, parameters: int, kept: bool = True
     before, after = caches
     larger = f"KV cache: {before:,} -> {after:,} bytes a token ({after / before - 1:+.1%})"
     return f"{larger}. {added:,} weights {'added' if kept else 'would be added'} ({added / parameters:+.1%})."
-
-
-def compare_first(caches: tuple[int, int], kept: bool = True, race: str = RACE) -> str:
-    """What to do where nothing was trained beside the growth; arguments are as for `facts` and `cost`."""
-    return (
-        f"Compare before you {'keep this' if kept else 'grow'}: the KV cache becomes {caches[1] / caches[0] - 1:.0%} "
-        f"larger, and LoRA may end as low without that. `{race}` tells; a tie goes to LoRA."
-    )
 
 
 def text_of(told: Iterable[tuple[str, str]]) -> str:
@@ -189,13 +182,22 @@ def loss(report) -> str:
     )
 
 
-def advice(other: Compared, cache: int) -> str:
-    """What to do about a grown model, by its lead over the best of what else was trained.
+def advised(
+    compared: Sequence[Compared], verdict: str, caches: tuple[int, int], kept: bool = True, race: str = RACE
+) -> str:
+    """What to do about a growth that was found; arguments are as for `facts` and `cost`."""
+    if compared:
+        return _advice(min(compared, key=lambda other: other.loss), caches[1])
+    if verdict:
+        return f"The race before this training told: {verdict}"
+    return (
+        f"Compare before you {'keep this' if kept else 'grow'}: the KV cache becomes {caches[1] / caches[0] - 1:.0%} "
+        f"larger, and LoRA may end as low without that. `{race}` tells; a tie goes to LoRA."
+    )
 
-    Args:
-        other: the best of the others.
-        cache: bytes of a token's keys and values in the grown model.
-    """
+
+def _advice(other: Compared, cache: int) -> str:
+    """What to do, by the lead over the best of what else was trained."""
     gap, larger = f"{abs(other.lead):.4f} ± {other.error:.4f} nats a token", cache / other.cache_bytes - 1
     side = settled(other.lead, other.error)
     if side > 0:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from ..report.words import MARGIN, SURE, printed, settled
+from ..report.words import MARGIN, SURE, lines_of, printed, settled
 from .methods import METHODS, readable
 
 _SMALLER = (1 / 3, 1 / 9)  # of the least learning rate: tried where no training got below the start
@@ -198,7 +198,7 @@ class Contest:
         return printed(columns, rows)
 
     def __str__(self) -> str:
-        return self.table() + "\n".join(self.sentences())
+        return self.table() + "\n".join(map(lines_of, self.sentences()))
 
     def figures(self) -> dict:
         """Everything as what `json.dumps` takes."""

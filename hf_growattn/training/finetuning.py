@@ -185,7 +185,14 @@ def reloaded_difference(model, sample: torch.Tensor, output: Path) -> float:
 Start = Callable[[PreTrainedModel], tuple[nn.Module, GrowthReport | None]]
 
 
-def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Recipe, start: Start | None = None) -> dict:
+def run(
+    model: PreTrainedModel,
+    tokenizer,
+    data: tuple[Rows, Rows],
+    recipe: Recipe,
+    start: Start | None = None,
+    verdict: str = "",
+) -> dict:
     """Train with growth and save, then as others would where asked; leave pictures and figures beside the model.
 
     Args:
@@ -194,6 +201,7 @@ def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Reci
         data: rows to train on and held-out ones, as `split` gives them.
         recipe: how to train and to grow.
         start: makes the patched model ready for another method than "full", as `methods.started`.
+        verdict: of a race before it.
 
     Returns:
         What `figures.json` holds.
@@ -236,12 +244,14 @@ def run(model: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Reci
     history, after = trainer.state.log_history, outcome.size_of(trainer.model)
     grew = callback or report or any(outcome.AFTER in entry for entry in history)  # it may have before it stopped
     histories = {"with_growth" if grew else "without_growth": history}
-    told = partial(outcome.figures, source, before=before, after=after, seconds=seconds, difference=difference)
+    told = partial(
+        outcome.figures, source, before=before, after=after, seconds=seconds, difference=difference, race=verdict
+    )
     figures = told(histories, report)
     if first:
         outcome.write(figures, output)
         if reports and outcome.drawable():  # a resumed run may have grown before it stopped
-            save_report(reports, output / outcome.REPORT, history)
+            save_report(reports, output / outcome.REPORT, history, verdict=verdict)
     if twin is not None:
         own = judged(trainer, recipe.growth.method, data[1], figures["after"]["cache_bytes"])
         others = _compared(twin, tokenizer, data, recipe, figures)
@@ -318,8 +328,8 @@ def load(recipe: Recipe, dtype: str) -> PreTrainedModel:
     return patch_model(load_growable(recipe.name, True, recipe.model.model_revision, **options))
 
 
-def main(recipe: Recipe) -> dict:
-    """Read the data of a recipe, then its model, and `run` it.
+def main(recipe: Recipe, verdict: str = "") -> dict:
+    """Read the data of a recipe, then its model, and `run` it; `verdict` is what a race before it told.
 
     Raises:
         ValueError, ImportError: no such model or data, or they do not fit each other.
@@ -343,4 +353,4 @@ def main(recipe: Recipe) -> dict:
             batches = batches_of(first_rows(rows[0], wanted, training.seed), made.collate, training)
             loss = sft_loss(model, tokenizer, training)
         start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed, loss=loss)
-    return run(model, tokenizer, rows, recipe, start)
+    return run(model, tokenizer, rows, recipe, start, verdict)

@@ -14,7 +14,7 @@ from ..measure.kinds import KINDS
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
 from ..report.pictures import BLUE, GREY, HELD_OUT, ORANGE, draw_gains, draw_lead, draw_losses, drawn, loss_curves
 from ..report.report import GrowthReport, grown_layers
-from ..report.words import Compared, advice, beside, compare_first, cost, printed, text_of
+from ..report.words import Compared, advised, beside, cost, printed, text_of
 
 BEFORE, AFTER, _ = HELD_OUT
 SECONDS = "growth_seconds"
@@ -47,6 +47,7 @@ def figures(
     seconds: float,
     difference: float,
     compared: Sequence[Compared] = (),
+    race: str = "",
 ) -> dict:
     """Gather all figures as one dict for JSON.
 
@@ -60,6 +61,7 @@ def figures(
             without the growths.
         difference: largest difference of the logits after reloading.
         compared: what was trained beside it.
+        race: what a race before it told.
     """
     growths = (
         [] if started is None else [{"step": 0, **growth_figures(started), "seconds": sum(started.seconds.values())}]
@@ -85,6 +87,7 @@ def figures(
         "seconds": {"growing": sum(growth["seconds"] for growth in growths), "training": seconds},
         "reloaded_difference": difference,
         "compared": list(map(vars, compared)),
+        "race": race,
     }
 
 
@@ -112,8 +115,7 @@ def summary(figures: dict, output: Path) -> str:
     told = [("Loss", f"{first[0][1]:.4f} -> {first[-1][1]:.4f} on held-out rows.")]
     if grew:
         told.append(("Cost", cost(caches, after["parameters"] - before["parameters"], before["parameters"])))
-        best = min(compared, key=lambda other: other.loss, default=None)
-        told.append(("Advice", advice(best, caches[1]) if best else compare_first(caches)))
+        told.append(("Advice", advised(compared, figures["race"], caches)))
     parts = [printed(*beside(compared, caches[1]))] if compared else []
     parts += [text_of(told) + "\n", printed(["held-out loss", *(RUNS[name] for name in runs)], rows)]
     lines = []
