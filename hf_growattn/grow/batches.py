@@ -34,8 +34,8 @@ def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
 def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
     """Refuse tokens that a model does not know: it would fail by an index, or on a GPU lose all that is in memory."""
     head = model.get_output_embeddings()  # only where there is one are labels tokens
-    embeddings: Any = model.get_input_embeddings()
-    counts = {"input_ids": len(embeddings.weight), "labels": getattr(head, "out_features", None)}
+    tokens = getattr(model.get_input_embeddings(), "weight", None)  # images have patches, and no such weight
+    counts = {"input_ids": None if tokens is None else len(tokens), "labels": getattr(head, "out_features", None)}
     for name, known in counts.items():
         ids = batch.get(name)
         if known is None or not torch.is_tensor(ids) or ids.is_floating_point() or not ids.numel():

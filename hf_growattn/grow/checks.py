@@ -160,7 +160,7 @@ def trainable_parameters(
     """
     trainable, peft = {}, under_peft(model)
     for attention in chosen:
-        names = {parameter: name for name, parameter in attention.named_parameters()}
+        names = {parameter: name for name, parameter in attention.all_parameters().items()}
         for kind in kinds:
             adapted = any(is_adapted(attention.projection_of(role)) for role in kind.roles)
             resized = [role for role in kind.roles if not beside or attention.is_plain(role)]

@@ -39,7 +39,7 @@ def write(
 
 def settle(model: nn.Module, wrapped: nn.Module, resized: list[GrowableAttention]) -> None:
     """Tell everything outside a model that holds on to the former parameters of these modules."""
-    parameters = {id(p): p for attention in resized for p in attention.parameters()}
+    parameters = {id(p): p for attention in resized for p in attention.all_parameters().values()}
     ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values()))
     ranks.rebuild_ddp(model, wrapped)
     torch.clear_autocast_cache()  # the caller's region may hold casts of weights that have moved

@@ -218,7 +218,8 @@ class Trial:
 
     def added_to_cache(self) -> int:
         """By how many numbers keeping widens the keys and values of a token."""
-        return sum(change.dims * change.gradient.block.groups for change in self.changes)
+        blocks = ((change.gradient.block, change.dims) for change in self.changes)
+        return sum(dims * block.groups for block, dims in blocks if block.attention.caches)
 
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:

@@ -118,20 +118,25 @@ class GrowableAttention(GrownAttention):
 
     extension: Any  # of a module
 
-    def adopt(self) -> None:
+    def adopt(self, surroundings: dict[str, Any]) -> None:
         """Fill the attributes of a module whose class was just swapped from the stock one, at the stock widths."""
-        super().adopt()
+        super().adopt(surroundings)
         self.extension = None
         self._renew_old_forward(type(self))
 
     def release(self) -> None:
         """Drop what `adopt` added, before the stock class is put back."""
         ours = {"qk_head_dim", "v_head_dim", "extension", "eager_attention", "rotate", "_heads_in_group"}
+        ours |= {"kernel_scaling", "surroundings", "_stock_scaling", *self.surroundings}
         ours |= {name for name, _ in self.architecture.aliases}
+        stock_scaling = None
         if self.architecture.scaling is not None:
             ours.add("scaling")
+            stock_scaling = self._stock_scaling
         for name in ours & vars(self).keys():
             delattr(self, name)
+        if stock_scaling is not None:
+            self.scaling = stock_scaling
         self._renew_old_forward(type(self).__bases__[1])
 
     def _renew_old_forward(self, cls: type) -> None:
@@ -140,14 +145,25 @@ class GrowableAttention(GrownAttention):
 
     def _heads(self, hidden_states: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, ...]:
         heads = super()._heads(hidden_states, position_embeddings)
-        return heads if self.extension is None else self.extension(hidden_states, *heads)
+        if self.extension is None:
+            return heads
+        query, *others = self.extension(hidden_states, *heads)
+        if self.architecture.scales_query and (added := query.shape[-1] - heads[0].shape[-1]):
+            own, new = query.split((query.shape[-1] - added, added), dim=-1)
+            query = torch.cat((own, new * self.scaling), dim=-1)
+        return query, *others
 
     def _joined(self, attn_output: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         added = attn_output.shape[-1] - self.v_head_dim
         if self.extension is None or not added:
             return super()._joined(attn_output, shape)
-        attn_output, beside = attn_output.split((self.v_head_dim, added), dim=-1)
-        return super()._joined(attn_output, shape) + self.extension.output(beside)
+        attn_output, read = attn_output.split((self.v_head_dim, added), dim=-1)
+        joined, addition = super()._joined(attn_output, shape), self.extension.output(read)
+        if not self.architecture.beside:
+            return joined + addition
+        # Another module projects what this one returns: the addition waits for that.
+        hook = self.projection_of("output").register_forward_hook(lambda *call: (hook.remove(), call[-1] + addition)[1])
+        return joined
 
     @property
     def window(self) -> int | None:
@@ -156,6 +172,17 @@ class GrowableAttention(GrownAttention):
         if path is None and self._at("attention_type") == "local":  # GPT-Neo keeps its window in its mask
             path = "config.window_size"
         return self._at(path) if path else None
+
+    @property
+    def caches(self) -> bool:
+        """Whether generation keeps this module's keys and values: no encoder's."""
+        return getattr(self, "is_causal", True)
+
+    def all_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this module, and of the one beside it that projects its output, by name."""
+        beside = self.architecture.beside
+        parts = {"": self, f"{beside}.": self.beside[0]} if beside else {"": self}
+        return {f"{place}{name}": p for place, part in parts.items() for name, p in part.named_parameters()}
 
     @property
     def normalises(self) -> bool:
@@ -306,7 +333,9 @@ class GrowableAttention(GrownAttention):
             if obscured(module) is not None:
                 return own_widths
             weight, axis = plain(module).weight, self._axis(role)
-            named = module.named_modules(prefix=prefix + getattr(self.architecture, role))
+            inside = role == "output" and self.architecture.beside
+            place = f"{prefix.removesuffix('.').rpartition('.')[0]}.{inside}." if inside else prefix
+            named = module.named_modules(prefix=place + getattr(self.architecture, role))
             saved = state.get(next(f"{name}.weight" for name, inside in named if inside is plain(module)), weight)
             if saved.dim() != weight.dim() or saved.shape[1 - axis] != weight.shape[1 - axis]:
                 return own_widths

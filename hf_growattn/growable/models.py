@@ -99,8 +99,8 @@ def is_grown(model: nn.Module) -> bool:
 
 def cache_bytes(model: nn.Module) -> int:
     """Bytes of a token's keys and values in the cache, over all layers, in the weights' precision."""
-    size = next(model.parameters()).element_size()
-    return sum(size * a.heads_of(role) * a.width_of(role) for a in attentions(model) for role in ("key", "value"))
+    size, cached = next(model.parameters()).element_size(), [a for a in attentions(model) if a.caches]
+    return sum(size * a.heads_of(role) * a.width_of(role) for a in cached for role in ("key", "value"))
 
 
 def __getattr__(name: str) -> type:

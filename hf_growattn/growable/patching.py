@@ -17,6 +17,9 @@ _REFUSED = {
     "gpt_oss": "lets every head attend to a learned sink, which the growth's statistics would leave out",
     "deepseek_v2": "keeps keys and values in one latent, whose widths (kv_lora_rank) are already its own",
     "deepseek_v3": "keeps keys and values in one latent, whose widths (kv_lora_rank) are already its own",
+    "albert": "computes its residual sum and norm inside the attention module, of which all layers share one",
+    "mpnet": "computes attention by hand, with a bias for relative positions, and takes no attention function",
+    "deberta-v2": "computes attention by hand, with keys and queries of relative positions beside those of tokens",
     "gemma3": "wraps a language model: pass that one to patch_model, model.model.language_model",
 }
 

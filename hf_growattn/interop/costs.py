@@ -17,7 +17,7 @@ class Cost:
     """What one form of a model takes.
 
     Attributes:
-        cache_bytes: of a token's keys and values over all layers, in the precision of the weights.
+        cache_bytes: of a token's keys and values over all layers, in the precision of the weights; an encoder has none.
         parameters: how many the model holds.
     """
 
@@ -34,7 +34,7 @@ def costs_of(model: PreTrainedModel) -> dict[str, Cost]:
         only where there is such a form.
     """
     found, size, native = attentions(model), next(model.parameters()).element_size(), model.num_parameters()
-    heads, added = sum(a.heads_of("key") for a in found), 0
+    heads, added = sum(a.heads_of("key") for a in found if a.caches), 0
     for attention in found:
         for role in ROLES:
             inputs = model.config.hidden_size + (attention.bias_of(role) is not None)

@@ -19,8 +19,10 @@ from ..growable.attention import GrowableAttention
 from ..growable.models import attentions
 from ..growable.patching import architecture_of
 from ..model.architectures import Architecture
-from ..model.modeling import stock_attentions
+from ..model.modeling import surroundings_of
 from . import functional as F
+
+ROTARY = ("rotary_emb", "rotary_embeddings")  # what families call the module that gives cos and sin
 
 
 class FactoredMatrix:
@@ -129,8 +131,9 @@ class AttentionView:
         groups: number of key/value heads `G`: `H / G` patterns share one key side, and as many messages one value side.
     """
 
-    def __init__(self, module: nn.Module, architecture: Architecture, rotary: Any):
+    def __init__(self, module: nn.Module, architecture: Architecture, rotary: Any, surroundings: dict[str, Any]):
         self.module, self._architecture, self._rotary = module, architecture, rotary
+        self._surroundings = surroundings
         attention = self._attention
         self.layer_idx, self.scaling = attention.layer_idx, attention.scaling
         self.heads, self.groups = attention.heads_of("query"), attention.heads_of("key")
@@ -142,7 +145,7 @@ class AttentionView:
             return self.module
         twin: Any = copy.copy(self.module)
         twin.__class__ = GrowableAttention.mixed_into(type(self.module), self._architecture)
-        twin.adopt()
+        twin.adopt(self._surroundings)
         return twin
 
     def pattern(self, head: int, offset: int = 0, length: int | None = None) -> FactoredMatrix:
@@ -176,7 +179,8 @@ class AttentionView:
             last = abs(offset) if length is None else length - 1
             positions = torch.tensor([[offset], [0], [last]], device=query.device)
             rotary = copy.deepcopy(self._rotary, {id(self._rotary.config): self._rotary.config})
-            cos, sin = type(rotary).forward(rotary, query, positions)
+            by_layer = {"layer_type": attention.config.layer_types[self.layer_idx]} if hasattr(rotary, "layer_types") else {}
+            cos, sin = type(rotary).forward(rotary, query, positions, **by_layer)
             query, key = attention._rotate_old_dims(query.expand(3, 1, -1, -1), key.expand(3, 1, -1, -1), cos, sin)
             query, key = query[0, 0], key[1, 0]
         return FactoredMatrix(query, key)
@@ -272,9 +276,10 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
     """
     modules: list[Any] = attentions(model)
     row = modules[0].architecture if modules else architecture_of(model.config.model_type)
-    modules = modules or list(stock_attentions(model, row).values())
-    rotary = next((m.rotary_emb for m in model.modules() if hasattr(m, "rotary_emb")), None)
+    placed = [(module, module.surroundings) for module in modules] or surroundings_of(model, row)
+    rotary = next((module for name, module in model.named_modules() if name.endswith(ROTARY)), None)
     if row.rotate is not None and rotary is None:
         raise ValueError(f"{type(model).__name__} has no rotary_emb; pass the whole model, not a part of it.")
-    views = sorted((AttentionView(module, row, rotary) for module in modules), key=lambda view: view.layer_idx)
+    views = [AttentionView(module, row, rotary, surroundings) for module, surroundings in placed]
+    views.sort(key=lambda view: view.layer_idx)
     return views

@@ -59,6 +59,8 @@ class Architecture:
         modeling: name of the modeling module; None means transformers' own of that type.
         query, key, value, output: attribute names of the projections on that class. One name given to `query`, `key`
             and `value` means one fused projection.
+        beside: the module that holds, and applies, the output projection, if the attention does not: its name in the
+            module that holds both.
         fused_groups: given the config, into how many equal groups a fused projection's outputs fall, each laid out
             `[queries | keys | values]` of its heads; of several groups, each holds one head of every role.
         key_value_heads: given the config, the number of key and value heads.
@@ -67,14 +69,15 @@ class Architecture:
         query_norm, key_norm: attribute names of what normalises queries and keys; a layer may lack them.
         norm: applies such a module to the heads that were there before any growth.
         rotate: name of the function of the modeling file that rotates `(query, key, cos, sin)`; None without rotation.
-        rotates: path of what tells whether this layer rotates at all; None means that all do.
+        rotates: path of what tells whether this layer rotates at all, or what tells it of a module; None means that
+            all do.
         attention_dropout: attribute that holds the dropout of the attention weights, a number or an `nn.Dropout`; or
             what gives that number for a module.
         output_dropout: the same for the dropout applied after the output projection, if there is one.
         cache: keyword by which the forward is given the cache.
         passes: keywords of the attention function, each with the path of its value (None where that is missing).
-        scaling: the softmax scale, for a family whose modules do not hold one.
-        scales_query: the queries are scaled before they are compared, and the attention function scales by 1.
+        scaling: the softmax scale, or what gives it for a module, for a family whose modules do not hold it.
+        scales_query: the queries are scaled before they rotate, and the attention function scales by 1.
         aliases: attributes that this library reads, each with the name that the family has for it.
         eager: given an attention module, returns the function that its "eager" implementation runs; None means the
             modeling file's `eager_attention_forward`.
@@ -88,6 +91,7 @@ class Architecture:
     key: str = "k_proj"
     value: str = "v_proj"
     output: str = "o_proj"
+    beside: str | None = None
     fused_groups: Callable[[PreTrainedConfig], int] = lambda config: 1
     key_value_heads: Callable[[PreTrainedConfig], int] = _key_value_heads
     head_dim: Callable[[PreTrainedConfig], int] = _head_dim
@@ -95,12 +99,12 @@ class Architecture:
     key_norm: str | None = None
     norm: Callable[[nn.Module, torch.Tensor], torch.Tensor] = norm_each_head
     rotate: str | None = "apply_rotary_pos_emb"
-    rotates: str | None = None
+    rotates: str | Callable[[Any], bool] | None = None
     attention_dropout: str | Callable[[nn.Module], float] = "attention_dropout"
     output_dropout: str | Callable[[nn.Module], float] | None = None
     cache: str = "past_key_values"
     passes: tuple[tuple[str, str], ...] = ()
-    scaling: float | None = None
+    scaling: float | Callable[[Any], float] | None = None
     scales_query: bool = False
     aliases: tuple[tuple[str, str], ...] = ()
     eager: Callable[[nn.Module], Callable] | None = None
@@ -166,6 +170,15 @@ def _falcon_refusal(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def _esm_refusal(config: PreTrainedConfig) -> str | None:
+    return "its cross-attention is of the same class as its self-attention" if config.add_cross_attention else None
+
+
+def _square_root(attention: Any) -> float:
+    """The usual softmax scale."""
+    return attention.head_dim**-0.5
+
+
 def _fused(projection: str) -> dict[str, Any]:
     return {"query": projection, "key": projection, "value": projection}
 
@@ -176,6 +189,13 @@ _EVEN_HEADS: dict[str, Any] = {"key_value_heads": _one_for_each_head, "head_dim"
 _DROPOUTS: dict[str, Any] = {"attention_dropout": "attn_dropout", "output_dropout": "resid_dropout"}
 _GPT: dict[str, Any] = {**_EVEN_HEADS, **_DROPOUTS, "rotate": None}
 _WINDOW: dict[str, Any] = {"passes": (("sliding_window", "sliding_window"),)}
+_BERT: dict[str, Any] = {
+    **_EVEN_HEADS,
+    **{"query": "query", "key": "key", "value": "value", "output": "dense", "beside": "output", "rotate": None},
+    "attention_dropout": "dropout",
+    "aliases": (("head_dim", "attention_head_size"),),
+}
+_VIT: dict[str, Any] = {"key_value_heads": _one_for_each_head, "rotate": None}
 _WINDOW_OF_CONFIG: dict[str, Any] = {"passes": (("sliding_window", "config.sliding_window"),)}
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -251,5 +271,41 @@ ARCHITECTURES: dict[str, Architecture] = {
             eager=lambda attention: _falcon_attend,
             refusal=_falcon_refusal,
         ),
+        Architecture("bert", "BertSelfAttention", **_BERT),
+        Architecture("roberta", "RobertaSelfAttention", **_BERT),
+        Architecture(
+            "xlm-roberta",
+            "XLMRobertaSelfAttention",
+            "transformers.models.xlm_roberta.modeling_xlm_roberta",
+            **_BERT,
+        ),
+        Architecture("electra", "ElectraSelfAttention", **_BERT),
+        Architecture(
+            "esm",
+            "EsmSelfAttention",
+            **_BERT | {"rotate": "apply_rotary_pos_emb"},
+            rotates=lambda attention: attention.position_embedding_type == "rotary",
+            scaling=_square_root,
+            scales_query=True,
+            refusal=_esm_refusal,
+        ),
+        Architecture(
+            "distilbert",
+            "DistilBertSelfAttention",
+            **_BERT | {"query": "q_lin", "key": "k_lin", "value": "v_lin", "output": "out_lin", "beside": None},
+        ),
+        Architecture("eurobert", "EuroBertAttention"),
+        Architecture(
+            "modernbert",
+            "ModernBertAttention",
+            **_EVEN_HEADS,
+            **_fused("Wqkv"),
+            output="Wo",
+            output_dropout=lambda attention: getattr(attention.out_drop, "p", 0.0),
+            passes=(("sliding_window", "sliding_window"), ("deterministic", "deterministic_flash_attn")),
+            scaling=_square_root,
+        ),
+        Architecture("vit", "ViTAttention", **_VIT),
+        Architecture("dinov2", "Dinov2Attention", **_VIT),
     )
 }

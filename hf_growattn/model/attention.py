@@ -42,6 +42,8 @@ class GrownAttention(nn.Module):
         head_dim: width of one head before any growth.
         scaling: the softmax scale `s`, kept from the stock module: it never follows a width (draft 004).
         rotate: the family's rotation of `(query, key, cos, sin)`; None where the layer has none.
+        kernel_scaling: what the attention function scales by, the softmax scale unless the queries carry it.
+        surroundings: what the model told the module of its place, see `surroundings_of`.
     """
 
     architecture: Architecture
@@ -53,6 +55,10 @@ class GrownAttention(nn.Module):
     scaling: float
     rotate: Any  # a function, or None
     eager_attention: Callable
+    kernel_scaling: float
+    surroundings: dict[str, Any]
+    beside: tuple[nn.Module]  # a tuple keeps it from being a child
+    _stock_scaling: float | None
 
     @classmethod
     @cache
@@ -64,14 +70,18 @@ class GrownAttention(nn.Module):
         setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
         return made
 
-    def adopt(self) -> None:
+    def adopt(self, surroundings: dict[str, Any]) -> None:
         """Fill the attributes of a module whose class was just swapped from the stock one, at the stock widths."""
-        row = self.architecture
+        row, self.surroundings = self.architecture, surroundings
+        for name, value in surroundings.items():
+            setattr(self, name, value)
         for name, source in row.aliases:
             setattr(self, name, getattr(self, source))
         if row.scaling is not None:
-            self.scaling = row.scaling
-        if row.rotates is not None and not self._at(row.rotates):
+            self._stock_scaling = vars(self).get("scaling")
+            self.scaling = row.scaling(self) if callable(row.scaling) else row.scaling
+        self.kernel_scaling = 1.0 if row.scales_query else self.scaling
+        if row.rotates is not None and not (row.rotates(self) if callable(row.rotates) else self._at(row.rotates)):
             self.rotate = None
         self.qk_head_dim = self.v_head_dim = self.head_dim
         # Reading a config is slow, and the forward needs these each time.
@@ -111,7 +121,8 @@ class GrownAttention(nn.Module):
 
     def projection_of(self, role: str) -> nn.Linear:
         """The module that computes a role: a linear one, or what stands for it."""
-        return getattr(self, getattr(self.architecture, role))
+        holder: Any = self.beside[0] if role == "output" and self.architecture.beside else self
+        return getattr(holder, getattr(self.architecture, role))
 
     def _groups(self, role: str) -> int:
         """Into how many groups the axis falls along which a role's heads lie."""
@@ -120,21 +131,21 @@ class GrownAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend, as the stock module does.
 
         Args:
             hidden_states: (batch, tokens, hidden_size).
-            position_embeddings: `(cos, sin)`, each (batch, tokens, rotated dims), for families that rotate.
             attention_mask: whatever the chosen attention implementation takes.
+            position_embeddings: `(cos, sin)`, each (batch, tokens, rotated dims), for families that rotate.
             **kwargs: among them the cache, by the family's keyword for it; keys and values may differ in width there,
                 and layers too. The others are passed on to the attention implementation.
 
         Returns:
-            The output, (batch, tokens, hidden_size), and the attention weights where the implementation gives them.
+            The output, (batch, tokens, hidden_size), or what the heads read where another module projects that, and the attention weights where the implementation gives them.
 
         Raises:
             ValueError: this layer has grown, and the implementation or the cache takes one width for all layers
@@ -142,9 +153,6 @@ class GrownAttention(nn.Module):
         """
         row = self.architecture
         query, key, value = self._heads(hidden_states, position_embeddings)
-        scaling = self.scaling
-        if row.scales_query:
-            query, scaling = query * scaling, 1.0
         past_key_values = kwargs.pop(row.cache, None)
         if past_key_values is not None:
             if isinstance(past_key_values, EncoderDecoderCache):
@@ -165,7 +173,7 @@ class GrownAttention(nn.Module):
             value,
             attention_mask,
             dropout=self._dropout(row.attention_dropout),
-            scaling=scaling,
+            scaling=self.kernel_scaling,  # of this form: vLLM reads this call's source
             **kwargs,
         )
         if attn_output.shape[-1] > v_width:  # padding
@@ -184,6 +192,8 @@ class GrownAttention(nn.Module):
     def _heads(self, hidden_states: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, ...]:
         """(batch, tokens, hidden_size) -> queries, keys and values, each (batch, its heads, tokens, its width)."""
         query, key, value = self._project(hidden_states)
+        if self.architecture.scales_query:
+            query = query * self.scaling
         if self.rotate is not None:
             query, key = self._rotate_old_dims(query, key, *position_embeddings)
         return query, key, value
@@ -203,7 +213,8 @@ class GrownAttention(nn.Module):
 
     def _joined(self, attn_output: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """What the heads read, (batch, tokens, heads, v_head_dim), as an output of (batch, tokens, hidden_size)."""
-        return self.projection_of("output")(attn_output.reshape(*shape[:-1], -1).contiguous())
+        joined = attn_output.reshape(*shape[:-1], -1).contiguous()
+        return joined if self.architecture.beside else self.projection_of("output")(joined)
 
     def _normed(self, name: str | None, heads: torch.Tensor) -> torch.Tensor:
         """Normalise the dims that a layer had before any growth, (batch, tokens, heads, width); new dims stay."""

@@ -78,9 +78,9 @@ class GrownModelMixin(_Model):
         Parameters, buffers and hooks are untouched.
         """
         row = ARCHITECTURES[model.config.model_type.removeprefix(PREFIX)]
-        for module in stock_attentions(model, row).values():
+        for module, surroundings in surroundings_of(model, row):
             module.__class__ = cls.attention_mixin.mixed_into(type(module), row)
-            module.adopt()
+            module.adopt(surroundings)
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and isinstance(module.config, GrownConfigMixin):
                 if not isinstance(module, GrownModelMixin):
@@ -149,6 +149,22 @@ def stock_attentions(model: nn.Module, row: Architecture) -> dict[str, Any]:
         and not isinstance(module, GrownAttention)
         and not getattr(module, "is_cross_attention", False)
     }
+
+
+def surroundings_of(model: nn.Module, row: Architecture) -> list[tuple[Any, dict[str, Any]]]:
+    """The stock self-attention modules, each with what it does not know of its place in the model.
+
+    That is the number of its layer, for modules that hold none, and the one beside it that holds the output projection.
+    """
+    found = []
+    for number, (name, module) in enumerate(stock_attentions(model, row).items()):
+        surroundings: dict[str, Any] = {}
+        if getattr(module, "layer_idx", None) is None and "layer_idx" not in dict(row.aliases):
+            surroundings["layer_idx"] = number
+        if row.beside:
+            surroundings["beside"] = (getattr(model.get_submodule(name.rpartition(".")[0]), row.beside),)
+        found.append((module, surroundings))
+    return found
 
 
 def class_by_name(name: str, mixin: type[GrownModelMixin]) -> type:
