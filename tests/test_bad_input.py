@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import HEADS, build, lm_batches, padded, tokens
 from test_growth import fingerprint, same
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import AutoModel, AlbertConfig, AlbertModel
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.models import attentions
@@ -20,10 +20,10 @@ def refused(model, batches, match, config=None, optimizer=None, error=ValueError
 
 
 def test_unknown_model_type_names_the_type_and_the_known_ones():
-    model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
-    with pytest.raises(ValueError, match=r"'bert'.*gpt2, .*llama, "):
+    model = AlbertModel(AlbertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
+    with pytest.raises(ValueError, match=r"'albert'.*gpt2, .*llama, "):
         patch_model(model)
-    assert type(model) is BertModel and type(model.config) is BertConfig
+    assert type(model) is AlbertModel and type(model.config) is AlbertConfig
 
 
 def test_wrappers_are_refused_by_name():

@@ -222,13 +222,13 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     build("llama-2").save_pretrained(tmp_path / "damaged")
     os.truncate(tmp_path / "damaged" / "model.safetensors", 2000)
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "albert").mkdir()
+    (tmp_path / "albert" / "config.json").write_text('{"model_type": "albert"}')
     model, text = given / "model", given / "text.txt"
     for options, fix in {
         ("inspect", tmp_path / "empty"): "There is no checkpoint in",
         ("inspect", tmp_path / "damaged"): "cannot be loaded. SafetensorError",
-        ("inspect", tmp_path / "bert"): "does not know the model type 'bert'",
+        ("inspect", tmp_path / "albert"): "does not know the model type 'albert'",
         ("inspect", "no/such-model"): "Check the name and the network",
         ("measure", "no/such-model", text): "Check the name and the network",
         ("measure", model, tmp_path / "nowhere.txt"): "check the path of the data",

@@ -8,7 +8,7 @@ import torch
 from families import build
 from test_peft_method import BATCHES, LLAMA, adapted, peft, pytestmark  # noqa: F401  the mark counts here too
 from torch import nn
-from transformers import BertConfig, BertModel
+from transformers import AlbertConfig, AlbertModel
 
 import hf_growattn
 from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights
@@ -19,11 +19,11 @@ REFUSED = {
     "no such layer": (lambda: adapted(LLAMA, v_dims=1, layers=[0, 2]), ValueError, "no layer 2: .* layers 0 to 1"),
     "another family": (
         lambda: peft.get_peft_model(
-            BertModel(BertConfig(num_hidden_layers=1, hidden_size=24, intermediate_size=24, vocab_size=97)),
+            AlbertModel(AlbertConfig(num_hidden_layers=1, hidden_size=24, intermediate_size=24, vocab_size=97)),
             GrowAttnConfig(v_dims=1),
         ),
         ValueError,
-        "does not know the model type 'bert'.*Known types: .*llama",
+        "does not know the model type 'albert'.*Known types: .*llama",
     ),
     "no transformers model": (
         lambda: peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), GrowAttnConfig(v_dims=1)),

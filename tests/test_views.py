@@ -5,7 +5,7 @@ import torch
 from conftest import real_batches, real_model
 from families import FAMILIES, LLAMA, VARIANTS, build, tokens
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
+from transformers import AutoModelForCausalLM, AlbertConfig, AlbertModel, LlamaConfig
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
@@ -334,8 +334,8 @@ def test_logits_that_are_no_patterns_alone_are_not_refactored(variant):
 
 
 def test_unknown_and_partial_models_are_refused():
-    bert = BertModel(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
-    with pytest.raises(ValueError, match=r"'bert'\. Known types: .*llama"):
-        attention_views(bert)
+    albert = AlbertModel(AlbertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    with pytest.raises(ValueError, match=r"'albert'\. Known types: .*llama"):
+        attention_views(albert)
     with pytest.raises(ValueError, match="has no rotary_emb"):
         attention_views(patch_model(build("llama-2")).model.layers[0])

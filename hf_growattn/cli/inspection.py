@@ -34,10 +34,11 @@ def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None)
     Raises:
         ValueError: the family of the model is unknown.
     """
-    config, layers = model.config, []
+    config, layers, caches = model.config, [], False
     growable = config.model_type.startswith(PREFIX)
     for view in attention_views(model):
         widths = layer_widths(config, view.layer_idx) if growable else (stock_head_dim(config),) * 2
+        caches |= getattr(view.module, "is_causal", True)
         layers.append(
             {
                 "layer": view.layer_idx,
@@ -49,7 +50,7 @@ def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None)
         )
         tick()
     dims = sum(layer["key_value_heads"] * sum(layer[kind]["width"] for kind in KINDS) for layer in layers)
-    as_it_is = Cost(dims * next(model.parameters()).element_size(), model.num_parameters())
+    as_it_is = Cost(caches * dims * next(model.parameters()).element_size(), model.num_parameters())
     costs = costs_of(model) if is_grown(model) else {"native": as_it_is}
     return {
         "model": config.name_or_path,

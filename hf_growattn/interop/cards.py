@@ -37,6 +37,9 @@ TASKS = {  # by the end of a model class's name: the Auto class that loads it, a
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
     "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
     "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
+    "ForMultipleChoice": ("AutoModelForMultipleChoice", "multiple-choice"),
+    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
     "": ("AutoModel", "feature-extraction"),
 }
 _FOLDERS = [place / "model_cards" for place in Path(__file__).parents[1:3]]  # as installed, and as in the sources

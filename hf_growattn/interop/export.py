@@ -139,20 +139,18 @@ def _add_older_names(file: Path) -> None:
 @torch.no_grad()
 def _verify(model: PreTrainedModel, stock_class: type[PreTrainedModel], path: Path) -> float:
     """Reload what was written, and return how far it is from the model."""
-    limit = min(_TOKENS, getattr(model.config, "max_position_embeddings", _TOKENS))
-    vocabulary = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
-    input_ids = torch.randint(vocabulary, (1, limit), generator=torch.Generator().manual_seed(0)).to(model.device)
+    inputs = _example(model)
     with undisturbed(model), _fresh_rotaries(model):
-        expected = _outputs(model, input_ids)
+        expected = _outputs(model, inputs)
     attention = model.config._attn_implementation
     if attention == "sdpa" and not stock_class._supports_sdpa:
         attention = "eager"
     stock = stock_class.from_pretrained(path, attn_implementation=attention)
     nn.Module.to(stock, model.device).eval()
-    difference = _difference(expected, _outputs(stock, input_ids))
+    difference = _difference(expected, _outputs(stock, inputs))
     if difference <= TOLERANCE:
         return difference
-    allowed = max(TOLERANCE, TIMES_ROUNDING * _rounding(stock, input_ids))
+    allowed = max(TOLERANCE, TIMES_ROUNDING * _rounding(stock, inputs))
     if not difference <= allowed:
         raise RuntimeError(
             f"The exported {stock_class.__name__} differs from the model by {difference:.1e} of the largest logit, of "
@@ -177,11 +175,23 @@ def _fresh_rotaries(model: PreTrainedModel):
             module.rotary_emb = rotary
 
 
-def _outputs(model: PreTrainedModel, input_ids: Tensor) -> list[Tensor]:
-    """What a model returns for tokens, and for the second half of them from the cache of the first."""
-    outputs = [value for value in model(input_ids, return_dict=True).values() if isinstance(value, Tensor)]
+def _example(model: PreTrainedModel) -> Tensor:
+    """Random tokens, (1, tokens), or a random image for a model that sees."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    if model.main_input_name == "pixel_values":
+        shape = (1, config.num_channels, config.image_size, config.image_size)
+        return torch.randn(shape, generator=generator).to(model.device)
+    limit = min(_TOKENS, getattr(config, "max_position_embeddings", _TOKENS))
+    vocabulary = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    return torch.randint(vocabulary, (1, limit), generator=generator).to(model.device)
+
+
+def _outputs(model: PreTrainedModel, inputs: Tensor) -> list[Tensor]:
+    """What a model returns for tokens, and for the second half of them from the cache of the first; or for an image."""
+    inputs = inputs.to(model.dtype) if inputs.is_floating_point() else inputs
+    outputs = [value for value in model(inputs, return_dict=True).values() if isinstance(value, Tensor)]
     if model.can_generate():
-        first, second = input_ids.tensor_split(2, dim=1)
+        first, second = inputs.tensor_split(2, dim=1)
         cache = model(first, use_cache=True).past_key_values
         outputs.append(model(second, past_key_values=cache, use_cache=True).logits)
     return outputs
@@ -195,11 +205,11 @@ def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
     )
 
 
-def _rounding(stock: PreTrainedModel, input_ids: Tensor) -> float:
+def _rounding(stock: PreTrainedModel, inputs: Tensor) -> float:
     """What the next precision would change in the outputs, and the last bit of each rotary frequency in fp32."""
-    rounded = _outputs(stock, input_ids)
+    rounded = _outputs(stock, inputs)
     nn.Module.to(stock, torch.float64 if stock.dtype in (torch.float32, torch.float64) else torch.float32)
     for name, buffer in stock.named_buffers():
         if name.endswith("inv_freq"):
             buffer.mul_(1 + torch.finfo(torch.float32).eps)
-    return _difference(_outputs(stock, input_ids), rounded)
+    return _difference(_outputs(stock, inputs), rounded)
