@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import HEADS, build, lm_batches, padded, tokens
 from test_growth import fingerprint, same
-from transformers import AutoModel, AlbertConfig, AlbertModel
+from transformers import AlbertConfig, AlbertModel, AutoModel
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.models import attentions

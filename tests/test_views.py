@@ -5,7 +5,7 @@ import torch
 from conftest import real_batches, real_model
 from families import FAMILIES, LLAMA, VARIANTS, build, tokens
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AlbertConfig, AlbertModel, LlamaConfig
+from transformers import AlbertConfig, AlbertModel, AutoModelForCausalLM, LlamaConfig
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions

@@ -1,7 +1,6 @@
 """The batches that a growth or a trim is given: read once, and split in two halves that judge each other."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel

@@ -127,16 +127,14 @@ class GrowableAttention(GrownAttention):
     def release(self) -> None:
         """Drop what `adopt` added, before the stock class is put back."""
         ours = {"qk_head_dim", "v_head_dim", "extension", "eager_attention", "rotate", "_heads_in_group"}
-        ours |= {"kernel_scaling", "surroundings", "_stock_scaling", *self.surroundings}
+        ours |= {"kernel_scaling", "surroundings", "_covered", *self.surroundings}
         ours |= {name for name, _ in self.architecture.aliases}
-        stock_scaling = None
         if self.architecture.scaling is not None:
             ours.add("scaling")
-            stock_scaling = self._stock_scaling
+        covered = self._covered
         for name in ours & vars(self).keys():
             delattr(self, name)
-        if stock_scaling is not None:
-            self.scaling = stock_scaling
+        vars(self).update({name: value for name, value in covered.items() if name not in vars(self)})
         self._renew_old_forward(type(self).__bases__[1])
 
     def _renew_old_forward(self, cls: type) -> None:

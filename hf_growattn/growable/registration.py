@@ -47,6 +47,7 @@ def register_families() -> None:
 def register(model_type: str) -> None:
     """The same for one family, which transformers itself may not know."""
     from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     from ..model.configuration import growable_config_class, stand_beside
 
@@ -57,7 +58,7 @@ def register(model_type: str) -> None:
         found = mapping._extra_content.get(stock)
         if model_type in mapping._model_mapping:
             mapping._reverse_config_mapping[config_class.__name__] = config_class.model_type
-            mapping._modules[config_class.model_type] = sys.modules["hf_growattn"]
+            mapping._modules[model_type_to_module_name(config_class.model_type)] = sys.modules["hf_growattn"]
         elif hasattr(found, "config_class"):
             from .models import GrowableModelMixin
 

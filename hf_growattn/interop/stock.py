@@ -63,59 +63,40 @@ def _refused(flag: str, reason: str) -> Callable[[PreTrainedConfig], str | None]
 
 
 # A Llama with biases is what vLLM and llama.cpp can read of a grown Qwen2: their own Qwen2 knows no head_dim.
-FORMS = (
-    {
-        "llama": StockForm(("llama", "granite", MODEL_TYPE)),
-        "mistral": StockForm(("mistral", "llama", "granite", MODEL_TYPE)),
-        "qwen2": StockForm(("llama", "qwen2", "granite", MODEL_TYPE)),
-        "gpt2": StockForm(
-            ("gpt2",),
-            inner="n_inner",
-            epsilon="layer_norm_epsilon",
-            refusal=_refused("add_cross_attention", "its cross-attention would have to be widened too"),
-        ),
-        "gpt_neo": StockForm(("gpt_neo",), inner="intermediate_size", epsilon="layer_norm_epsilon"),
-        "gpt_neox": StockForm(("gpt_neox",), inner="intermediate_size", epsilon="layer_norm_eps", partial=True),
-        "stablelm": StockForm(
-            ("stablelm",),
-            inner="intermediate_size",
-            epsilon="layer_norm_eps",
-            partial=True,
-            refusal=_refused("qk_layernorm", "a LayerNorm of each head's queries and keys depends on their width"),
-        ),
-        "falcon": StockForm(
-            ("falcon",),
-            inner="ffn_hidden_size",
-            epsilon="layer_norm_epsilon",
-            refusal=_refused("alibi", "Falcon scales ALiBi by the width of its heads"),
-        ),
-        "opt": StockForm(("opt",), inner="ffn_dim", refusal=_opt_refusal),
-        "phi3": StockForm(("phi3",), partial=True),
-        "gemma3_text": StockForm(("gemma3_text",), norm_offset=1.0),
-        "cohere2": StockForm(("cohere2",), refusal=lambda config: "its stock class rotates neighbouring dims in pairs"),
-    }
-    | {
-        model_type: StockForm((model_type,))
-        for model_type in (
-            "mixtral",
-            "qwen3",
-            "qwen3_moe",
-            "gemma",
-            "gemma2",
-            "granite",
-            "olmo2",
-            "smollm3",
-            "starcoder2",
-        )
-        + ("eurobert", "vit", "dinov2")
-    }
-    | {
-        model_type: StockForm(
-            (model_type,), refusal=lambda config: "its heads share out the hidden size, which norms follow"
-        )
-        for model_type in ("bert", "roberta", "xlm-roberta", "electra", "esm", "distilbert", "modernbert")
-    }
-)
+FORMS = {
+    "llama": StockForm(("llama", "granite", MODEL_TYPE)),
+    "mistral": StockForm(("mistral", "llama", "granite", MODEL_TYPE)),
+    "qwen2": StockForm(("llama", "qwen2", "granite", MODEL_TYPE)),
+    "gpt2": StockForm(
+        ("gpt2",),
+        inner="n_inner",
+        epsilon="layer_norm_epsilon",
+        refusal=_refused("add_cross_attention", "its cross-attention would have to be widened too"),
+    ),
+    "gpt_neo": StockForm(("gpt_neo",), inner="intermediate_size", epsilon="layer_norm_epsilon"),
+    "gpt_neox": StockForm(("gpt_neox",), inner="intermediate_size", epsilon="layer_norm_eps", partial=True),
+    "stablelm": StockForm(
+        ("stablelm",),
+        inner="intermediate_size",
+        epsilon="layer_norm_eps",
+        partial=True,
+        refusal=_refused("qk_layernorm", "a LayerNorm of each head's queries and keys depends on their width"),
+    ),
+    "falcon": StockForm(
+        ("falcon",),
+        inner="ffn_hidden_size",
+        epsilon="layer_norm_epsilon",
+        refusal=_refused("alibi", "Falcon scales ALiBi by the width of its heads"),
+    ),
+    "opt": StockForm(("opt",), inner="ffn_dim", refusal=_opt_refusal),
+    "phi3": StockForm(("phi3",), partial=True),
+    "gemma3_text": StockForm(("gemma3_text",), norm_offset=1.0),
+    "cohere2": StockForm(("cohere2",), refusal=lambda config: "its stock class rotates neighbouring dims in pairs"),
+}
+for _type in "dinov2 eurobert gemma gemma2 granite mixtral olmo2 qwen3 qwen3_moe smollm3 starcoder2 vit".split():
+    FORMS[_type] = StockForm((_type,))
+for _type in "bert distilbert electra esm modernbert roberta xlm-roberta".split():
+    FORMS[_type] = StockForm((_type,), refusal=lambda config: "its heads share out the hidden size, which has norms")
 
 
 def stock_types(model: PreTrainedModel) -> list[str]:

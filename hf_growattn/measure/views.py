@@ -179,10 +179,9 @@ class AttentionView:
             last = abs(offset) if length is None else length - 1
             positions = torch.tensor([[offset], [0], [last]], device=query.device)
             rotary = copy.deepcopy(self._rotary, {id(self._rotary.config): self._rotary.config})
-            by_layer = (
-                {"layer_type": attention.config.layer_types[self.layer_idx]} if hasattr(rotary, "layer_types") else {}
-            )
-            cos, sin = type(rotary).forward(rotary, query, positions, **by_layer)
+            types = attention.config.layer_types if hasattr(rotary, "layer_types") else None
+            kind = {"layer_type": types[self.layer_idx]} if types else {}
+            cos, sin = type(rotary).forward(rotary, query, positions, **kind)
             query, key = attention._rotate_old_dims(query.expand(3, 1, -1, -1), key.expand(3, 1, -1, -1), cos, sin)
             query, key = query[0, 0], key[1, 0]
         return FactoredMatrix(query, key)

@@ -58,7 +58,7 @@ class GrownAttention(nn.Module):
     kernel_scaling: float
     surroundings: dict[str, Any]
     beside: tuple[nn.Module]  # a tuple keeps it from being a child
-    _stock_scaling: float | None
+    _covered: dict[str, Any]  # stock values that ours may stand before
 
     @classmethod
     @cache
@@ -73,12 +73,12 @@ class GrownAttention(nn.Module):
     def adopt(self, surroundings: dict[str, Any]) -> None:
         """Fill the attributes of a module whose class was just swapped from the stock one, at the stock widths."""
         row, self.surroundings = self.architecture, surroundings
+        self._covered = {name: vars(self)[name] for name in ("layer_idx", "scaling") if name in vars(self)}
         for name, value in surroundings.items():
             setattr(self, name, value)
         for name, source in row.aliases:
             setattr(self, name, getattr(self, source))
         if row.scaling is not None:
-            self._stock_scaling = vars(self).get("scaling")
             self.scaling = row.scaling(self) if callable(row.scaling) else row.scaling
         self.kernel_scaling = 1.0 if row.scales_query else self.scaling
         if row.rotates is not None and not (row.rotates(self) if callable(row.rotates) else self._at(row.rotates)):
@@ -145,7 +145,8 @@ class GrownAttention(nn.Module):
                 and layers too. The others are passed on to the attention implementation.
 
         Returns:
-            The output, (batch, tokens, hidden_size), or what the heads read where another module projects that, and the attention weights where the implementation gives them.
+            The output, (batch, tokens, hidden_size), or what the heads read where the module beside projects that; and
+            the attention weights where the implementation gives them.
 
         Raises:
             ValueError: this layer has grown, and the implementation or the cache takes one width for all layers

@@ -1,0 +1,216 @@
+"""Encoders promise what decoders do, but for a cache: on tiny models of each, in batches of tokens or of images."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from encoders import ENCODERS, SEES, batches, build, inputs
+from test_export import TOLERANCE, widened
+from transformers import AutoModelForImageClassification, AutoModelForMaskedLM
+
+from hf_growattn import (
+    Grower,
+    GrowthConfig,
+    attention_views,
+    export_model,
+    model_card,
+    patch_model,
+    trim_model,
+    unpatch_model,
+)
+from hf_growattn.cli.inspection import inspected
+from hf_growattn.growable.models import attentions
+from hf_growattn.interop.costs import costs_of
+
+WITH_STOCK_FORM = ("eurobert", "vit", "dinov2")
+EVERY = pytest.mark.parametrize("name", ENCODERS)
+
+
+@torch.no_grad()
+def outputs(model, name):
+    return model(**inputs(name))[0]
+
+
+def auto_class(name):
+    return AutoModelForImageClassification if name in SEES else AutoModelForMaskedLM
+
+
+@pytest.fixture(scope="module")
+def grown():
+    """Every encoder, grown beside an AdamW that has taken a step, which takes one more; tests work on copies."""
+    models = {}
+
+    def get(name):
+        if name not in models:
+            models[name] = model = patch_model(build(name)).train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for grow in (True, False):
+                model(**batches(name)[0]).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if grow:
+                    report = Grower(model, GrowthConfig(qk_dims=3, v_dims=2), optimizer).grow(batches(name))
+            assert report.applied and report.loss_before - report.loss_after > 0.02 * report.loss_before
+            assert report.cache_bytes == (0, 0) and "KV cache" not in str(report)
+            live = {p for a in attentions(model) for p in a.all_parameters().values()}
+            assert live <= set(optimizer.state) <= set(model.parameters())
+            assert [(a.layer_idx, a.qk_head_dim, a.v_head_dim) for a in attentions(model)] == [(0, 15, 14), (1, 15, 14)]
+        return copy.deepcopy(models[name]).eval()
+
+    return get
+
+
+@EVERY
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_patching_and_zero_dims_change_no_bit(name, attention):
+    model = build(name, attention)
+    before, parameters = outputs(model, name), dict(model.named_parameters())
+    held = {at: set(vars(module)) for at, module in model.named_modules()}
+    forwards = {at: module.forward.__func__ for at, module in model.named_modules()}
+    dumped = model.config.to_json_string()
+    patch_model(model)
+    assert torch.equal(outputs(model, name), before)
+    assert all(parameter is parameters[key] for key, parameter in model.named_parameters())
+    for layer, module in enumerate(attentions(model)):
+        module.widen(qk_dims=3, v_dims=1 + layer)
+    assert torch.equal(outputs(model, name), before)
+    trim_model(model)
+    unpatch_model(model)
+    assert torch.equal(outputs(model, name), before) and model.config.to_json_string() == dumped
+    assert {at: set(vars(module)) for at, module in model.named_modules()} == held  # nothing of ours stays
+    assert {at: module.forward.__func__ for at, module in model.named_modules()} == forwards
+
+
+@EVERY
+def test_widths_travel_with_a_state(grown, name):
+    model, other = grown(name), patch_model(build(name))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(outputs(other, name), outputs(model, name))
+    again = copy.deepcopy(other)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    assert torch.equal(outputs(again, name), outputs(model, name))  # a copy holds nothing of its original
+
+
+@pytest.mark.parametrize("mode, names", [("with-library", ("xlm-roberta", "vit")), ("without-library", [*ENCODERS])])
+def test_fresh_processes_compute_the_same(grown, tmp_path, mode, names):
+    jobs, expected = {}, {}
+    for name in names:
+        model, taken = grown(name), next(iter(inputs(name).values()))
+        model.save_pretrained(tmp_path / name)
+        jobs[name] = {"path": str(tmp_path / name), "auto_class": auto_class(name).__name__, "new_tokens": 0}
+        jobs[name]["input_ids"] = taken.tolist()
+        with torch.no_grad():
+            expected[name] = model(taken)[0]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    script = Path(__file__).with_name("reload.py")
+    subprocess.run(
+        [sys.executable, script, tmp_path / "jobs.json", tmp_path / "results.pt", mode],
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    for name, result in torch.load(tmp_path / "results.pt", weights_only=True).items():
+        assert result["class"].startswith("GrowAttn"), name
+        # The same code on the same weights: nothing but memory alignment differs.
+        torch.testing.assert_close(result["output"], expected[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+@EVERY
+def test_views_compute_what_the_module_does(grown, name):
+    """Of a grown model and of a stock one, whose modules do not know what is beside them."""
+    for model in (grown(name), build(name)):
+        model.set_attn_implementation("eager")
+        views, seen = attention_views(model), {}
+        module = views[1].module
+
+        def before(_, args, kwargs, seen=seen):
+            seen["x"] = args[0] if args else kwargs["hidden_states"]
+            seen["mask"] = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        projection = views[1]._attention.projection_of("output")
+        projection.register_forward_hook(lambda *call, seen=seen: seen.update(out=call[-1]))
+        outputs(model, name)
+        found = views[1].refactored(seen["x"], causal=False, attention_mask=seen["mask"])
+        torch.testing.assert_close(found, seen["out"], rtol=1e-4, atol=1e-4)  # fp32, other orders of summation
+
+
+@EVERY
+def test_stock_forms(grown, name, tmp_path):
+    model = widened(build(name))
+    if name not in WITH_STOCK_FORM:
+        with pytest.raises(ValueError, match=r"no exact stock form: .*model\.save_pretrained"):
+            export_model(model, tmp_path / "m")
+        assert [*costs_of(model)] == ["before growth", "native"]
+    else:
+        report = export_model(model, tmp_path / "m")
+        stock = auto_class(name).from_pretrained(tmp_path / "m").eval()
+        assert type(stock) is type(build(name))
+        ours, theirs = outputs(model, name), outputs(stock, name)
+        assert (ours - theirs).abs().max() / ours.abs().max() < TOLERANCE
+        assert report.costs["padded"].parameters == stock.num_parameters()
+    assert {cost.cache_bytes for cost in costs_of(model).values()} == {0}
+    assert inspected(build(name))["costs"]["native"]["cache_bytes"] == 0
+    task = "image-classification" if name in SEES else "fill-mask"
+    assert model_card(grown(name), "me/m").data.pipeline_tag == task
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@EVERY
+def test_adapters_and_dims_beside(name):
+    """LoRA around the projections, the one beside included, while they grow; and growth as a method of peft."""
+    peft = pytest.importorskip("peft")
+    from hf_growattn import GrowAttnConfig, initialize_growattn_weights
+
+    model = patch_model(build(name))
+    row = attentions(model)[0].architecture
+    targets = {row.query, row.value, f"attention.{row.beside}.{row.output}" if row.beside else row.output}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=list(targets), r=2, init_lora_weights=False))
+    assert Grower(adapted, GrowthConfig(qk_dims=2, v_dims=2)).grow(batches(name)).applied
+    before = outputs(adapted, name)
+    torch.testing.assert_close(outputs(adapted.merge_and_unload(), name), before, rtol=1e-4, atol=1e-4)
+
+    beside = peft.get_peft_model(build(name), GrowAttnConfig(qk_dims=2, v_dims=2))
+    assert torch.equal(outputs(beside, name), outputs(build(name), name))
+    initialize_growattn_weights(beside, batches(name))
+    before = outputs(beside, name)
+    assert not torch.allclose(before, outputs(build(name), name), atol=1e-2)
+    merged = beside.merge_and_unload()
+    assert {a.v_head_dim for a in attentions(merged)} == {14}
+    torch.testing.assert_close(outputs(merged, name), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_factors_are_replaced_where_nothing_rotates(name):
+    model = patch_model(build(name))
+    report = Grower(model, GrowthConfig(qk_dims=2, v_dims=2, method="refactor")).grow(batches(name))
+    assert report.applied and report.loss_after < report.loss_before
+
+
+def test_checkpointed_layers_and_trims(grown):
+    model = grown("bert")
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    report = Grower(model, GrowthConfig(v_dims=2)).grow(batches("bert"))
+    assert report.applied and not any(a.projection_of("output")._forward_hooks for a in attentions(model))
+    trim = trim_model(model, batches("bert"), max_loss_increase=0.05)
+    assert trim.loss_after <= trim.loss_before + 0.05
+
+
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        ("albert", "all layers share one"),
+        ("mpnet", "relative positions"),
+        ("deberta-v2", "relative positions"),
+    ],
+)
+def test_others_are_refused_with_the_reason(config, reason):
+    from transformers import AutoConfig, AutoModel
+
+    small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    with pytest.raises(ValueError, match=reason):
+        patch_model(AutoModel.from_config(AutoConfig.for_model(config, **small)))
