@@ -107,10 +107,6 @@ class Widening:
 class GrowableAttention(GrownAttention):
     """Mixin for a stock self-attention class: its projections seen head by head, resized, and lengthened for a while.
 
-    Per head the weights are laid out `[old dims | new dims]`: old dims rotate where the family rotates, new dims never
-    do. So the logits are `s (q_old k_old^T + q_new k_new^T)`, and dims whose query or key weights are zero change
-    nothing.
-
     Attributes:
         extension: None, or a module that lengthens queries, keys and values for as long as it is set, and whose
             `output` turns what comes out of the added value dims into an addition to this module's output.
@@ -127,10 +123,8 @@ class GrowableAttention(GrownAttention):
     def release(self) -> None:
         """Drop what `adopt` added, before the stock class is put back."""
         ours = {"qk_head_dim", "v_head_dim", "extension", "eager_attention", "rotate", "_heads_in_group"}
-        ours |= {"kernel_scaling", "surroundings", "_covered", *self.surroundings}
-        ours |= {name for name, _ in self.architecture.aliases}
-        if self.architecture.scaling is not None:
-            ours.add("scaling")
+        ours |= {"kernel_scaling", "surroundings", "_covered", *self.surroundings, *dict(self.architecture.aliases)}
+        ours |= set() if self.architecture.scaling is None else {"scaling"}
         covered = self._covered
         for name in ours & vars(self).keys():
             delattr(self, name)
@@ -145,10 +139,9 @@ class GrowableAttention(GrownAttention):
         heads = super()._heads(hidden_states, position_embeddings)
         if self.extension is None:
             return heads
-        query, *others = self.extension(hidden_states, *heads)
-        if self.architecture.scales_query and (added := query.shape[-1] - heads[0].shape[-1]):
-            own, new = query.split((query.shape[-1] - added, added), dim=-1)
-            query = torch.cat((own, new * self.scaling), dim=-1)
+        (query, *others), own = self.extension(hidden_states, *heads), heads[0].shape[-1]
+        if self.architecture.scales_query:
+            query = torch.cat((query[..., :own], query[..., own:] * self.scaling), dim=-1)
         return query, *others
 
     def _joined(self, attn_output: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -178,9 +171,10 @@ class GrowableAttention(GrownAttention):
 
     def all_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this module, and of the one beside it that projects its output, by name."""
-        beside = self.architecture.beside
-        parts = {"": self, f"{beside}.": self.beside[0]} if beside else {"": self}
-        return {f"{place}{name}": p for place, part in parts.items() for name, p in part.named_parameters()}
+        found = dict(self.named_parameters())
+        if beside := self.architecture.beside:
+            found |= {f"{beside}.{name}": parameter for name, parameter in self.beside[0].named_parameters()}
+        return found
 
     @property
     def normalises(self) -> bool:
