@@ -195,6 +195,9 @@ _BERT: dict[str, Any] = {
     "attention_dropout": "dropout",
     "aliases": (("head_dim", "attention_head_size"),),
 }
+_ESM: dict[str, Any] = _BERT | {"rotate": "apply_rotary_pos_emb"}
+_DISTILBERT: dict[str, Any] = _BERT | {"query": "q_lin", "key": "k_lin", "value": "v_lin"}
+_DISTILBERT |= {"output": "out_lin", "beside": None}
 _VIT: dict[str, Any] = {"key_value_heads": _one_for_each_head, "rotate": None}
 _WINDOW_OF_CONFIG: dict[str, Any] = {"passes": (("sliding_window", "config.sliding_window"),)}
 
@@ -283,7 +286,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "esm",
             "EsmSelfAttention",
-            **_BERT | {"rotate": "apply_rotary_pos_emb"},
+            **_ESM,
             rotates=lambda attention: attention.position_embedding_type == "rotary",
             scaling=_square_root,
             scales_query=True,
@@ -292,7 +295,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "distilbert",
             "DistilBertSelfAttention",
-            **_BERT | {"query": "q_lin", "key": "k_lin", "value": "v_lin", "output": "out_lin", "beside": None},
+            **_DISTILBERT,
         ),
         Architecture("eurobert", "EuroBertAttention"),
         Architecture(
