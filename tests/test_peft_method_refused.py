@@ -19,7 +19,7 @@ REFUSED = {
     "no such layer": (lambda: adapted(LLAMA, v_dims=1, layers=[0, 2]), ValueError, "no layer 2: .* layers 0 to 1"),
     "another family": (
         lambda: peft.get_peft_model(
-            AlbertModel(AlbertConfig(num_hidden_layers=1, hidden_size=24, intermediate_size=24, vocab_size=97)),
+            AlbertModel(AlbertConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=97)),
             GrowAttnConfig(v_dims=1),
         ),
         ValueError,

@@ -335,7 +335,7 @@ def test_logits_that_are_no_patterns_alone_are_not_refactored(variant):
 
 def test_unknown_and_partial_models_are_refused():
     albert = AlbertModel(AlbertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
-    with pytest.raises(ValueError, match=r"'albert'\. Known types: .*llama"):
+    with pytest.raises(ValueError, match=r"'albert': it .*Known types: .*llama"):
         attention_views(albert)
     with pytest.raises(ValueError, match="has no rotary_emb"):
         attention_views(patch_model(build("llama-2")).model.layers[0])
