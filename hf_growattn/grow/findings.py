@@ -41,6 +41,6 @@ def layer_growth(config: GrowthConfig, change: Change, step: float, left: int, n
         existing_slope=change.existing.slope if change.existing else 0.0,
         existing_validated=change.existing.validated if change.existing else 0.0,
         quadratic_ratio=step * change.quadratic_ratio,
-        price=(weights, block.groups * number),
+        price=(weights, block.groups * number if block.attention.caches else 0),
         left=why,
     )

@@ -84,8 +84,8 @@ def cost(caches: tuple[int, int], added: int, parameters: int, kept: bool = True
         kept: False for a growth that was only tried.
     """
     before, after = caches
-    larger = f"KV cache: {before:,} -> {after:,} bytes a token ({after / before - 1:+.1%})"
-    return f"{larger}. {added:,} weights {'added' if kept else 'would be added'} ({added / parameters:+.1%})."
+    larger = f"KV cache: {before:,} -> {after:,} bytes a token ({after / before - 1:+.1%}). " if before else ""
+    return f"{larger}{added:,} weights {'added' if kept else 'would be added'} ({added / parameters:+.1%})."
 
 
 def text_of(told: Iterable[tuple[str, str]]) -> str:
@@ -190,9 +190,10 @@ def advised(
         return _advice(min(compared, key=lambda other: other.loss), caches[1])
     if verdict:
         return f"The race before this training told: {verdict}"
+    grows = f"the KV cache becomes {caches[1] / caches[0] - 1:.0%} larger" if caches[0] else "the model becomes larger"
     return (
-        f"Compare before you {'keep this' if kept else 'grow'}: the KV cache becomes {caches[1] / caches[0] - 1:.0%} "
-        f"larger, and LoRA may end as low without that. `{race}` tells; a tie goes to LoRA."
+        f"Compare before you {'keep this' if kept else 'grow'}: {grows}, and LoRA may end as low without that. "
+        f"`{race}` tells; a tie goes to LoRA."
     )
 
 
