@@ -107,8 +107,10 @@ def where(report) -> str:
     for kind in dict.fromkeys(layer.kind for layer in grown):
         *most, last = [str(layer.layer) for layer in grown if layer.kind == kind]
         places = f"layers {', '.join(most)} and {last}" if most else f"layer {last}"
-        many = f"{len(most) + 1} of {len({layer.layer for layer in report.layers})} layers"
-        named.append(f"{KINDS[kind]} in {places if len(most) < _LISTED else many}")
+        count, layers = len(most) + 1, len({layer.layer for layer in report.layers})
+        if count > _LISTED or (most and count == layers):
+            places = "every layer" if count == layers else f"{count} of {layers} layers"
+        named.append(f"{KINDS[kind]} in {places}")
     top = max(grown, key=lambda layer: layer.predicted_gain)
     what, grew = " and ".join(named), "grew" if report.kept else "would grow"
     return (
@@ -124,7 +126,7 @@ def prices(report) -> str:
         weights, cache = (sorted(set(each)) for each in zip(*(o.price for o in report.layers if o.kind == kind)))
         price = f"{_span(weights)} weights and {_span(cache)} bytes of KV cache a token"
         kinds.setdefault(price, []).append(KINDS[kind])
-    told = (f"{price} in {' or '.join(names)}" for price, names in kinds.items())
+    told = (f"{price} in {' or in '.join(names)}" for price, names in kinds.items())
     return f"One more dim of every head of a layer costs {', '.join(told)}." if kinds else ""
 
 
@@ -156,8 +158,12 @@ def report_text(report, race: str = RACE) -> str:
     """A whole report as text: the facts, then the map of layers and what its words mean."""
     parts = [text_of(facts([report], race=race))]
     if report.layers:
-        told = (where(report), prices(report), *meanings(report))
-        parts += ["", printed(*map_of(report)), *(lines_of(each) for each in told if each)]
+        parts += [
+            "",
+            printed(*map_of(report)),
+            *(lines_of(told, 0) for told in (where(report), prices(report)) if told),
+        ]
+        parts += map(lines_of, meanings(report))
     return "\n".join(parts)
 
 
