@@ -62,7 +62,7 @@ def run(*arguments):
 
 def test_the_demo_in_a_short_form(tmp_path):
     out = run("scripts/demo.py", "--steps", "2", "--output", tmp_path)
-    assert "patterns" in out and "Reloaded in a fresh process: largest difference of the logits 0.00e+00" in out
+    assert "Advice" in out and "Reloaded in a fresh process: largest difference of the logits 0.00e+00" in out
     figures = json.loads((tmp_path / "figures.json").read_text())
     (growth,) = figures["growths"]
     assert growth["step"] == 1
