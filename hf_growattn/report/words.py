@@ -209,8 +209,8 @@ def _advice(other: Compared, cache: int) -> str:
     side = settled(other.lead, other.error)
     if side > 0:
         return (
-            f"Keep the grown model. It ends {gap} below {other.name}, the best of the others, for a KV cache "
-            f"{larger:.0%} larger."
+            f"Keep the grown model, if that is worth a KV cache {larger:.0%} larger: it ends {gap} below {other.name}, "
+            "the best of the others."
         )
     if side < 0:
         return f"Use {other.name} instead. It ends {gap} below the grown model, whose KV cache is {larger:.0%} larger."
