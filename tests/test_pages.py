@@ -191,6 +191,12 @@ def test_printed_tables_fit_a_terminal_and_cut_no_word(grown):
     assert all(word in table.split() for name in columns for word in name.split())
 
 
+def test_a_printed_report_is_text_in_a_notebook_too(grown, monkeypatch):
+    expected = str(grown)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(grown) == expected
+
+
 def test_losses_of_a_loop_of_ones_own(grown, tmp_path):
     grown.save(tmp_path / "a.html", [(1, 3.0), (2, 2.5)], step=1, command="")
     page = read(tmp_path / "a.html")

@@ -239,5 +239,5 @@ def printed(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     table, text = Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0)), io.StringIO()
     for row in rows:
         table.add_row(*row)
-    Console(file=text, width=1000).print(table)
+    Console(file=text, width=1000, force_jupyter=False).print(table)  # which would show it, and write nothing
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines() if line.strip())
