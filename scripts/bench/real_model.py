@@ -54,7 +54,7 @@ class Setting:
     tokens: int = 256
     block_size: int = 128
     growth_batches: int = 8
-    held_out: int = 8192
+    held_out: int = 4096
 
 
 QUICK = Setting(steps=3, tokens=64, block_size=32, growth_batches=2, held_out=256)
