@@ -37,6 +37,8 @@ PAGES = (
     "nearest_neighbour",
     "finetuning",
     "recall",
+    "recall_map",
+    "real_model",
     "races",
     "in_context_regression",
     "growing_up",
