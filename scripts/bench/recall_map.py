@@ -83,8 +83,8 @@ def page_of(figures: dict) -> page.Page:
         claim=claim,
         summary=page.table(head, rows),
         text=(
-            "The model and the data are those of recall.py, with other widths, pairs and names. Mean recall over seeds; "
-            "leads with their range over seeds. Each row of each cell has the better of two learning rates: "
+            "The model and the data are those of recall.py, with other widths, pairs and names. Recall and leads are means "
+            "over the seeds, with their range if there are several. Each row of each cell has the better of two learning rates: "
             + "; ".join(f"{row}, {' and '.join(map(str, rates))}" for row, rates in RATES.items())
             + ". The KV cache is that of growth by budget against the model before."
         ),
@@ -93,7 +93,9 @@ def page_of(figures: dict) -> page.Page:
 
 
 def page_lead(leads: list[float]) -> str:
-    """A mean and its range."""
+    """A mean and its range, if there are several."""
+    if len(leads) == 1:
+        return f"{leads[0]:+.2f}"
     return f"{statistics.fmean(leads):+.2f} ({min(leads):+.2f} to {max(leads):+.2f})"
 
 
