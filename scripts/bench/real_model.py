@@ -280,11 +280,11 @@ def page_of(figures: dict) -> page.Page:
         said += f"over {seeds} seeds." if seeds > 1 else "with one seed."
     setting = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures["setting"].items())
     text = f"""
-Every row but "all weights" trains about as many weights as LoRA of rank {RANK} on all linear layers: {setting}. Each has
-two learning rates, and the better one counts. The seed is 0; a lead with a range has more, and is their mean. The KV
-cache is that of a token, against the model before; "forward" is the time of a forward pass, grown against un-grown, and
-LoRA is merged for free. Phone books have names of two words out of {WORDS} each; "right" is the share of numbers that are
-right in every figure. What is not in the table was not run.
+Every row but "all weights" trains about as many weights as LoRA of rank {RANK} on all linear layers: {setting}.
+Each has two learning rates, and the better one counts. The seed is 0; a lead with a range has more, and is their mean.
+The KV cache is that of a token, against the model before; "forward" is the time of a forward pass, grown against
+un-grown, and LoRA is merged for free. Phone books have names of two words out of {WORDS} each; "right" is the share of
+numbers that are right in every figure. What is not in the table was not run.
 """
     return page.Page(
         title=f"A real model: {figures['model']}",

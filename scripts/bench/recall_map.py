@@ -83,8 +83,9 @@ def page_of(figures: dict) -> page.Page:
         claim=claim,
         summary=page.table(head, rows),
         text=(
-            "The model and the data are those of recall.py, with other widths, pairs and names. Recall and leads are means "
-            "over the seeds, with their range if there are several. Each row of each cell has the better of two learning rates: "
+            "The model and the data are those of recall.py, with other widths, pairs and names. Recall and leads are "
+            "means over the seeds, with their range if there are several. Each row of each cell has the better of two "
+            "learning rates: "
             + "; ".join(f"{row}, {' and '.join(map(str, rates))}" for row, rates in RATES.items())
             + ". The KV cache is that of growth by budget against the model before."
         ),
