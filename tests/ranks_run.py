@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_growattn.grow.optimizer
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model
 from hf_growattn.growable.models import attentions
-from hf_growattn.measure.ranks import alone
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 
@@ -170,13 +169,6 @@ def a_failure_on_one_rank_is_one_on_both():
     assert_alike(model)
 
 
-def one_may_grow_alone():
-    model = patch_model(build("llama-2"))
-    if dist.get_rank() == 0:
-        with alone():
-            assert Grower(model, CONFIG).grow(lm_batches()).applied
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -188,7 +180,6 @@ if __name__ == "__main__":
         uneven_batches,
         trimming_together,
         a_failure_on_one_rank_is_one_on_both,
-        one_may_grow_alone,
     ):
         check()
         dist.barrier()

@@ -262,7 +262,7 @@ def test_a_sharded_state_is_refused():
     try:
         state = optimizer.state[attentions(model)[1].q_proj.weight]
         state["exp_avg"] = distribute_tensor(state["exp_avg"], init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match=r"q_proj.weight of layer 1 sharded over devices.*before sharding"):
+        with pytest.raises(ValueError, match=r"q_proj.weight of layer 1 sharded otherwise.*after fully_shard"):
             Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(lm_batches())
     finally:
         torch.distributed.destroy_process_group()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..growable.adapters import is_adapted
 from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin, attentions
+from ..growable.sharding import held_by_fsdp, is_sharded, sharded_modules
 from ..measure.kinds import PATTERNS, Kind
 from .frozen import old_dims_train, under_peft
 from .loss import unwrapped
@@ -29,23 +30,27 @@ _MARKS = {"_fsdp_flattened": "flattened by FSDP1", "ds_id": "partitioned by Deep
 _DISTRIBUTED_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
-def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None) -> None:
+def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but_fsdp2: bool = False) -> None:
     """Make sure that neither the model nor its bare optimizers are sharded over processes.
 
     Raises:
-        ValueError: they are, by FSDP, tensor parallelism, DeepSpeed, Megatron or ZeroRedundancyOptimizer.
+        ValueError: they are, by FSDP (with `but_fsdp2` by other than `fully_shard`), tensor parallelism, DeepSpeed,
+            Megatron or ZeroRedundancyOptimizer.
     """
+    known: set[int] = set()
+    if but_fsdp2 and isinstance(model, nn.Module):
+        known = {*map(id, sharded_modules(model)), *held_by_fsdp(model)}
     kind = str(getattr(getattr(accelerator, "distributed_type", None), "value", None))
     found = f"accelerator.distributed_type is {kind}" if kind in _DISTRIBUTED_TYPES else None
     parts = chain(model.named_modules(), model.named_parameters()) if isinstance(model, nn.Module) else ()
     for name, part in chain(((f"the optimizer, {type(o).__name__},", o) for o in optimizers), parts):
-        how = _sharding_of(part)
+        how = None if id(part) in known else _sharding_of(part)
         found = found or (how and f"{name or 'the model'} is {how}")
     if found:
         raise ValueError(
-            f"Growth needs every weight and its optimizer state whole, and {found}. Save the full model and the full "
-            "optimizer state, grow them in one process, un-sharded, and load the grown checkpoint into the sharded "
-            "run: scripts/grow_sharded.py does so for FSDP2."
+            f"This needs every weight and its optimizer state whole, and {found}. Growth goes on in a model that "
+            "fully_shard of torch has sharded (FSDP2); all else is to be done in one process, with the whole model, "
+            "whose checkpoint is then loaded into the sharded run."
         )
 
 
@@ -115,6 +120,8 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig, beside: bool = 
     rewriting = ["update_existing=True"] if config.update_existing else []
     rewriting += ['method="refactor"'] if config.method == "refactor" else []
     for attention in chosen:
+        if rewriting and sharded_modules(model):
+            raise ValueError(f"{rewriting[0]} rewrites existing weights, which are sharded: grow without it.")
         for setting in rewriting:
             check_rewritable(attention, config.chosen_kinds, setting)
         way = "rotates" if attention.rotate is not None else "normalises" if attention.normalises else None
@@ -166,6 +173,11 @@ def trainable_parameters(
             resized = [role for role in kind.roles if not beside or attention.is_plain(role)]
             for module, part, _ in (entry for role in resized for entry in attention.parameters_along(role)):
                 parameter = getattr(module, part)
+                if is_sharded(parameter) and not parameter.requires_grad and not beside:
+                    raise ValueError(
+                        f"{names[parameter]} of layer {attention.layer_idx} is frozen and sharded, where its new "
+                        "entries could not train alone. Call requires_grad_(True) on it, or grow before fully_shard."
+                    )
                 name = f"{names[parameter]} of layer {attention.layer_idx}"
                 if parameter.is_meta:
                     raise ValueError(f"{name} is on the meta device: load the weights onto a real device first.")

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
 from ..growable.models import attentions, cache_bytes
+from ..growable.sharding import note
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
 from ..measure.extension import NewDims
@@ -140,7 +141,7 @@ class Grower:
         take_over: Callable[[_Beside], None] | None = None,
     ):
         self.take_over, self.optimizers = take_over, bare_optimizers(optimizer)
-        refuse_sharded(model, self.optimizers, accelerator)
+        refuse_sharded(model, self.optimizers, accelerator, but_fsdp2=True)
         self.model, self.wrapped, self.loss = growable_model(model), model, loss
         check_limits(config, attentions(self.model))
         self.config = config
@@ -211,6 +212,7 @@ class Grower:
         """Check all that can be checked before anything is measured, and read the batches."""
         kinds = self.config.chosen_kinds
         with ranks.together():
+            note(self.model)  # also what it raises comes before anything is measured
             beside = self.take_over is not None
             chosen = layers_to_grow(self.model, self.config, beside)
             check_optimizers(self.optimizers, trainable_parameters(self.model, chosen, kinds, beside=beside))

@@ -8,6 +8,7 @@ from torch import nn
 
 from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin
+from ..growable.sharding import is_sharded, note, sharded_modules
 from ..measure import ranks
 from .frozen import train_grown
 from .loss import all_undisturbed
@@ -25,6 +26,9 @@ def write(
     tick: Callable[[], object],
 ) -> None:
     """Write a trial's new dims into the weights, and let the optimizers and everything else follow."""
+    note(model)
+    for new in trial.beside.values():  # shards are not sent to other ranks afterwards
+        ranks.follow_first_rank(*new.tensors())
     resizes = trial.keep()
     followed = follow_gradients(optimizers)
     steep = [resize for resize in resizes if resize.old in followed]
@@ -40,8 +44,9 @@ def write(
 def settle(model: nn.Module, wrapped: nn.Module, resized: list[GrowableAttention]) -> None:
     """Tell everything outside a model that holds on to the former parameters of these modules."""
     parameters = {id(p): p for attention in resized for p in attention.all_parameters().values()}
-    ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values()))
-    ranks.rebuild_ddp(model, wrapped)
+    ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values() if not is_sharded(parameter)))
+    if not sharded_modules(model):
+        ranks.rebuild_ddp(model, wrapped)
     torch.clear_autocast_cache()  # the caller's region may hold casts of weights that have moved
     if "torch._dynamo" in sys.modules:  # compiled code goes by the old shapes; its count of recompiles starts anew
         torch._dynamo.reset()

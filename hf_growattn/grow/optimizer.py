@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..growable.attention import Resize
+from ..growable.sharding import is_sharded, laid_out_like, whole
 from ..measure.ranks import together
 
 # Measures of scale, by the names optimizers give them, and the power of the gradient that each one follows. New entries
@@ -144,16 +145,16 @@ def _live(parameter: nn.Parameter) -> nn.Parameter:
 
 def _fault(key: str, value, parameter: nn.Parameter) -> str | None:
     """What keeps a state entry from being carried, as the end of a sentence with the fix; None if nothing does."""
-    if hasattr(value, "placements"):  # a DTensor
+    if is_sharded(value) and getattr(parameter, "placements", None) != value.placements:
         return (
-            "sharded over devices, and shards cannot be widened one by one. Grow in one process before sharding, then "
-            "launch the training from that checkpoint."
+            "sharded otherwise than the parameter, so it cannot be carried on. Use an optimizer with "
+            "plain floating-point numbers for each weight, such as AdamW or SGD, made after fully_shard."
         )
     if not _fits(key, value, parameter):
         form = f"in shape {tuple(value.shape)}" if torch.is_tensor(value) else f"as a {type(value).__name__} of tensors"
     elif not torch.is_tensor(value) or value.numel() <= 1:
         return None
-    elif type(value) not in (Tensor, nn.Parameter):
+    elif type(value) not in (Tensor, nn.Parameter) and not is_sharded(value):
         form = f"as a {type(value).__name__}"
     elif not value.is_floating_point():
         form = f"as {value.dtype}"
@@ -185,9 +186,9 @@ def _carried(state: dict, resize: Resize) -> dict:
     """Spread every state tensor that follows the resized axis over the new size; other entries stay."""
     carried = dict(state)
     for key, value in state.items():
-        old = _beside(key, value, resize.old) if torch.is_tensor(value) and value.numel() > 1 else None
+        old = _beside(key, whole(value), resize.old) if torch.is_tensor(value) and value.numel() > 1 else None
         if old is not None and old.shape[resize.axis] == resize.old.shape[resize.axis]:
-            new = _spread(key, old, resize)
+            new = laid_out_like(_spread(key, old, resize), value)
             carried[key] = new if value.dim() == new.dim() else new.squeeze(_AVERAGED_AXIS[key])
     return carried
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, Resize, Widening
+from ..growable.sharding import is_sharded, whole
 from ..measure import functional as F
 from ..measure.extension import NewDims, set_extension
 from ..measure.gradients import ExistingStep, Gradient
@@ -255,8 +256,10 @@ def measure_steepness(
         backward(model, batches[index : index + 1], tick)
         for resize, of_batches in zip(resizes, squares):
             new = resize.new
-            gradient = torch.zeros_like(new, dtype=torch.float32) if new.grad is None else new.grad.float()
-            sum_over_ranks(gradient)
+            gradient = torch.zeros(new.shape, device=new.device) if new.grad is None else whole(new.grad)
+            gradient = gradient.to(torch.promote_types(new.dtype, torch.float32))
+            if not is_sharded(new):  # FSDP2 has taken the mean over the ranks
+                sum_over_ranks(gradient)
             of_batches.append(gradient.square().transpose(0, resize.axis).reshape(new.shape[resize.axis], -1).sum(1))
     for resize, of_batches in zip(resizes, squares):
         square = torch.stack(of_batches)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..model.attention import note_sizes, weight_axis
+from .sharding import whole
 
 _LORA = "peft.tuners.lora.layer.Linear"
 _MERGE = "Merge adapters other than plain LoRA into the weights (merge_and_unload() of peft)"
@@ -117,10 +118,10 @@ def added_by_adapters(module: Any, name: str, dtype: torch.dtype) -> Iterator[to
     for adapter in (adapter for adapter in module.active_adapters if adapter in module.lora_A):
         a, b, scale = module.lora_A[adapter].weight, module.lora_B[adapter], module.scaling[adapter]
         if name == "weight":
-            added = scale * (b.weight.detach().to(dtype) @ a.detach().to(dtype))
+            added = scale * (whole(b.weight.detach()).to(dtype) @ whole(a.detach()).to(dtype))
             yield added.T if isinstance(plain(module), Conv1D) else added
         elif b.bias is not None:
-            yield scale * b.bias.detach().to(dtype)
+            yield scale * whole(b.bias.detach()).to(dtype)
 
 
 def without_adapters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

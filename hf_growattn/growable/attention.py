@@ -20,6 +20,7 @@ from .adapters import (
     parameters_along,
     plain,
 )
+from .sharding import fill_whole, is_sharded, laid_out_like, parameter_like, put, whole
 
 
 @dataclass
@@ -64,9 +65,10 @@ class Resize:
 
     def fill(self) -> None:
         """Write what is kept of the old parameter, of its gradient and of its `frozen_entries` into the new one."""
-        self.carry(self.old.detach(), self.new.detach().zero_())
+        old = whole(self.old.detach())
+        fill_whole(self.new.detach(), self.carry(old, old.new_zeros(self.new.shape)))
         if self.old.grad is not None:
-            self.new.grad = self.spread(self.old.grad)
+            self.new.grad = laid_out_like(self.spread(whole(self.old.grad)), self.new)
         if "frozen_entries" in vars(self.old):
             vars(self.new)["frozen_entries"] = self.spread(vars(self.old)["frozen_entries"])
 
@@ -100,7 +102,7 @@ class Widening:
     def undo(self) -> None:
         """Put the very same old parameters back."""
         for resize in self.resizes:
-            setattr(resize.module, resize.name, resize.old)
+            put(resize.module, resize.name, resize.old)
         self.attention._set_widths(self.qk_before, self.v_before)
 
 
@@ -194,7 +196,8 @@ class GrowableAttention(GrownAttention):
     def weight_of(self, role: str) -> Tensor:
         """A view on a role's live weight, (heads, width, hidden_size); for "output" that is `W_O` itself per head.
 
-        Of a quantized one it is a copy in fp32, of the numbers that it computes with.
+        Of a quantized one it is a copy in fp32, of the numbers that it computes with; of a sharded one a copy that all
+        ranks gather together.
         """
         return self._read(role, "weight", Tensor.detach)
 
@@ -220,7 +223,7 @@ class GrowableAttention(GrownAttention):
 
     def _effective(self, role: str, name: str, dtype: torch.dtype) -> Any:
         added = added_by_adapters(self.projection_of(role), name, dtype)
-        return self._read(role, name, lambda own: own.detach().to(dtype) + sum(added))
+        return self._read(role, name, lambda own: whole(own.detach()).to(dtype) + sum(added))
 
     def _read(self, role: str, name: str, read: Callable[[Any], Any]) -> Any:
         parameter = getattr(plain(self.projection_of(role)), name, None)
@@ -228,7 +231,7 @@ class GrowableAttention(GrownAttention):
             output = role == "output"
             inputs = self.heads_of(role) * self.width_of(role) if output else self.config.hidden_size
             parameter = computed_weight(self.projection_of(role), inputs)
-        tensor = None if parameter is None else read(parameter)
+        tensor = None if parameter is None else whole(read(parameter))
         return None if tensor is None or (role, name) == ("output", "bias") else self.view_of(role, tensor)
 
     def write(self, role: str, start: int, weight: Tensor, bias: Tensor | None) -> None:
@@ -239,9 +242,13 @@ class GrowableAttention(GrownAttention):
         """
         if problem := obscured(self.projection_of(role)):
             raise ValueError(f"{self.name_of(role)} is {problem}")
-        for live, new in ((self.weight_of(role), weight), (self.bias_of(role), bias)):
+        inside = plain(self.projection_of(role))
+        for live, new in ((inside.weight, weight), (inside.bias, bias)):
             if live is not None and new is not None:
-                live[:, start : start + new.shape[1]] = new
+                entries = whole(live.detach())
+                self.view_of(role, entries)[:, start : start + new.shape[1]] = new
+                if is_sharded(live):
+                    fill_whole(live.detach(), entries)
 
     def view_of(self, role: str, tensor: Tensor) -> Tensor:
         """A view on what is laid out as a role's weight or bias: its heads split in (heads, width), and first."""
@@ -274,7 +281,7 @@ class GrowableAttention(GrownAttention):
             resizes += [_resize(*entry, *layout) for entry in entries]
         widening = Widening(self, resizes, self.qk_head_dim, self.v_head_dim)
         for resize in resizes:
-            setattr(resize.module, resize.name, resize.new)
+            put(resize.module, resize.name, resize.new)
         self._set_widths(self.qk_head_dim + qk_dims, self.v_head_dim + v_dims)
         return widening
 
@@ -392,9 +399,10 @@ def _resize(module: nn.Module, name: str, axis: int, kept, positions, new_size: 
     """Make the resized parameter: kept entries at `positions` of `axis`, zeros elsewhere, and its gradient likewise."""
     old = getattr(module, name)
     shape = [*old.shape[:axis], new_size, *old.shape[axis + 1 :]]
-    new = nn.Parameter(old.detach().new_zeros(shape), requires_grad=old.requires_grad)
+    new = parameter_like(old, torch.zeros(shape, dtype=old.dtype, device=old.device))
     # Marks that other libraries left on the parameter go along; this one says "weights are final", and they are not.
-    vars(new).update({key: value for key, value in vars(old).items() if key != "_is_hf_initialized"})
+    marks = {key: value for key, value in vars(old).items() if key != "_is_hf_initialized"}
+    vars(new).update({**marks, **vars(new)})
     resize = Resize(module, name, old, new, axis, kept, positions)
     resize.fill()
     return resize

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..growable.attention import GrowableAttention
 from . import functional as F
 from .kinds import Kind
-from .passes import batch_loss
+from .passes import batch_loss, each_together, in_step
 from .ranks import sum_over_ranks, together
 
 
@@ -98,6 +98,7 @@ def measure_moments(
         sums[attention] = like.new_zeros([attention.config.hidden_size + 1] * 2, dtype=_statistics_dtype(like))
         outputs[attention] = sums[attention].new_zeros(())
     mask: Tensor | None = None
+    counted = True
 
     def note_mask(module, args, kwargs):  # a loss may run the model several times, with another one each time
         nonlocal mask
@@ -105,6 +106,8 @@ def measure_moments(
         mask = told.get("attention_mask")
 
     def add(module, args, kwargs, output):
+        if not counted:
+            return
         inputs = args[0] if args else kwargs["hidden_states"]
         inputs, attended = (x.detach().to(sums[module].dtype) for x in (inputs, output[0]))
         with torch.autocast(inputs.device.type, enabled=False):
@@ -118,9 +121,12 @@ def measure_moments(
     losses = []
     try:
         with torch.no_grad(), together():
-            for index, batch in enumerate(batches):
-                losses.append(batch_loss(model, batch, index).item())
-                tick()
+            for index, batch, counted in in_step(model, batches):
+                with each_together(model):
+                    loss = batch_loss(model, batch, index).item()
+                if counted:
+                    losses.append(loss)
+                    tick()
     finally:
         for hook in hooks:
             hook.remove()

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
+from ..growable.sharding import loss_unrounded, own_part, reshard, sharded_modules
 from .extension import set_extension
-from .ranks import together, total
+from .ranks import of_all, several, together, total
 
 _LOSSES: dict[nn.Module, Callable[[Any, int], Tensor]] = {}  # of a batch and its number, while `measured_by` has them
 
@@ -23,6 +24,7 @@ def undisturbed(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterat
     On leaving, also by an exception, training modes, `requires_grad` flags, gradients, extensions and the random state
     are as they were. `others` are parameters outside the model that its loss may train: they are frozen, too.
     """
+    reshard(model)
     training = [(module, module.training) for module in model.modules()]
     every = dict.fromkeys((*model.parameters(), *others))
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in every]
@@ -30,7 +32,7 @@ def undisturbed(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterat
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     # Probes would recompile a compiled model for a few passes; what attention itself compiles goes on being compiled.
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
-    with torch.random.fork_rng(devices=[device.index for device in devices]):
+    with torch.random.fork_rng(devices=[device.index for device in devices]), loss_unrounded(model):
         try:
             for module, _ in compiled:
                 module._compiled_call_impl = None
@@ -40,6 +42,7 @@ def undisturbed(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterat
                 parameter.grad = None  # the user's gradients come back on leaving
             yield
         finally:
+            reshard(model)
             for module, call in compiled:
                 module._compiled_call_impl = call
             for module, mode in training:
@@ -86,10 +89,34 @@ def mean_loss(model: PreTrainedModel, batches: list, tick: Callable[[], object] 
     """Return the mean of the batches' losses over all ranks, finite or not. Call inside `undisturbed`."""
     losses = []
     with torch.no_grad(), together():
-        for index, batch in enumerate(batches):
-            losses.append(_loss(model, batch, index).item())
-            tick()
+        for index, batch, counts in in_step(model, batches):
+            with each_together(model):
+                loss = _loss(model, batch, index).item()
+            if counts:
+                losses.append(loss)
+                tick()
     return mean_of(losses)
+
+
+def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
+    """The batches with their numbers, and whether each counts.
+
+    The ranks of a sharded model run it together: those that have fewer batches than another one repeat one meanwhile,
+    and those that have none get one of another rank's.
+    """
+    repeated: list[tuple[int, Any, bool]] = []
+    if sharded_modules(model) and several():
+        lengths = of_all(len(batches))
+        spare = of_all(batches[0] if 0 in lengths and len(batches) == max(lengths) else None)
+        again = batches[0] if batches else next((batch for batch in spare if batch is not None), None)
+        repeated = [(index, again, False) for index in range(len(batches), max(lengths))]
+    yield from ((index, batch, True) for index, batch in enumerate(batches))
+    yield from repeated
+
+
+def each_together(model: nn.Module) -> contextlib.AbstractContextManager:
+    """Around what one batch does: the ranks of a sharded model must stop at the same one if one of them fails."""
+    return together() if sharded_modules(model) else contextlib.nullcontext()
 
 
 def mean_of(losses: list[float]) -> float:
@@ -133,19 +160,24 @@ def backward(model: PreTrainedModel, batches: list, tick: Callable[[], object] =
     Raises:
         ValueError: the gradients are not finite at any scale.
     """
+    reshard(model)
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scale = 2.0**16
     while scale >= 2.0**-16:
         for parameter in asked:
             parameter.grad = None
         with torch.enable_grad(), _recomputing(model), together():
-            for index, batch in enumerate(batches):
-                loss = batch_loss(model, batch, index)
-                if not loss.requires_grad:
-                    raise ValueError(f"The loss of batch {index} has no gradient: compute it outside torch.no_grad().")
-                (loss * scale).backward()
-                tick()
-        gradients = [parameter.grad for parameter in asked if parameter.grad is not None]
+            for index, batch, counts in in_step(model, batches):
+                with each_together(model):
+                    loss = batch_loss(model, batch, index)
+                    if not loss.requires_grad:
+                        raise ValueError(
+                            f"The loss of batch {index} has no gradient: compute it outside torch.no_grad()."
+                        )
+                (loss * (scale if counts else 0.0)).backward()
+                if counts:
+                    tick()
+        gradients = [own_part(parameter.grad) for parameter in asked if parameter.grad is not None]
         (overflown,) = total(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))
         if not overflown:
             for gradient in gradients:

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-_alone = False
-
 
 def rank() -> int:
     """This process's number, 0 without torch.distributed."""
@@ -22,18 +20,7 @@ def rank() -> int:
 
 def several() -> bool:
     """Whether more than one process takes part."""
-    return not _alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Let this process grow a model of its own while the others do something else."""
-    global _alone
-    _alone = True
-    try:
-        yield
-    finally:
-        _alone = False
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def sum_over_ranks(*tensors: Tensor) -> None:
@@ -50,6 +37,13 @@ def total(*numbers: float) -> list[float]:
     tensor = torch.tensor(numbers, dtype=torch.float64, device=_device())
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def of_all(thing: Any) -> list[Any]:
+    """What each rank brings, in their order."""
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, thing)
+    return everything
 
 
 def follow_first_rank(*tensors: Tensor) -> None:

@@ -1,0 +1,242 @@
+"""Run by torchrun: growth in a model that `fully_shard` holds in shards. Each rank checks for itself.
+
+Usage: torchrun fsdp_run.py FOLDER, where the first run leaves checkpoints that a later one, of other ranks, resumes.
+"""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from families import build, lm_batches
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+import hf_growattn.grow.optimizer
+from hf_growattn import Grower, GrowthConfig, patch_model
+
+FIXED = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+
+
+def mine(count, seed=11):
+    """This rank's part of `count` batches for each rank."""
+    return lm_batches(dist.get_world_size() * count, seed)[dist.get_rank() :: dist.get_world_size()]
+
+
+def sharded(model, **options):
+    layers = model.model.layers if hasattr(model, "model") else model.transformer.h
+    for module in (*layers, model):
+        # Sums, then divides: gloo of torch 2.8 only sums where it is asked for a mean.
+        fully_shard(module, **options).set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def prepared(kind, variant="llama-2", dtype=torch.float32, **options):
+    model = patch_model(build(variant, dtype=dtype)).train()
+    model = DistributedDataParallel(model) if kind == "ddp" else sharded(model, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def mean(number):
+    whole = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(whole)
+    return whole.item() / dist.get_world_size()
+
+
+def train(model, optimizer, steps, seed=31, scheduler=None):
+    losses = []
+    for batch in mine(steps, seed):
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
+        losses.append(mean(loss.item()))
+    return losses
+
+
+def equal_to_ddp():
+    """Losses before, at and after the growth: in fp64 to the rounding; in fp32 to 1e-6 on 2 ranks."""
+    budget = GrowthConfig(budget=0.1, oversampling=4)
+    cases = [("gpt2-2", budget, torch.float64, 1e-12)]
+    if dist.get_world_size() == 2:
+        cases.append(("llama-2", FIXED, torch.float32, 1e-6))
+    for variant, config, dtype, tolerance in cases:
+        ends = []
+        for kind in ("ddp", "fsdp2"):
+            torch.manual_seed(dist.get_rank())  # GPT-2 drops out
+            model, optimizer = prepared(kind, variant, dtype)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+            losses = train(model, optimizer, 3, scheduler=schedule)
+            share = mine(3)[: 1 if dist.get_rank() else 3]  # the others have fewer batches
+            report = Grower(model, config, optimizer).grow(share)
+            assert report.applied
+            if kind == "fsdp2":
+                assert all(hasattr(parameter, "placements") for parameter in model.parameters())
+            losses += [report.loss_before, report.loss_after]
+            losses += train(model, optimizer, 10, seed=50, scheduler=schedule)
+            ends.append((losses, [layer.width for layer in report.layers]))
+        (theirs, widths), (ours, same) = ends
+        assert widths == same, (widths, same)
+        worst = max(abs(a - b) / a for a, b in zip(theirs, ours))
+        assert worst < tolerance, (variant, dtype, worst)
+
+
+def a_rank_without_batches():
+    model, optimizer = prepared("fsdp2")
+    report = Grower(model, FIXED, optimizer).grow(mine(4) if dist.get_rank() else [])
+    assert report.applied and report.loss_after < report.loss_before
+    train(model, optimizer, 2)
+
+
+def fingerprint(model, optimizer):
+    """All weights and optimizer states, whole, with the widths and the identities of what holds them."""
+    state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return copy.deepcopy(state), [*map(id, model.parameters())]
+
+
+def same(one, other):
+    if torch.is_tensor(one):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def a_failure_on_one_rank_is_one_on_all():
+    """A loss that is not finite in a pass, or memory that is not there when the optimizer's state is carried."""
+    carried = hf_growattn.grow.optimizer._carried
+
+    def no_memory(*_):
+        torch.empty(1 << 60, dtype=torch.uint8)  # torch refuses
+
+    for name in ("no labels", "no memory"):
+        model, optimizer = prepared("fsdp2")
+        train(model, optimizer, 2)
+        before, batches = fingerprint(model, optimizer), mine(3)
+        if dist.get_rank() == 1 and name == "no labels":
+            batches[2] = {**batches[2], "labels": torch.full_like(batches[2]["labels"], -100)}
+        if name == "no memory":  # everywhere: to carry a state is to gather it together
+            hf_growattn.grow.optimizer._carried = no_memory
+        try:
+            Grower(model, FIXED, optimizer).grow(batches)
+        except (ValueError, RuntimeError) as error:
+            expected = (
+                "memory" if name == "no memory" else "loss of batch" if dist.get_rank() == 1 else "another process"
+            )
+            assert expected in str(error), (name, error)
+        else:
+            raise AssertionError(f"{name} was accepted")
+        hf_growattn.grow.optimizer._carried = carried
+        assert same(fingerprint(model, optimizer), before), name
+        losses = train(model, optimizer, 2)
+    untouched, optimizer = prepared("fsdp2")
+    train(untouched, optimizer, 2)
+    assert train(untouched, optimizer, 2) == losses
+    assert Grower(model, FIXED).grow(mine(3)).applied
+
+
+def what_people_combine():
+    """bf16 with a rounded output, activation checkpointing, gradients accumulated, an evaluation before the growth."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.bfloat16)
+    falls = []
+    for options in ({}, {"mp_policy": policy}):
+        model, optimizer = prepared("fsdp2", **options)
+        model.gradient_checkpointing_enable()
+        with torch.no_grad():
+            model(**mine(1)[0])  # leaves the outermost parameters whole
+        report = Grower(model, FIXED, optimizer).grow(mine(3))
+        falls.append(report.loss_before - report.loss_after)
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            loss = model(**mine(2, seed=31)[last], use_cache=False).loss
+            loss.backward()
+        assert loss.dtype == (torch.bfloat16 if options else torch.float32)  # the policy is back
+        optimizer.step()
+    assert falls[1] > 0.9 * falls[0], falls  # a loss rounded to bf16 loses 29 %
+
+
+def what_is_refused():
+    for config, match in ((dict(update_existing=True), "update_existing=True rewrites"), ({}, "frozen and sharded")):
+        model, _ = prepared("fsdp2")
+        if not config:
+            model.requires_grad_(False)
+        try:
+            Grower(model, GrowthConfig(qk_dims=2, **config)).grow(mine(3))
+        except ValueError as error:
+            assert match in str(error), error
+        else:
+            raise AssertionError(match)
+    model = sharded(patch_model(build("llama-2")), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    try:
+        Grower(model, FIXED).grow(mine(3))
+    except ValueError as error:
+        assert "CPUOffloadPolicy" in str(error)
+    else:
+        raise AssertionError("CPUOffloadPolicy")
+
+
+def saved_and_resumed():
+    """A distributed checkpoint, which another number of ranks resumes, and an ordinary one."""
+    folder = Path(sys.argv[1])
+    if not (folder / "loss.pt").exists():
+        model, optimizer = prepared("fsdp2")
+        train(model, optimizer, 2)
+        assert Grower(model, FIXED, optimizer).grow(mine(3)).applied
+        train(model, optimizer, 2)
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder / "ordinary", state_dict=whole)
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        dcp.save(states, checkpoint_id=folder / "distributed")
+        losses = [model(**batch, use_cache=False).loss.item() for batch in lm_batches(2, seed=9)]
+        if dist.get_rank() == 0:
+            torch.save({"losses": losses, "optimizer": fingerprint_of_states(optimizer)}, folder / "loss.pt")
+        else:
+            fingerprint_of_states(optimizer)
+    dist.barrier()
+    noted = torch.load(folder / "loss.pt", weights_only=True)
+    ordinary = AutoModelForCausalLM.from_pretrained(folder / "ordinary")
+    config = copy.deepcopy(ordinary.config)
+    resumed = sharded(AutoModelForCausalLM.from_config(config))
+    optimizer = torch.optim.AdamW(resumed.parameters(), lr=1e-3)
+    states = dict(zip(("model", "optimizer"), get_state_dict(resumed, optimizer)))
+    dcp.load(states, checkpoint_id=folder / "distributed")
+    set_state_dict(resumed, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    for model in (ordinary, resumed):
+        losses = [model.train()(**batch, use_cache=False).loss.item() for batch in lm_batches(2, seed=9)]
+        assert losses == noted["losses"], (losses, noted["losses"])
+    assert same(fingerprint_of_states(optimizer), noted["optimizer"])
+    assert Grower(resumed, FIXED, optimizer).grow(mine(3)).applied  # and it goes on growing
+    train(resumed, optimizer, 2)
+
+
+def fingerprint_of_states(optimizer):
+    return [optimizer.state[p]["exp_avg_sq"].full_tensor() for group in optimizer.param_groups for p in group["params"]]
+
+
+EVERYWHERE = [equal_to_ddp, saved_and_resumed]
+CHECKS = [a_rank_without_batches, a_failure_on_one_rank_is_one_on_all, what_people_combine, what_is_refused]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for check in EVERYWHERE + (CHECKS if dist.get_world_size() == 2 else []):
+        check()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(check.__name__, flush=True)
+    dist.destroy_process_group()
