@@ -16,8 +16,9 @@ from torch.optim.optimizer import (
 from transformers import PreTrainedModel
 
 from ..growable.adapters import is_adapted
-from ..growable.attention import GrowableAttention, Resize
+from ..growable.attention import GrowableAttention
 from ..growable.models import attentions
+from ..growable.resize import Resize
 
 _before: WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, Tensor]]] = WeakKeyDictionary()
 _watched: list = []  # handles of the hooks on all optimizers, once there is a parameter to watch

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..growable.attention import Resize
+from ..growable.resize import Resize
 from ..growable.sharding import is_sharded, laid_out_like, whole
 from ..measure.ranks import together
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..growable.attention import GrowableAttention, Resize, Widening
+from ..growable.attention import GrowableAttention, Widening
+from ..growable.resize import Resize
 from ..growable.sharding import is_sharded, whole
 from ..measure import functional as F
 from ..measure.extension import NewDims, set_extension

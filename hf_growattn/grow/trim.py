@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..growable.attention import GrowableAttention, Resize, Widening
+from ..growable.attention import GrowableAttention, Widening
 from ..growable.models import attentions
+from ..growable.resize import Resize
 from ..measure import functional as F
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
