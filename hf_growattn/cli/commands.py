@@ -123,7 +123,8 @@ def inspect(model: Model, as_json: Json = False) -> None:
     if as_json:
         return _print_json(figures)
     _print_table(table_of(figures))
-    _print_table(costs_table(figures["costs"]))
+    if figures["grown"]:
+        _print_table(costs_table(figures["costs"]))
     state = "grown" if figures["grown"] else "stock widths"
     typer.echo(
         f"{figures['class']} ({state}): {figures['parameters']:,} parameters, {len(figures['layers'])} layers, hidden "

@@ -205,7 +205,8 @@ def advised(
 
 def _advice(other: Compared, cache: int) -> str:
     """What to do, by the lead over the best of what else was trained."""
-    gap, larger = f"{abs(other.lead):.4f} ± {other.error:.4f} nats a token", cache / other.cache_bytes - 1
+    gap = f"{abs(other.lead):.4f} ± {other.error:.4f} nats a token"
+    larger = cache / other.cache_bytes - 1 if other.cache_bytes else 0.0  # encoders keep no keys and values
     side = settled(other.lead, other.error)
     if side > 0:
         return (
