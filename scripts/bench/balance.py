@@ -30,7 +30,7 @@ def even(write: _Write, stacked: Tensor, shared: Tensor) -> Tensor:
 
 def alike(write: _Write, stacked: Tensor, shared: Tensor) -> Tensor:
     """Both sides the same multiple of the rms of the existing weights of their side, for each group and pair."""
-    old_stacked, old_shared = (side.square().mean() for side in write.old)
+    old_stacked, old_shared = (side.square().mean() for side in write.block.old_factors())
     on_stacked = stack_groups(stacked, len(shared)).square().mean(-2) / old_stacked
     return (on_stacked / (shared.square().mean(-2) / old_shared)) ** 0.25
 

@@ -20,7 +20,8 @@ from compared import ranks_within
 from finetuning_run import ALL, LINEAR, cosine, documents_of, projections
 from peft import LoraConfig, LoraGAConfig, get_peft_model, preprocess_loraga
 from tasks import blocks_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from texts import english, train_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import cache_bytes
@@ -97,7 +98,7 @@ def book_rows(tokenizer, entries: int, rows: int, seed: int) -> tuple[torch.Tens
         for place, entry in enumerate([*range(entries), *asked]):
             one, other = divmod(names[entry], len(second))
             name = tokenizer.encode(f"{first[one]}{second[other]}:", add_special_tokens=False)
-            number = tokenizer.encode("".join(map(str, numbers[entry])), add_special_tokens=False)
+            number = [id for f in numbers[entry] for id in tokenizer.encode(str(f), add_special_tokens=False)]
             end = tokenizer.encode("\n", add_special_tokens=False)
             ids += name + number + end
             answer = number if place >= entries else [-100] * len(number)
@@ -332,17 +333,30 @@ def draw(plt, leads: dict, tasks: list[str]):
     return figure
 
 
+def tiny(folder: Path) -> str:
+    """A tiny Llama with random weights and its tokenizer, in a folder."""
+    tokenizer = train_tokenizer(english(), 2000)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def main() -> None:
     """Train every row on every task, then more seeds where it is close, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="path or Hub id of a causal LM with separate projections")
+    parser.add_argument("--model", help="path or Hub id of a causal LM with separate projections")
     parser.add_argument("--text", nargs="*", default=[], help="texts, as for finetuning.py")
     parser.add_argument("--tasks", nargs="*", help="only these, by name: the others are left out of this run and page")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), help="only these")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, a few steps: shows that it runs")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.model, arguments.tasks = tiny(arguments.output / "tiny"), [next(iter(BOOKS))]
+    if not arguments.model:
+        parser.error("--model is needed, or --quick")
     setting = asdict(QUICK if arguments.quick else Setting())
     arguments.output.mkdir(parents=True, exist_ok=True)
     width = patch_model(AutoModelForCausalLM.from_pretrained(arguments.model)).config.hidden_size
