@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from encoders import ENCODERS, SEES, batches, build, inputs
+from encoders import ENCODERS, OTHERWISE, SEES, batches, build, inputs
 from test_export import TOLERANCE, widened
 from transformers import AutoModelForImageClassification, AutoModelForMaskedLM
 
@@ -27,7 +27,8 @@ from hf_growattn.growable.models import attentions
 from hf_growattn.interop.costs import costs_of
 
 WITH_STOCK_FORM = ("eurobert", "vit", "dinov2")
-EVERY = pytest.mark.parametrize("name", ENCODERS)
+GROW = [name for name in ENCODERS if name not in OTHERWISE]
+EVERY = pytest.mark.parametrize("name", GROW)
 
 
 @torch.no_grad()
@@ -96,7 +97,7 @@ def test_widths_travel_with_a_state(grown, name):
     assert torch.equal(outputs(again, name), outputs(model, name))  # a copy holds nothing of its original
 
 
-@pytest.mark.parametrize("mode, names", [("with-library", ("xlm-roberta", "vit")), ("without-library", [*ENCODERS])])
+@pytest.mark.parametrize("mode, names", [("with-library", ("xlm-roberta", "vit")), ("without-library", GROW)])
 def test_fresh_processes_compute_the_same(grown, tmp_path, mode, names):
     jobs, expected = {}, {}
     for name in names:
@@ -214,3 +215,10 @@ def test_others_are_refused_with_the_reason(config, reason):
     small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
     with pytest.raises(ValueError, match=reason):
         patch_model(AutoModel.from_config(AutoConfig.for_model(config, **small)))
+
+
+@pytest.mark.skipif(not OTHERWISE, reason="this transformers builds every family as the newest one does")
+def test_a_family_that_older_versions_build_otherwise_is_refused_by_name():
+    for name in OTHERWISE:
+        with pytest.raises(ValueError, match=r"has no q_proj in transformers .* upgrade transformers"):
+            patch_model(build(name))

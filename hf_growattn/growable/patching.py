@@ -2,6 +2,7 @@
 
 import copy
 
+import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from ..model.architectures import ARCHITECTURES, Architecture
@@ -83,7 +84,7 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
         ValueError: its `config.model_type` is unknown (the message lists the known ones), its family refuses this
-            variant, an attention module runs a forward that is not the stock one, or the model runs the code that came
+            variant or is built otherwise by an older transformers, an attention module runs a forward that is not the stock one, or the model runs the code that came
             with its checkpoint. The model is as it was then.
     """
     if not isinstance(model, PreTrainedModel):
@@ -111,6 +112,11 @@ def _check(model: PreTrainedModel, row: Architecture) -> None:
         raise ValueError(f"This model cannot be grown: {row.refusal(model.config)}.")
     stock_forward = getattr(row.modeling_file, row.attention).forward
     for name, module in stock_attentions(model, row).items():
+        if not hasattr(module, row.query):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) has no {row.query} in transformers {transformers.__version__}, but "
+                "has in newer versions: upgrade transformers to grow this family."
+            )
         replaced = "forward" in vars(module) and "_old_forward" not in vars(module)
         if type(module).forward is not stock_forward or replaced:
             raise ValueError(
