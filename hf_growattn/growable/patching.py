@@ -84,8 +84,8 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
         ValueError: its `config.model_type` is unknown (the message lists the known ones), its family refuses this
-            variant or is built otherwise by an older transformers, an attention module runs a forward that is not the stock one, or the model runs the code that came
-            with its checkpoint. The model is as it was then.
+            variant or is built otherwise by an older transformers, an attention module runs a forward that is not the
+            stock one, or the model runs the code that came with its checkpoint. The model is as it was then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
