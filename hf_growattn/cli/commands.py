@@ -17,6 +17,7 @@ import typer
 from tqdm.auto import tqdm
 from typer.core import TyperCommand, TyperGroup
 
+from ..training.arguments import untaken
 from .options import (
     EVALUATE_HELP,
     EXIT_CODES,
@@ -153,7 +154,6 @@ def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True, res
     """The recipe that a command line tells, and whether to print JSON; a folder with a file that resumes may exist."""
     if find_spec("trl") is None:
         raise ImportError("Data are read by TRL: pip install 'hf_growattn[finetune]', or trl.")
-    from ..training.arguments import untaken
     from ..training.recipe import read
 
     if names := untaken(ctx.info_name or "", ctx.args):
@@ -172,8 +172,6 @@ def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True, res
 
 def _next(command: str, recipe, ctx: typer.Context, model: str | Path) -> str:
     """What to call next, with the same options where that command takes them, as a shell takes it."""
-    from ..training.arguments import untaken
-
     options, dropped = [], False
     for word in ctx.args[len(recipe.models) :]:  # an option, or a value of the one before it
         if word.startswith("--") or word == "-o":

@@ -200,15 +200,14 @@ def measure(model: str, task: str, path: str, row: str, seed: int, rates: list[f
     fresh = patch_model(AutoModelForCausalLM.from_pretrained(model, dtype="float32"))
     if not row:
         return measured(fresh, held_out)
-    told, began = {"cache": -cache_bytes(fresh)}, time.process_time()
+    cache, began = cache_bytes(fresh), time.process_time()
     trained, added = prepared(fresh, row, batches, how, seed)
-    told |= {"weights": trained_weights(trained), "start_seconds": time.process_time() - began}
-    told["cache"] = cache_bytes(fresh) / -told["cache"] - 1
-    if added:
+    told = {"weights": trained_weights(trained), "start_seconds": time.process_time() - began}
+    told["cache"] = cache_bytes(fresh) / cache - 1
+    if added and trained is fresh:  # an adapter in a row would be merged before it serves
         other = patch_model(AutoModelForCausalLM.from_pretrained(model, dtype="float32"))
-        # The bare model: an adapter in a row is merged before it serves.
-        bare = fresh if trained is fresh else None
-        told |= {"forward": forward_ratio(bare, other, held_out[0])} if bare is not None else {}
+        told["forward"] = forward_ratio(fresh, other, held_out[0])
+    if added:
         told["at_start"] = measured(trained, held_out)["loss"]
     at_start = {p: p.detach().clone() for p in trained.parameters() if p.requires_grad}
     told["ended"] = []
