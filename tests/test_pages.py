@@ -4,6 +4,7 @@ import html
 import re
 import shlex
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import browser
@@ -149,6 +150,12 @@ def test_what_was_not_done_stands_on_the_first_screen(grown, rolled_back, tmp_pa
     )
     assert words.facts([grown], verdict="Growth pays.")[-1][1].endswith("told: Growth pays.")
     assert [label for label, _ in words.facts([rolled_back])] == ["Loss", "Advice"]
+    slow, fast = (replace(grown, forward_seconds=(2.0, after)) for after in (2.5, 1.0))
+    costs = [
+        words.facts(reports)[1][1] for reports in ([slow], [slow, fast], [slow, replace(grown, forward_seconds=None)])
+    ]
+    assert costs[0].endswith("A forward pass took 25% longer.") and costs[1].endswith("took 38% less time.")
+    assert "forward pass" not in costs[2]
     assert (
         "Do not grow here" in words.facts([rolled_back, EMPTY])[-1][1] and words.facts([EMPTY, grown])[1][0] == "Cost"
     )

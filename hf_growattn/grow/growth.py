@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from .trial import STEEPNESS_BATCHES, Change, Trial
 
 _SEARCH_BATCHES = 4  # enough to find a step on; what it gains is then measured on all batches
 _INSTEAD = "Or let new dims stay beside the weights: GrowAttnConfig of peft, and initialize_growattn_weights."
+_TIMED = 3  # forward passes of a batch, of which the fastest is told
 _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on all batches
 
 
@@ -86,10 +87,11 @@ class _Run:
 
 @dataclass
 class _Measured:
-    """The mean loss of all batches and of the search's, what could be done about it, and the search that priced it."""
+    """What is known before anything is tried: losses, time, directions, and the search that priced them."""
 
     loss: float
     loss_of_a_few: float
+    forward_seconds: float
     gradients: list[Gradient]
     existing: list[ExistingStep | None]
     search: StepSearch | None = None
@@ -278,7 +280,16 @@ class Grower:
                 existing: list[ExistingStep | None] = [None] * len(blocks)
                 if config.moves_old_dims:
                     existing = [*tangent_steps(self.model, blocks, run.halves, run.there_and_back)]
-        return _Measured(mean_of(losses), few, gradients, existing)
+        return _Measured(mean_of(losses), few, self._forward_seconds(run), gradients, existing)
+
+    def _forward_seconds(self, run: _Run) -> float:
+        """How long one batch takes to go through the model as it is."""
+        with self._undisturbed():
+            times = [time.perf_counter()]
+            for _ in range(_TIMED):
+                mean_loss(self.model, run.batches[:1])
+                times.append(time.perf_counter())
+        return min(after - before for before, after in pairwise(times))
 
     def _plan(self, run: _Run, measured: _Measured) -> list[Change]:
         """Decide what to do to each block: all that the config admits, or what a budget buys of it."""
@@ -327,7 +338,7 @@ class Grower:
             )
             if applied and keep and self.take_over is None:
                 write(trial, self.model, self.wrapped, self.optimizers, run.batches, run.there_and_back)
-                return report
+                return replace(report, forward_seconds=(measured.forward_seconds, self._forward_seconds(run)))
             if applied and keep and self.take_over is not None:
                 for new in trial.beside.values():
                     ranks.follow_first_rank(*new.tensors())

@@ -93,6 +93,8 @@ class GrowthReport:
         kept: False for what `Grower.measure` tried and took back.
         cache_bytes: of a token's keys and values over all layers, before and after; what generation pays for.
         parameters: number of the model's weights before; 0 where that is not known.
+        forward_seconds: of one growth batch through the model before and after, each the least of a few; None for what
+            was only tried.
         columns: of the table of details.
     """
 
@@ -116,6 +118,7 @@ class GrowthReport:
     kept: bool = True
     cache_bytes: tuple[int, int] = (0, 0)
     parameters: int = 0
+    forward_seconds: tuple[float, float] | None = None
 
     @property
     def applied(self) -> bool:

@@ -1,6 +1,7 @@
 """What a growth did, what it costs and what to do about it, in words and tables that fit 80 columns."""
 
 import io
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def facts(
         return [*told, ("Advice", "Do not grow here: train the model as it is, or by LoRA on all linear layers.")]
     caches, kept = (growths[0].cache_bytes[0], growths[-1].cache_bytes[1]), growths[0].kept
     added = sum(report.added_parameters for report in growths)
-    told.append(("Cost", cost(caches, added, growths[0].parameters, kept)))
+    told.append(("Cost", cost(caches, added, growths[0].parameters, kept) + _slower(growths)))
     return [*told, ("Advice", advised(compared, verdict, caches, kept, race))]
 
 
@@ -86,6 +87,15 @@ def cost(caches: tuple[int, int], added: int, parameters: int, kept: bool = True
     before, after = caches
     larger = f"KV cache: {before:,} -> {after:,} bytes a token ({after / before - 1:+.1%}). " if before else ""
     return f"{larger}{added:,} weights {'added' if kept else 'would be added'} ({added / parameters:+.1%})."
+
+
+def _slower(growths: Sequence) -> str:
+    """How much longer a batch takes to go through the model, where every growth was timed."""
+    timed = [growth.forward_seconds for growth in growths]
+    if None in timed:
+        return ""
+    ratio = math.prod(after / before for before, after in timed)
+    return f" A forward pass took {abs(ratio - 1):.0%} {'longer' if ratio >= 1 else 'less time'}."
 
 
 def text_of(told: Iterable[tuple[str, str]]) -> str:

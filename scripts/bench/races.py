@@ -9,6 +9,7 @@ race's own, in both.
 """
 
 import argparse
+import itertools
 import statistics
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,7 +38,7 @@ BOOKS = {  # width of queries and keys, names, pairs in a book
     f"phone book, queries {width} wide, {pairs} of {names} names": recall_task.Setting(
         head_dim=width, names=names, many=pairs
     )
-    for width, names, pairs in ((4, 2048, 16), (4, 2048, 32), (4, 2048, 64), (4, 64, 32), (6, 2048, 32), (8, 2048, 32))
+    for width, names, pairs in itertools.product((4, 6, 8), (64, 2048), (16, 32, 64))
 }
 
 
