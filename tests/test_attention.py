@@ -268,13 +268,13 @@ def test_projections_keep_true_notes_of_their_size(variant):
 @pytest.mark.parametrize(
     "implementation, fix", [("paged|sdpa", "Continuous batching.*generate"), ("vllm", "vLLM.*export_model")]
 )
-def test_one_width_for_all_layers_is_refused_by_name(implementation, fix):
+def test_what_keeps_one_width_refuses_wider_heads_by_name(implementation, fix):
     narrow, wide = torch.zeros(2, 2, 1, 1, 1, 16), torch.zeros(2, 1, 1, 1, 20)
     layer = attentions(widened("llama-2"))[0]
     for query, key, value in ((*wide, narrow[0, 0]), (*narrow[0], wide[0]), (*wide, wide[0])):
         with pytest.raises(ValueError, match=fix):
-            layer._pad_to_equal_widths(implementation, query, key, value)
-    layer._pad_to_equal_widths(implementation, *narrow[0], narrow[0, 0])  # a layer that has not grown
+            layer._padded(implementation, None, query, key, value)
+    layer._padded(implementation, None, *narrow[0], narrow[0, 0])  # a layer that has not grown
 
 
 def test_gpt2_with_cross_attention():

@@ -29,7 +29,7 @@ class GrowthConfig:
         kinds: what a budget may buy, "patterns", "messages" or both.
         layers: indices of the layers to grow; None grows every layer.
         max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means `hidden_size`.
-        multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores).
+        multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
         method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
             factors of the stepped product, for position-free heads. On a small GPT-2 that bought nothing: with a frozen
             base it ends .004 nats above "append", with one that trains .014 below it, level with no growth.

@@ -76,7 +76,10 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
     converter drops. vLLM was read, not run (models/llama.py at e06c9ba, granite.py at 68f442e, transformers/base.py at
     03bf3c9, rotary_embedding at 07b12f1, cpu_attn.py at 0035860): its Llama and Granite take the width, the biases and
     both rope types; its FlashAttention takes widths of 8, 16, .. 256, its Triton attention 32 and more, its CPU
-    attention 32, 64, 80, 96, 112, 128, 160, 192, 224 and 256. A grown checkpoint that was not exported raises there.
+    attention 32, 64, 80, 96, 112, 128, 160, 192, 224 and 256. All layers have the same widths, so pages of its cache
+    are of one size. What was not exported goes to vLLM's backend for transformers models, which was read, not run,
+    either (fusers/attention.py at 0848e67, transformers/__init__.py at 055e47c). That keeps heads `config.head_dim`
+    wide, which growth leaves as it was: a layer that is wider than vLLM's own raises there, and says so.
 
     Args:
         model: a patched model, with any head; adapters merged.

@@ -23,8 +23,8 @@ ROLES = ("query", "key", "value", "output")
 
 # Implementations that take values of another width than the keys; all others get equal widths by zero padding.
 _UNEQUAL_WIDTHS = ("eager", "flex_attention")
-# Implementations, by prefix, that size their cache by the config and would read wider heads as more tokens.
-_ONE_WIDTH_FOR_ALL = {
+# Implementations, by prefix, with a cache of one width, which would read wider heads as more tokens.
+_ONE_WIDTH = {
     "paged|": ("Continuous batching", "Use model.generate instead."),
     "vllm": ("vLLM", "Load what hf_growattn.export_model writes of this model instead."),
 }
@@ -149,8 +149,8 @@ class GrownAttention(nn.Module):
             the attention weights where the implementation gives them.
 
         Raises:
-            ValueError: this layer has grown, and the implementation or the cache takes one width for all layers
-                (continuous batching, vLLM, ExecuTorch's export); the message names the way out.
+            ValueError: this layer is wider than the implementation's or the cache's one width (continuous batching,
+                vLLM, ExecuTorch's export); the message names the way out.
         """
         row = self.architecture
         query, key, value = self._heads(hidden_states, position_embeddings)
@@ -164,7 +164,8 @@ class GrownAttention(nn.Module):
 
         implementation: Any = self.config._attn_implementation
         v_width = value.shape[-1]
-        query, key, value = self._pad_to_equal_widths(implementation, query, key, value)
+        instances = kwargs.get("attention_instances")  # vLLM's own layers
+        query, key, value = self._padded(implementation, instances, query, key, value)
         kwargs |= {keyword: self._at(path) for keyword, path in row.passes}
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self.eager_attention)
         attn_output, attn_weights = attend(
@@ -177,8 +178,8 @@ class GrownAttention(nn.Module):
             scaling=self.kernel_scaling,  # of this form: vLLM reads this call's source
             **kwargs,
         )
-        if attn_output.shape[-1] > v_width:  # padding
-            attn_output = attn_output[..., :v_width]
+        if value.shape[-1] > v_width:  # padding; vLLM gives back joined heads
+            attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1, value.shape[-1])[..., :v_width]
         attn_output = self._joined(attn_output, hidden_states.shape)
         if row.output_dropout is not None and self.training:
             attn_output = nn.functional.dropout(attn_output, self._dropout(row.output_dropout))
@@ -251,23 +252,26 @@ class GrownAttention(nn.Module):
                     "take the stock model that hf_growattn.export_model writes."
                 )
 
-    def _pad_to_equal_widths(self, implementation, query, key, value):
-        """Zero-pad the narrower of (query, key) and value: fused kernels want one width, and flash would cut values."""
+    def _padded(self, implementation: str | None, instances, query, key, value) -> tuple[torch.Tensor, ...]:
+        """Zero-pad heads to the width that the implementation keeps, or to one width: flash would cut wider values.
+
+        vLLM's layers, `instances` by number, say their own width.
+        """
         qk_width, v_width = query.shape[-1], value.shape[-1]
-        if qk_width == v_width == self.head_dim:
+        if qk_width == v_width == self.head_dim and instances is None:
             return query, key, value
-        for prefix, (name, instead) in _ONE_WIDTH_FOR_ALL.items():
+        width, kept = max(qk_width, v_width), None
+        for prefix, (name, instead) in _ONE_WIDTH.items():
             if implementation is not None and implementation.startswith(prefix):
-                raise ValueError(
-                    f"{name} gives the keys and values of all layers one width, head_dim={self.head_dim}, but layer "
-                    f"{self.layer_idx} has qk_head_dim={self.qk_head_dim} and v_head_dim={self.v_head_dim}. {instead}"
-                )
-        gap = qk_width - v_width
-        if gap == 0 or implementation in _UNEQUAL_WIDTHS:
+                kept = instances[self.layer_idx].head_size if instances else self.head_dim
+                if width > kept:
+                    raise ValueError(
+                        f"{name} keeps keys and values {kept} wide, but layer {self.layer_idx} has qk_head_dim="
+                        f"{self.qk_head_dim} and v_head_dim={self.v_head_dim}. {instead}"
+                    )
+        if kept is None and (qk_width == v_width or implementation in _UNEQUAL_WIDTHS):
             return query, key, value
-        if gap > 0:
-            return query, key, nn.functional.pad(value, (0, gap))
-        return nn.functional.pad(query, (0, -gap)), nn.functional.pad(key, (0, -gap)), value
+        return tuple(_wider(heads, kept or width) for heads in (query, key, value))
 
     def _norm(self, name: str | None) -> nn.Module | None:
         return getattr(self, name, None) if name else None
@@ -280,6 +284,12 @@ class GrownAttention(nn.Module):
 def _side_by_side(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Join dims of (batch, heads, tokens, width), tokens before heads in memory as projections lay them out."""
     return torch.cat((old.transpose(1, 2), new.transpose(1, 2)), dim=-1).transpose(1, 2)
+
+
+def _wider(heads: torch.Tensor, width: int) -> torch.Tensor:
+    """Zero-pad (.., width) to another width."""
+    gap = width - heads.shape[-1]
+    return nn.functional.pad(heads, (0, gap)) if gap else heads
 
 
 def weight_axis(linear: nn.Module, outputs: bool) -> int:
