@@ -19,17 +19,28 @@ from hf_growattn import Grower, GrowthConfig, patch_model, trim_model
 from hf_growattn.grow.checks import refuse_sharded
 
 
-def test_fsdp2_on_two_processes_and_then_on_four(tmp_path):
-    """The second run resumes the distributed checkpoint of the first one."""
+def on_ranks(script: str, ranks: int, *arguments: str) -> list[str]:
+    """The names of the checks that a script made on so many processes, each of which went well."""
     folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command += [str(ROOT / "tests" / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_accelerates_plugin_and_the_trainer(tmp_path):
+    """Trainings with two growths equal those under DDP, and go on from a checkpoint saved between them."""
+    told = on_ranks("plugin_run.py", 2, str(tmp_path / "runs"))
+    assert [name for name in told if name.startswith("with_")] == ["with_accelerate", "with_trainer"]
+
+
+def test_fsdp2_on_two_processes_and_then_on_four(tmp_path):
+    """The second run resumes the distributed checkpoint of the first one."""
     every = ["a_rank_without_batches", "a_failure_on_one_rank_is_one_on_all", "what_people_combine", "what_is_refused"]
     for ranks, more in ((2, every), (4, [])):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        command += [str(ROOT / "tests" / "fsdp_run.py"), str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split() == ["equal_to_ddp", "saved_and_resumed", *more]
+        assert on_ranks("fsdp_run.py", ranks, str(tmp_path)) == ["equal_to_ddp", "saved_and_resumed", *more]
 
 
 @pytest.fixture

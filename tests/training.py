@@ -15,10 +15,19 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin
 from families import build, tokens
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments, get_cosine_schedule_with_warmup
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_cosine_schedule_with_warmup,
+)
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
 
@@ -41,19 +50,56 @@ class Rows(Dataset):
         return {"input_ids": self.ids[row], "labels": self.ids[row]}
 
 
-def with_accelerate(output: Path, resume: Path | None, die_at: int | None):
-    """A loop of one's own, as accelerate's manual has it."""
+def honour_fsdp_on_cpus() -> None:
+    """accelerate shards on accelerators only; all that it then does runs on CPUs, too."""
+    begin = AcceleratorState.__init__
+
+    def as_on_gpus(self, *arguments, fsdp_plugin=None, **others):
+        begin(self, *arguments, fsdp_plugin=fsdp_plugin, **others)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = as_on_gpus
+
+
+def sums_for_gloo(model) -> None:
+    """Let FSDP2 sum, then divide: gloo of torch 2.8 only sums where it is asked for a mean."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+class _Sums(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        sums_for_gloo(model)
+
+
+def with_accelerate(output: Path, resume: Path | None, die_at: int | None, dtype=torch.float32, fsdp=None):
+    """A loop of one's own, as accelerate's manual has it; `fsdp` is how its FSDP2 plugin saves."""
+    plugin = fsdp and FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        state_dict_type=fsdp,
+        reshard_after_forward=True,
+        activation_checkpointing=True,
+        cpu_ram_efficient_loading=True,
+    )
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=ACCUMULATION,
         dataloader_config=DataLoaderConfiguration(split_batches=True),
+        fsdp_plugin=plugin,
     )
-    model = patch_model(build("llama-2")).train()
+    model = patch_model(build("llama-2", dtype=dtype)).train()
+    if resume is not None and fsdp:  # where shards are loaded, the widths must be there
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(resume), dtype=dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 2, STEPS)
     rows = Rows(STEPS * ACCUMULATION * BATCH + len(GROWTHS) * GROWTH_BATCHES * BATCH)
     loader = DataLoader(rows, batch_size=BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    sums_for_gloo(model)
     accelerator.register_for_checkpointing(
         scheduler
     )  # one scheduler step for each optimizer step, on any number of ranks
@@ -64,7 +110,7 @@ def with_accelerate(output: Path, resume: Path | None, die_at: int | None):
         start = int(resume.name.split("-")[1])
     batches = list(loader)
     for step in range(start, STEPS):
-        loss_of_step = torch.zeros(())
+        loss_of_step = torch.zeros((), dtype=dtype)
         for micro in range(ACCUMULATION):
             with accelerator.accumulate(model):
                 loss = model(**batches[step * ACCUMULATION + micro]).loss
@@ -81,6 +127,8 @@ def with_accelerate(output: Path, resume: Path | None, die_at: int | None):
             assert grower.grow(batches[first : first + GROWTH_BATCHES]).applied
         if (step + 1) % 2 == 0:
             accelerator.save_state(output / f"checkpoint-{step + 1}")
+            if fsdp and accelerator.is_main_process:
+                model.config.save_pretrained(output / f"checkpoint-{step + 1}")
         if step + 1 == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
     return losses, accelerator.unwrap_model(model), optimizer.optimizer
@@ -95,8 +143,8 @@ class _Die(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def with_trainer(output: Path, resume: Path | None, die_at: int | None):
-    """transformers' Trainer, with dropout off and its own order of the data."""
+def with_trainer(output: Path, resume: Path | None, die_at: int | None, dtype=torch.float32, fsdp=None):
+    """transformers' Trainer, with dropout off and its own order of the data; `fsdp` is how it saves under FSDP2."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     arguments = TrainingArguments(
         output_dir=str(output),
@@ -112,10 +160,14 @@ def with_trainer(output: Path, resume: Path | None, die_at: int | None):
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
+        **({"fsdp": True, "fsdp_config": {"state_dict_type": fsdp}} if fsdp else {}),
     )
     growth = GrowthCallback(CONFIG, steps=GROWTHS, batches=GROWTH_BATCHES)
     trainer = Trainer(
-        patch_model(build("llama-2")), arguments, train_dataset=Rows(120), callbacks=[growth, _Die(die_at)]
+        patch_model(build("llama-2", dtype=dtype)),
+        arguments,
+        train_dataset=Rows(120),
+        callbacks=[growth, _Die(die_at), _Sums()],
     )
     trainer.train(resume_from_checkpoint=resume and str(resume))
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}

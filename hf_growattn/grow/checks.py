@@ -41,7 +41,9 @@ def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but
     if but_fsdp2 and isinstance(model, nn.Module):
         known = {*map(id, sharded_modules(model)), *held_by_fsdp(model)}
     kind = str(getattr(getattr(accelerator, "distributed_type", None), "value", None))
-    found = f"accelerator.distributed_type is {kind}" if kind in _DISTRIBUTED_TYPES else None
+    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    fsdp2 = but_fsdp2 and kind == "FSDP" and getattr(plugin, "fsdp_version", 1) == 2
+    found = f"accelerator.distributed_type is {kind}" if kind in _DISTRIBUTED_TYPES and not fsdp2 else None
     parts = chain(model.named_modules(), model.named_parameters()) if isinstance(model, nn.Module) else ()
     for name, part in chain(((f"the optimizer, {type(o).__name__},", o) for o in optimizers), parts):
         how = None if id(part) in known else _sharding_of(part)

@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..model.configuration import GrownConfigMixin
+from ..model.configuration import GrownConfigMixin, layer_widths
 from ..model.modeling import GrownModelMixin, class_by_name
 from .attention import GrowableAttention
 from .folders import loading, replacing
@@ -70,6 +70,13 @@ class GrowableModelMixin(GrownModelMixin):
             config.per_layer_config = {
                 a.layer_idx: {"qk_head_dim": a.qk_head_dim, "v_head_dim": a.v_head_dim} for a in grown
             } or None
+
+    def take_widths(self, config: PreTrainedConfig) -> None:
+        """Take the widths that the config of a checkpoint names, where its weights are loaded into what is there."""
+        for attention in attentions(self):
+            qk_head_dim, v_head_dim = layer_widths(config, attention.layer_idx)
+            attention.widen(qk_head_dim - attention.qk_head_dim, v_head_dim - attention.v_head_dim)
+        self.sync_config()
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the widths along with the weights, so that a state from before or after a growth loads (`fit`)."""

@@ -7,6 +7,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from ..grow.checks import growable_model
 from ..grow.frozen import train_marked
@@ -25,6 +27,7 @@ from ..grow.plan import GrowthConfig, cheapest_dim, check_budget, weights_of
 from ..grow.provenance import name_kept
 from ..growable.adapters import is_adapted, without_adapters
 from ..growable.models import GrowableModelMixin, attentions, is_grown
+from ..growable.sharding import sharded_modules
 from ..report.report import GrowthReport
 
 GROWN_BASE = "grown_base"
@@ -39,7 +42,8 @@ class GrowthCallback(TrainerCallback):
     its metrics keep no trace. The growth batches are drawn with a seed of their own and made by the training data
     loader's collator, so the order of the training data and all random states stay as they are. What grew is logged
     through the Trainer. Everything that a resumed run must know is in the Trainer's own log history; only a
-    peft model, of which Trainer saves the adapters alone, must be put on the `grown_base` of the checkpoint first.
+    peft model, of which Trainer saves the adapters alone, must be put on the `grown_base` of the checkpoint first. A
+    model that the Trainer shards (`fsdp=True`, which is FSDP2) resumes its checkpoints, whole or in shards.
 
     Args:
         config: what to grow each time.
@@ -88,10 +92,16 @@ class GrowthCallback(TrainerCallback):
         self.reports: list[GrowthReport] = []
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        """Let a checkpoint that frozen weights have grown in be resumed: the optimizer is made right after loading."""
+        """Let a checkpoint be resumed that was saved after a growth.
+
+        Where frozen weights have grown, the optimizer is made right after loading. FSDP shards the model before.
+        """
         for module in model.modules() if model is not None else ():
             if isinstance(module, GrowableModelMixin):
                 module.register_load_state_dict_post_hook(_train_loaded)
+        trainer = _trainer_of(state)
+        if trainer.is_fsdp_enabled:
+            trainer.train = partial(_train_in_saved_widths, trainer, trainer.train)
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Check that growth will be possible, before hours of training."""
@@ -136,8 +146,10 @@ class GrowthCallback(TrainerCallback):
             control.should_log = due
 
     def on_save(self, args, state, control, **kwargs):
-        """Save the base model, too, where Trainer saves adapters alone."""
+        """Save the base model, too, where Trainer saves adapters alone, and the widths where it saves shards alone."""
         save_grown_base(self._grower.model, args, state)
+        if state.is_world_process_zero and self._trainer.is_fsdp_enabled:
+            self._grower.model.config.save_pretrained(_checkpoint(args, state))
 
     def on_train_end(self, args, state, control, **kwargs):
         """Make sure that the growth somebody waited for did happen."""
@@ -214,8 +226,12 @@ class GrownBase(TrainerCallback):
 def save_grown_base(model: PreTrainedModel, args, state) -> None:
     """Save a model that grew and carries adapters, without these, into the checkpoint that a Trainer has just saved."""
     if state.is_world_process_zero and any(map(is_adapted, model.modules())) and is_grown(model):
-        folder = Path(f"{args.output_dir}/checkpoint-{state.global_step}", GROWN_BASE)
-        model.save_pretrained(folder, state_dict=without_adapters(model.state_dict()))
+        model.save_pretrained(_checkpoint(args, state) / GROWN_BASE, state_dict=without_adapters(model.state_dict()))
+
+
+def _checkpoint(args, state) -> Path:
+    """The checkpoint that a Trainer has just saved."""
+    return Path(args.output_dir, f"checkpoint-{state.global_step}")
 
 
 @torch.no_grad()
@@ -275,6 +291,17 @@ def _trainer_of(state) -> Any:
         if isinstance(caller, Trainer) and caller.state is state:
             return caller
     raise ValueError("GrowthCallback runs inside a transformers Trainer; in another loop, call Grower yourself.")
+
+
+def _train_in_saved_widths(trainer: Any, train: Callable, resume_from_checkpoint=None, *args, **kwargs) -> Any:
+    """Train as a Trainer does, in the widths of the checkpoint that it resumes: FSDP loads shards of these sizes."""
+    folder = resume_from_checkpoint
+    if folder is True:
+        folder = get_last_checkpoint(trainer.args.output_dir)
+    model = growable_model(trainer.model)
+    if folder and Path(folder, "config.json").is_file() and not sharded_modules(model):
+        model.take_widths(AutoConfig.from_pretrained(folder))
+    return train(resume_from_checkpoint, *args, **kwargs)
 
 
 def _train_loaded(model: PreTrainedModel, keys) -> None:

@@ -1,0 +1,57 @@
+"""Run by torchrun with two processes: trainings under accelerate's FSDP2 plugin, next to the same ones under DDP.
+
+Usage: torchrun plugin_run.py FOLDER. Each rank checks for itself.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from training import honour_fsdp_on_cpus, with_accelerate, with_trainer
+
+RESUMED = 6  # a step between the growths
+CASES = ((with_accelerate, "FULL_STATE_DICT"), (with_trainer, "SHARDED_STATE_DICT"))
+
+
+def trained(loop, output: Path, kind: str | None, resume: Path | None = None):
+    """The losses by step, and the weights, whole."""
+    AcceleratorState._reset_state(True)  # each training is one of its own
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    losses, model, _ = loop(output, resume, None, torch.float64, kind)
+    assert all(hasattr(p, "placements") == bool(kind) for p in model.parameters())
+    whole = {name: (p.full_tensor() if kind else p).detach().clone() for name, p in model.named_parameters()}
+    dist.barrier()
+    return losses, {name.replace("._checkpoint_wrapped_module", ""): weight for name, weight in whole.items()}
+
+
+def furthest(one: dict, other: dict) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def main(folder: Path) -> None:
+    """Each loop under DDP, then sharded, then resumed from after the first growth."""
+    for loop, kind in CASES:
+        theirs, wanted = trained(loop, folder / "ddp", None)
+        assert wanted["model.layers.0.self_attn.q_proj.weight"].shape == (4 * 20, 48)
+        ours, weights = trained(loop, folder / kind, kind)
+        # The loss of a batch is fp32 whatever the weights are, and 12 steps multiply what it was rounded by.
+        assert max(abs(ours[step] - theirs[step]) for step in theirs) < 1e-6, loop
+        assert furthest(weights, wanted) < 1e-8, (loop, furthest(weights, wanted))
+        again, resumed = trained(loop, folder / "again", kind, folder / kind / f"checkpoint-{RESUMED}")
+        assert again[12] == ours[12] and furthest(resumed, weights) == 0, (loop, furthest(resumed, weights))
+        if dist.get_rank() == 0:
+            print(loop.__name__, flush=True)
+            shutil.rmtree(folder)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    honour_fsdp_on_cpus()
+    main(Path(sys.argv[1]))
+    dist.destroy_process_group()
