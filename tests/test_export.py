@@ -77,7 +77,7 @@ def reloaded(tmp_path_factory):
     add("qwen2:unequal", widened(without_windows("qwen2")))
     add("mistral:unequal", widened(without_windows("mistral")))
     add("llama-5-bias:granite", widened(build("llama-5-bias")), target="granite")
-    add("llama-tied", widened(llama(tie_word_embeddings=True)))
+    add("llama-tied", widened(llama(tie_word_embeddings=True)), target="llama")
     for name in REAL:
         if has_data(name):
             add(name, grown(name))
@@ -85,7 +85,7 @@ def reloaded(tmp_path_factory):
         for head in ("sequence-classification", "token-classification"):
             add(f"{variant}:{head}", widened(build(variant, HEADS[head])), HEADS[head].__name__, new_tokens=0)
         add(f"{variant}:base", widened(build(variant, AutoModel)), "AutoModel", new_tokens=0)
-    add("llama-tied:unequal", widened(llama(tie_word_embeddings=True)), target="mimo_v2_flash")
+    add("llama-tied:unequal", widened(llama(tie_word_embeddings=True)))
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).with_name("reload.py")
     subprocess.run([sys.executable, script, folder / "jobs.json", folder / "results.pt", "stock"], check=True)

@@ -62,8 +62,9 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
 
     A grown Llama, Mistral without a window or Qwen2, with default rotation and no biases but on queries, keys and
     values, can be a stock MiMo V2 Flash, with one width for all queries and keys and another for all values. "auto"
-    takes it where the KV cache comes out smaller and the weights no more (a tied head is written apart). Other families
-    have other norms, activations or experts; task heads and scaled rotations have no such class. transformers runs it
+    takes it where the KV cache comes out smaller. A tied head is written apart there, which may be many weights: `costs`
+    tells, and target="llama" keeps it tied. Other families have other norms, activations or experts; task heads and
+    scaled rotations have no such class. transformers runs it
     with eager attention. vLLM and SGLang have it, which was read, not run (vllm mimo_v2_flash.py at 01ed47b,
     flash_attn_diffkv.py at 0305565; sglang mimo_v2_flash.py at 0a41b3b): config.json repeats what they read under their
     names. FlashAttention 3, which vLLM calls for it, takes unequal widths on Hopper alone, queries up to 64 wide, or
