@@ -62,13 +62,13 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
 
     A grown Llama, Mistral without a window or Qwen2, with default rotation and no biases but on queries, keys and
     values, can be a stock MiMo V2 Flash, with one width for all queries and keys and another for all values. "auto"
-    takes it where the KV cache comes out smaller. A tied head is written apart there, which may be many weights: `costs`
-    tells, and target="llama" keeps it tied. Other families have other norms, activations or experts; task heads and
-    scaled rotations have no such class. transformers runs it
-    with eager attention. vLLM and SGLang have it, which was read, not run (vllm mimo_v2_flash.py at 01ed47b,
-    flash_attn_diffkv.py at 0305565; sglang mimo_v2_flash.py at 0a41b3b): config.json repeats what they read under their
-    names. FlashAttention 3, which vLLM calls for it, takes unequal widths on Hopper alone, queries up to 64 wide, or
-    136 to 192 with values of 104 to 128; for other widths choose target="llama".
+    takes it where the KV cache comes out smaller. A tied head is written apart there, which may be many weights:
+    `costs` tells, and target="llama" keeps it tied. Other families have other norms, activations or experts; task heads
+    and scaled rotations have no such class. transformers runs it with eager attention. vLLM and SGLang have it, which
+    was read, not run (vllm mimo_v2_flash.py at 01ed47b, flash_attn_diffkv.py at 0305565; sglang mimo_v2_flash.py at
+    0a41b3b): config.json repeats what they read under their names. FlashAttention 3, which vLLM calls for it, takes
+    unequal widths on Hopper alone, queries up to 64 wide, or 136 to 192 with values of 104 to 128; for other widths
+    choose target="llama".
 
     In all other forms heads are as wide as the widest, rounded up to a multiple of 8, or of 2 where the residual stream
     widens with them.
