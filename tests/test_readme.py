@@ -1,4 +1,4 @@
-"""The command lines of the README, as they stand there, on tiny models and data of the names that it uses."""
+"""The command lines of the README, as they stand there, on tiny models, and its table of families."""
 
 import re
 import shlex
@@ -8,6 +8,10 @@ from conftest import ROOT
 from families import build, word_tokenizer
 from test_cli import call
 from test_data import CHATS, TEMPLATE, TEXTS
+from transformers import CONFIG_MAPPING
+
+from hf_growattn.interop.stock import FORMS
+from hf_growattn.model.architectures import ARCHITECTURES
 
 SMALL = "--max_length 16 --growth_batches 4 --per_device_train_batch_size 5 --use_cpu".split()
 TRAINING = "--max_steps 8 --eval_steps 4 --save_strategy no --budget 5%".split()
@@ -49,3 +53,20 @@ def test_the_command_lines_of_the_readme_are_true(tmp_path, monkeypatch):
         seen.append(command)
     assert {"inspect", "measure", "race", "finetune", "evaluate", "export", "push"} <= {*seen}
     assert (tmp_path / "stock" / "config.json").exists() and (tmp_path / "pushed" / "README.md").exists()
+
+
+def test_the_table_of_families_is_true():
+    """Each row against the family's in the tables that the code reads, for the config that is the family's default."""
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    told = {name: line.split(" | ")[1:] for line in lines for name in re.findall(r"`([\w-]+)`", line.split(" | ")[0])}
+    types = {"Llama": "llama", "Granite": "granite", "MiMo V2 Flash": "mimo_v2_flash"}
+    assert told.keys() >= ARCHITECTURES.keys()
+    for name, row in ARCHITECTURES.items():
+        (patterns, messages, refactoring, written), form = told[name], FORMS[name]
+        normed = row.query_norm is not None and form.inner is None
+        assert (patterns, messages) == ("beside the norms" if normed else "yes", "yes"), name
+        assert refactoring == ("messages" if row.rotate else "both"), name
+        assert ("messages alone" in written) == normed, name
+        assert ("wider residual stream" in written) == (form.inner is not None), name
+        assert ("nothing" in written) == (form.refusal(CONFIG_MAPPING[name]()) is not None), name
+        assert {types[word] for word in types if word in written} - {name} == {*form.targets} - {name}, name
