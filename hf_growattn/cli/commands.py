@@ -200,8 +200,9 @@ def _ready(recipe):
     if growth_config.budget is not None:
         check_budget(growth_config, attentions(model), model.num_parameters())
     _say(f"Measuring on {len(ids)} rows of at most {recipe.training.max_length} tokens, on {device}.")
-    loss = sft_loss(model.to(device), tokenizer, recipe.training)
-    return Grower(model, growth_config, loss=loss), batches, tokenizer
+    grower = Grower(model, growth_config)  # which says so if the weights are quantized
+    grower.loss = sft_loss(model.to(device), tokenizer, recipe.training)
+    return grower, batches, tokenizer
 
 
 @_handed("measure", MEASURE_HELP, "Measure where the width of its heads holds a model back on your data.")

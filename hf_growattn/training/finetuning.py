@@ -36,6 +36,7 @@ from .contest import paired
 from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split, unused
 from .judged import judged
 from .methods import METHODS, Budget, rate_of, started
+from .quantized import check_adapted, is_quantized, merged, placed
 from .recipe import Recipe, Training
 from .trainer import GROWN_BASE, GrownBase, GrowthCallback, load_grown_base, loss_of, note, twin_of
 
@@ -83,6 +84,7 @@ def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
             f"--method {growth.method} grows at the start or not at all: leave out --grow_steps, --grow_every, "
             "--grow_at, --max_growths and --total_budget, or train all weights, by --method full."
         )
+    check_adapted(recipe)
     if growth.method != "full":
         check_spends(recipe, f"--method {growth.method}")
     if growth.method == "lora" and growth.compare:
@@ -121,6 +123,7 @@ def make_trainer(model, tokenizer, data: tuple[Rows, Rows | None], training, pef
     training = copy.copy(training)
     training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
     set_seed(training.seed)  # adapters begin alike; TRL 1.14 leaves that to the caller
+    unrounded = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     trainer = SFTTrainer(
         model,
         training,
@@ -130,6 +133,10 @@ def make_trainer(model, tokenizer, data: tuple[Rows, Rows | None], training, pef
         peft_config=copy.deepcopy(peft_config),
         callbacks=[growth] if growth else None,
     )
+    for parameter, data in unrounded.items():
+        parameter.data = (
+            data  # TRL rounds adapters beside quantized weights to bf16, and to move those takes large steps
+        )
     if growth:
         growth.trainer = trainer
     return trainer
@@ -150,11 +157,14 @@ def train(trainer: SFTTrainer) -> float:
     return output.metrics["train_runtime"]
 
 
-def save(trainer: SFTTrainer) -> None:
-    """Save the model, adapters merged, as a stock one if nothing grew, and the tokenizer; every process calls this."""
+def save(trainer: SFTTrainer, dense: Callable[[], PreTrainedModel]) -> None:
+    """Save the model, adapters merged, as a stock one if nothing grew, and the tokenizer; every process calls this.
+
+    Those beside quantized weights are merged into the patched model that `dense` loads.
+    """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if hasattr(model, "merge_and_unload"):
-        model = model.merge_and_unload()
+        model = merged(model, dense()) if is_quantized(model) else model.merge_and_unload()
     vars(model).pop("forward", None)  # TRL's own, which computes a loss without logits
     trainer.model = model if is_grown(model) else unpatch_model(model)
     trainer.save_model()
@@ -213,7 +223,7 @@ def run(
     training, peft_config, callback = recipe.training, get_peft_config(recipe.model), callback_of(recipe)
     source, output = source_of(origin_of(model), recipe.dataset), Path(training.output_dir)
     twin = copy.deepcopy(model) if recipe.growth.compare else None
-    before = outcome.size_of(patch_model(model))
+    before, dense = outcome.size_of(patch_model(model)), partial(load, recipe, dtype="float32", dense=True)
     untrained, report = (model, None) if start is None else start(model)
     if report and not report.applied:
         raise ValueError(
@@ -227,7 +237,8 @@ def run(
         else:
             untrained = AutoModelForCausalLM.from_pretrained(grown_base)
     trainer = make_trainer(untrained, tokenizer, data, training, peft_config, callback)
-    if start:
+    quantized = is_quantized(untrained)
+    if start and not quantized:  # whose base stays as it is
         trainer.add_callback(GrownBase())
     reports = callback.reports if callback else [report] if report else []
     try:
@@ -235,17 +246,25 @@ def run(
     except RuntimeError as error:
         if trainer.state.global_step < trainer.state.max_steps or reports or not callback:
             raise
-        save(trainer)  # it never grew, and yet is trained
+        save(trainer, dense)  # it never grew, and yet is trained
         raise ValueError(f"{error} It is saved in {output}.") from error
-    save(trainer)
+    save(trainer, dense)
     first = trainer.is_world_process_zero()
+    saved = judged(trainer, recipe.growth.method, data[1], 0).loss if quantized else None
     sample = torch.tensor(data[1][0]["input_ids"])[None]
     difference = reloaded_difference(trainer.model, sample, output) if first else 0.0
     history, after = trainer.state.log_history, outcome.size_of(trainer.model)
     grew = callback or report or any(outcome.AFTER in entry for entry in history)  # it may have before it stopped
     histories = {"with_growth" if grew else "without_growth": history}
     told = partial(
-        outcome.figures, source, before=before, after=after, seconds=seconds, difference=difference, race=verdict
+        outcome.figures,
+        source,
+        before=before,
+        after=after,
+        seconds=seconds,
+        difference=difference,
+        race=verdict,
+        saved=saved,
     )
     figures = told(histories, report)
     if first:
@@ -322,9 +341,11 @@ def loading_options(recipe: Recipe, **others) -> dict:
     return others | {name: value for name, value in options.items() if value is not None}
 
 
-def load(recipe: Recipe, dtype: str) -> PreTrainedModel:
-    """Load the model of a recipe, patched, in a precision where the recipe names none."""
+def load(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedModel:
+    """Load the model of a recipe, patched, in a precision where the recipe names none; `dense` quantizes nothing."""
     options = loading_options(recipe, dtype=dtype)
+    if dense:
+        options.pop("quantization_config", None)
     return patch_model(load_growable(recipe.name, True, recipe.model.model_revision, **options))
 
 
@@ -346,11 +367,11 @@ def main(recipe: Recipe, verdict: str = "") -> dict:
         callback.check_budgets(model)
     if not method.base:
         budget = Budget.near(model, recipe.growth_config(default="2%").budget or 0)
-        model.to(training.device)
-        batches, loss = [], None
+        placed(model, training.device)
+        batches = []
         if method.growth:
             wanted = training.per_device_train_batch_size * recipe.growth.growth_batches
             batches = batches_of(first_rows(rows[0], wanted, training.seed), made.collate, training)
-            loss = sft_loss(model, tokenizer, training)
-        start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed, loss=loss)
+        loss_of = partial(sft_loss, tokenizer=tokenizer, training=training)
+        start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed, loss_of=loss_of)
     return run(model, tokenizer, rows, recipe, start, verdict)

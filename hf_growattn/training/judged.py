@@ -10,6 +10,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from .contest import Run
 from .methods import trained_weights
+from .quantized import placed
 
 
 @torch.no_grad()
@@ -26,7 +27,7 @@ def losses_of_rows(model: nn.Module, rows: Dataset, collate, args: TrainingArgum
         The loss of all tokens of each row, in nats, and how many tokens that is the sum of. Where the collator puts
         several rows into one, they count as one.
     """
-    model.eval().to(args.device)
+    placed(model.eval(), args.device)
     nats: list[float] = []
     counts: list[int] = []
     size = args.per_device_eval_batch_size

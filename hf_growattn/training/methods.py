@@ -1,12 +1,10 @@
 """The ways to train a model that a race compares and `finetune --method` takes: what is added, and what trains."""
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -16,6 +14,7 @@ from ..grow.frozen import freeze_old_dims
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, weights_of
 from ..report.report import GrowthReport
+from .quantized import adapted_by, grown_beside, is_quantized
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,11 @@ class Method:
     lora: float = 0.0
     base: bool = False
     rates: tuple[float, ...] = (0.5, 1.5)
+
+    @property
+    def on_quantized(self) -> bool:
+        """Whether quantized weights can be trained so: peft puts adapters of one kind beside them."""
+        return not (self.base or (self.growth and self.lora))
 
 
 _ALL_WEIGHTS = (0.1, 0.3)
@@ -66,7 +70,9 @@ class Budget:
         """The one nearest to a share of the model's weights, or to a number of them; LoRA's rank is at least 1."""
         linear = {module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))}
         linear.discard(model.get_output_embeddings())  # which peft leaves out as well
-        of_a_rank = sum(sum(module.weight.shape) for module in linear)
+        # A quantized weight has the shape of what it is packed in.
+        sizes = ((m.in_features, m.out_features) if isinstance(m, nn.Linear) else m.weight.shape for m in linear)
+        of_a_rank = sum(map(sum, sizes))
         rank = max(round(weights_of(budget, model.num_parameters()) / of_a_rank), 1)
         return cls(rank, of_a_rank, model.config.get_text_config().hidden_size)
 
@@ -101,7 +107,12 @@ def readable(rate: float) -> float:
 
 
 def started(
-    model: PreTrainedModel, method: Method, budget: Budget, batches: list[dict], seed: int, loss: Callable | None = None
+    model: PreTrainedModel,
+    method: Method,
+    budget: Budget,
+    batches: list[dict],
+    seed: int,
+    loss_of: Callable[[nn.Module], Callable] | None = None,
 ) -> tuple[nn.Module, GrowthReport | None]:
     """Make a patched model ready to be trained by a method; it is changed in place.
 
@@ -111,25 +122,29 @@ def started(
         budget: what growth and LoRA share.
         batches: to grow on, as for `Grower.grow`.
         seed: of LoRA's weights and of growth.
-        loss: what growth lowers, as for `Grower`.
+        loss_of: gives for what will train what growth lowers, as `loss` of `Grower`.
 
     Returns:
         What to train, the model or peft's wrapper of it, and what growth reports if there was one.
+
+    Raises:
+        ValueError: the model is quantized, and the method trains its weights, or grows beside LoRA.
     """
     weights, rank = budget.split(method)
     report = None
+    if is_quantized(model) and not method.on_quantized:
+        raise ValueError(f"Quantized weights cannot be trained by {method.title}: choose growth or LoRA alone.")
     model.requires_grad_(method.base)
+    if weights and is_quantized(model):
+        return grown_beside(model, weights, batches, seed, loss_of)
     if weights:
         # LoRA, too, moves the old dims: new ones need not do what those can.
         config = GrowthConfig(budget=weights, seed=seed, old_dims_train=method.base or rank > 0)
-        report = Grower(model, config, loss=loss).grow(batches)
+        report = Grower(model, config, loss=loss_of and loss_of(model)).grow(batches)
     if not rank:
         return model, report
-    torch.manual_seed(seed)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    with warnings.catch_warnings():  # of names that peft itself uses
-        warnings.simplefilter("ignore", FutureWarning)
-        wrapped: nn.Module = get_peft_model(model, config)
+    wrapped = adapted_by(config, model, seed)
     if report and report.applied:
         freeze_old_dims(model)  # peft has frozen all of the base, the new dims too
     return wrapped, report

@@ -48,6 +48,7 @@ def figures(
     difference: float,
     compared: Sequence[Compared] = (),
     race: str = "",
+    saved: float | None = None,
 ) -> dict:
     """Gather all figures as one dict for JSON.
 
@@ -62,6 +63,7 @@ def figures(
         difference: largest difference of the logits after reloading.
         compared: what was trained beside it.
         race: what a race before it told.
+        saved: the held-out loss of what was saved, where that is not what was trained: dense weights, not quantized.
     """
     growths = (
         [] if started is None else [{"step": 0, **growth_figures(started), "seconds": sum(started.seconds.values())}]
@@ -88,6 +90,7 @@ def figures(
         "reloaded_difference": difference,
         "compared": list(map(vars, compared)),
         "race": race,
+        "saved_loss": saved,
     }
 
 
@@ -113,6 +116,8 @@ def summary(figures: dict, output: Path) -> str:
     compared = [Compared(**other) for other in figures["compared"]]
     caches, grew = (before["cache_bytes"], after["cache_bytes"]), any(growth["layers"] for growth in figures["growths"])
     told = [("Loss", f"{first[0][1]:.4f} -> {first[-1][1]:.4f} on held-out rows.")]
+    if figures["saved_loss"] is not None:
+        told.append(("Saved", f"{figures['saved_loss']:.4f}, merged into the weights as they are before quantizing."))
     if grew:
         told.append(("Cost", cost(caches, after["parameters"] - before["parameters"], before["parameters"])))
         told.append(("Advice", advised(compared, figures["race"], caches)))

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared
 from .finetuning import check_spends, load, make_trainer, read_all, save, sft_loss
 from .judged import losses_of_rows
 from .methods import METHODS, Budget, readable, started, trained_weights
+from .quantized import asked_for, is_quantized, placed
 from .recipe import Recipe
 
 RACE = "race.json"
@@ -61,10 +63,11 @@ class _Trainings:
         budget: what a method may add.
         growth_batches: batches to grow on, the first ones of the training.
         steps: of the long trainings.
+        dense: gives the model as it is before quantizing, which `fresh` may do.
     """
 
-    def __init__(self, fresh, tokenizer, prepared: Prepared, training, budget, growth_batches: int, steps: int):
-        self.fresh, self.tokenizer, self.prepared = fresh, tokenizer, prepared
+    def __init__(self, fresh, tokenizer, prepared: Prepared, training, budget, growth_batches: int, steps: int, dense):
+        self.fresh, self.dense, self.tokenizer, self.prepared = fresh, dense, tokenizer, prepared
         self.growth_batches, self.steps = growth_batches, steps
         self.output = output = Path(training.output_dir)
         self.rows, held_out = split(prepared, training)
@@ -77,11 +80,13 @@ class _Trainings:
         self.training.num_train_epochs, self.training.push_to_hub = 1, False
         self.bar: Any = None
         model = fresh()
-        self.budget = Budget.near(model, budget)
+        self.budget, self.quantized = Budget.near(model, budget), is_quantized(model)
         self._ready: tuple | None = None  # what to train by a method with a seed, and how it starts
         output.mkdir(parents=True, exist_ok=True)
         self.done = self._read(model)
-        self.start = self.done.get(("start", 0.0, 0, 0)) or self._keep(self._measured(model, "start", 0.0, 0, 0, 0.0))
+        self.start = self.done.get(("start", 0.0, 0, 0)) or self._keep(
+            self._measured(model, "start", 0.0, 0, 0, 0.0, cache_bytes(model))
+        )
 
     def _read(self, model: PreTrainedModel) -> dict[tuple, Run]:
         """What an earlier race of the same model and data into the same folder has left."""
@@ -112,15 +117,15 @@ class _Trainings:
             self.tick(steps)
             return run
         began = time.perf_counter()
-        model = self._started(method, seed)
-        if model is None:
+        if (started := self._started(method, seed)) is None:
             return None
+        model, cache = started
         trainer = self._trainer(model, self.output / method, rate, steps, seed)
         _run(trainer, self.tick)
         with trainer.compute_loss_context_manager():
-            run = self._measured(model, method, rate, steps, seed, time.perf_counter() - began)
+            run = self._measured(model, method, rate, steps, seed, time.perf_counter() - began, cache)
         if seed == 0 and steps == self.steps:
-            save(trainer)
+            save(trainer, self.dense)
             self._ready = None
         return self._keep(run)
 
@@ -135,36 +140,37 @@ class _Trainings:
         if self.bar is not None:
             self.bar.update(steps)
 
-    def _started(self, method: str, seed: int) -> nn.Module | None:
-        """What to train by a method, as it starts; grown once for all learning rates."""
+    def _started(self, method: str, seed: int) -> tuple[nn.Module, int] | None:
+        """What to train by a method, as it starts, and the bytes of a token's cache; grown once for all rates."""
         if self._ready is None or self._ready[:2] != (method, seed):
             self._ready = None  # makes room
-            model, batches, loss = self.fresh().to(self.training.device), [], None
+            model, batches = placed(self.fresh(), self.training.device), []
             if METHODS[method].growth:
                 batches = batches_of(self._rows(self.growth_batches, seed), self.prepared.collate, self.training)
                 batches = batches[: max(self.growth_batches, 2)]
-                loss = sft_loss(model, self.tokenizer, self.training)
-            model, report = started(model, METHODS[method], self.budget, batches, seed, loss)
+            loss_of = partial(sft_loss, tokenizer=self.tokenizer, training=self.training)
+            model, report = started(model, METHODS[method], self.budget, batches, seed, loss_of)
             if report is not None and not report.applied:
                 return None
             at_start = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
-            self._ready = method, seed, model, at_start
-        *_, model, at_start = self._ready
+            cache = report.cache_bytes[1] if report else cache_bytes(model)  # new dims may be beside the weights
+            self._ready = method, seed, model, cache, at_start
+        *_, model, cache, at_start = self._ready
         with torch.no_grad():
             for parameter, value in at_start.items():
                 parameter.copy_(value)
-        return model
+        return model, cache
 
     def _rows(self, steps: int, seed: int) -> Dataset:
         """The rows that so many steps train on, in an order of the seed's."""
         size = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
         return first_rows(self.rows, steps * size, seed)
 
-    def _measured(self, model, method: str, rate: float, steps: int, seed: int, seconds: float) -> Run:
+    def _measured(self, model, method: str, rate: float, steps: int, seed: int, seconds: float, cache: int) -> Run:
         """Measure a model on every held-out row."""
         nats, counts = losses_of_rows(model, self.held_out, self.prepared.collate, self.training)
         weights = trained_weights(model) if steps else 0
-        return Run(method, rate, steps, seed, nats, counts, weights, cache_bytes(model), seconds)
+        return Run(method, rate, steps, seed, nats, counts, weights, cache, seconds)
 
     def seconds_of_a_step(self) -> float:
         """How long a training step takes, from the second and third of three."""
@@ -193,7 +199,7 @@ def race(
     the first of these. The model itself stays as it is.
 
     Args:
-        model: a causal LM, stock or patched.
+        model: a causal LM, stock or patched, not quantized.
         tokenizer: its own.
         train_dataset: rows as TRL's SFTTrainer takes them: text, messages, or prompt and completion.
         training: an SFTConfig: batch size, length, packing. The race chooses learning rates itself. Its `output_dir`
@@ -209,8 +215,14 @@ def race(
         The contest: `print(contest)`, `contest.winner`, `contest.rate`, its learning rate.
 
     Raises:
-        ValueError: the family of the model is unknown, there are too few rows, or the folder holds another race.
+        ValueError: the family of the model is unknown, it is quantized, there are too few rows, or the folder holds
+            another race.
     """
+    if is_quantized(model):
+        raise ValueError(
+            "The model is quantized, and what wins would be saved with dense weights, which it has no more. Race from "
+            "the command line, by growattn race --load_in_4bit, which loads both."
+        )
     rows = prepared(train_dataset, eval_dataset, tokenizer, training)
     return run_race(
         lambda: patch_model(copy.deepcopy(model)),
@@ -229,17 +241,20 @@ def race_of(recipe: Recipe, say: Callable[[str], object] = print) -> Contest:
     """Run the `race` that a recipe tells, into its folder."""
     growth, training = recipe.growth, recipe.training
     check_spends(recipe, "A race")
+    if recipe.race.full and (option := asked_for(recipe)):
+        raise ValueError(f"{option} leaves weights that cannot train: drop --full.")
     data, config, tokenizer = read_all(recipe)
     rows = prepared(data.train, data.test, tokenizer, training)
     check_tokens(split(rows, training)[1]["input_ids"], config)
     return run_race(
-        lambda: load(recipe, dtype="float32"),
+        partial(load, recipe, dtype="float32"),
         tokenizer,
         rows,
         training,
         budget=recipe.growth_config(default="2%").budget or 0,
         growth_batches=growth.growth_batches,
         **vars(recipe.race),
+        dense=partial(load, recipe, dtype="float32", dense=True),
         say=say,
     )
 
@@ -255,17 +270,23 @@ def run_race(
     seeds: int,
     full: bool,
     growth_batches: int,
+    dense: Callable[[], PreTrainedModel] | None = None,
     say: Callable[[str], object] = print,
 ) -> Contest:
-    """Run a `race` of what `fresh` gives anew each time, patched, and `say` beforehand what it will cost."""
+    """Run a `race` of what `fresh` gives anew each time, patched, and `say` beforehand what it will cost.
+
+    If that is quantized, growth and LoRA race without the mix of both, and what wins is merged into what `dense` gives.
+    """
     for name, number in (("steps", steps), ("seeds", seeds), ("growth_batches", growth_batches)):
         if number < 1:
             raise ValueError(f"{name} must be a whole number, at least 1; got {number}.")
     if training.world_size > 1:
         raise ValueError("A race runs in one process: start it without torchrun, then train by what it recommends.")
     output = Path(training.output_dir)
-    trains = _Trainings(fresh, tokenizer, rows, training, budget, growth_batches, steps)
+    trains = _Trainings(fresh, tokenizer, rows, training, budget, growth_batches, steps, dense or fresh)
     methods = [name for name, m in METHODS.items() if (full or not m.base) and trains.budget.admits(m)]
+    if trains.quantized:
+        methods = [name for name in methods if METHODS[name].on_quantized]
     rates = {name: [readable(rate / trains.budget.width) for rate in METHODS[name].rates] for name in methods}
     contest = Contest(steps, trains.start)
     step, total = trains.seconds_of_a_step(), steps_of(methods, steps, seeds)
