@@ -8,7 +8,8 @@
 llama.cpp's converter needs the sentencepiece package, and a tokenizer that it knows beside the weights:
 `export_model(model, "exported", "llama", tokenizer)`, a target with one width for all heads. A C compiler builds
 `greedy.c` against llama.cpp's library.
-Both sides compute in fp32; quantize the file with llama.cpp's own tools afterwards.
+Both sides compute in fp32; quantize the file with llama.cpp's own tools afterwards. Of SmolLM2-135M, converting and
+comparing 40 tokens after each of four prompts takes 50 seconds of processor time.
 
 Measured with llama.cpp 0.5.0-dev on the CPU: Llama, Mistral without its window (llama.cpp has none for it), Mixtral,
 Qwen2 as a Llama, Qwen3, StableLM and GPT-NeoX agree. Granite, OLMo 2, SmolLM3, Phi-3 and GPT-2 are refused by the
@@ -22,6 +23,7 @@ given these frequencies as the tensor that llama.cpp has for them.
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -85,7 +87,9 @@ def in_llama_cpp(program: Path, file: Path, ids: list[int], tokens: int) -> tupl
     """Logits of the prompt, (len(ids), vocabulary), and greedy tokens."""
     with tempfile.NamedTemporaryFile() as logits:
         words = [program, file, logits.name, tokens, *ids]
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+        # Threads that wait by spinning take seven times as long where other programs want the cores, too.
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=environment)
         if done.returncode:
             sys.exit(f"llama.cpp could not run {file}:\n{done.stderr[-2000:]}")
         values = torch.frombuffer(bytearray(Path(logits.name).read_bytes()), dtype=torch.float32)
@@ -93,15 +97,10 @@ def in_llama_cpp(program: Path, file: Path, ids: list[int], tokens: int) -> tupl
 
 
 @torch.no_grad()
-def in_transformers(model, ids: list[int], tokens: int) -> tuple[torch.Tensor, list[int]]:
-    """The same by transformers."""
-    output = model(torch.tensor([ids]), use_cache=True)
-    prompt, found = output.logits[0], []
-    while True:
-        found.append(output.logits[0, -1].argmax().item())
-        if len(found) == tokens:
-            return prompt, found
-        output = model(torch.tensor([found[-1:]]), past_key_values=output.past_key_values, use_cache=True)
+def in_transformers(model, ids: list[int], found: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """The same by transformers, which takes llama.cpp's tokens as they come: one pass instead of one for each token."""
+    logits = model(torch.tensor([ids + found[:-1]]), use_cache=False).logits[0]
+    return logits[: len(ids)], logits[len(ids) - 1 :].argmax(-1).tolist()
 
 
 def prompts_of(checkpoint: Path, texts: list[str], config, tokens: int) -> list[list[int]]:
@@ -133,7 +132,7 @@ def main() -> int:
         convert(checkpoint, llama_cpp, file)
         for ids in prompts:
             logits, found = in_llama_cpp(program, file, ids, arguments.tokens)
-            expected_logits, expected = in_transformers(model, ids, arguments.tokens)
+            expected_logits, expected = in_transformers(model, ids, found)
             difference = ((logits - expected_logits).abs().max() / expected_logits.abs().max()).item()
             same = found == expected and difference < TOLERANCE
             agreed &= same
