@@ -185,6 +185,9 @@ def test_masked_tokens_are_not_measured(folder):
         end
     ]
     assert len(labels(str(folder / "chats.jsonl"))) == 11
+    chatml = ("--assistant_only_loss", "--chat_template_path", str(ROOT / "scripts" / "recipes" / "chatml.jinja"))
+    replies = labels(str(folder / "chats.jsonl"), *chatml)  # its marks are many words here, so that rows are cut
+    assert replies == [int(word[1:]) for word in words(0, 3).split()]
 
 
 def test_a_recipe_names_a_mixture(folder):
@@ -279,6 +282,9 @@ def test_errors_of_data_name_the_fix(folder, tmp_path):
             assert told in only_line(done), (name, command)
     chats = call("measure", folder / "bare", folder / "chats.jsonl", *SMALL)
     assert "the tokenizer has no chat template: name one by --chat_template_path" in only_line(chats)
+    (folder / "bare" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    chats = call("measure", folder / "bare", folder / "chats.jsonl", *SMALL, "--assistant_only_loss")
+    assert "Name one by --chat_template_path FILE.jinja, or leave --assistant_only_loss out" in only_line(chats)
     assert not (tmp_path / "out").exists()
 
 

@@ -67,6 +67,15 @@ def test_a_lead_that_is_sure_and_lasts_wins():
     assert sum(asked[2] for asked in trains.asked) == steps_of(("lora", "growth"), 40, 2)
 
 
+def test_a_few_steps_tell_nothing_of_growth():
+    """However large the lead: after 4 steps LoRA has hardly begun."""
+    for steps, winner in ((4, "lora"), (19, "lora"), (20, "growth")):
+        contest = Contest(steps, run("start", 4.0))
+        ends = {("lora", steps // 4): 3.9, ("lora", steps): 3.5, ("growth", steps // 4): 3.0, ("growth", steps): 2.5}
+        compete(contest, Given(ends), dict.fromkeys(("lora", "growth"), (1.0,)), 2)
+        assert contest.winner == winner and ("Too short to tell: growth ends 1.0000" in str(contest)) == (steps < 20)
+
+
 @pytest.mark.parametrize(
     "lora, growth, said",
     [

@@ -79,8 +79,8 @@ split.
 Every option of SFTConfig and of TRL's ModelConfig works, such as `--num_train_epochs 2`, `--learning_rate 1e-4`,
 `--use_peft --lora_r 8`, `--report_to wandb` and `--resume_from_checkpoint True`. Adapters are merged at the end.
 
-`--load_in_4bit` and `--load_in_8bit` train by `--method growth`, `lora` or `auto` beside quantized weights, and save what
-was trained merged into the dense ones; the loss of that is told as well.
+`--load_in_4bit` and `--load_in_8bit` train by `--method growth`, `lora` or `auto` beside quantized weights, and save
+what was trained merged into the dense ones; the loss of that is told as well.
 
 On several devices: `torchrun --nproc_per_node 2 -m hf_growattn finetune ...`, or
 `accelerate launch -m hf_growattn finetune ...`

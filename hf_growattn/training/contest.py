@@ -13,6 +13,7 @@ from .methods import METHODS, readable
 
 _SMALLER = (1 / 3, 1 / 9)  # of the least learning rate: tried where no training got below the start
 _SHORT = 4  # how many times shorter the trainings are that choose a learning rate, and show where a lead is going
+_TELLING = 20  # steps at least before growth can win: LoRA starts from nothing, and growth from a search
 _LONGER = 5  # how many times longer the training will be that a lead has to last for
 _HOPELESS = 0.5  # of what the other gained: who is behind by more after the short training does not go on
 _FAR = 0.1  # of the loss before training: nobody is dropped for less
@@ -135,9 +136,10 @@ class Contest:
         return min(filter(self.of, _CONTESTS[reference]), key=self.loss, default=None)
 
     def winner_over(self, reference: str) -> str:
-        """Who wins against a method; a tie goes to the method."""
+        """Who wins against a method; a tie, or what is too short to tell, goes to the method."""
         challenger = self.challenger(reference)
-        return challenger if challenger and self.lead(challenger, reference).sure else reference
+        leads = challenger is not None and self.steps >= _TELLING and self.lead(challenger, reference).sure
+        return challenger if challenger and leads else reference
 
     @property
     def winner(self) -> str:
@@ -172,6 +174,11 @@ class Contest:
         lead, name = self.lead(challenger, reference), METHODS[challenger].title
         gap = f"{abs(lead.mean):.4f} ± {lead.error:.4f} nats a token"
         wider = self.of(challenger)[0].cache / self.start.cache - 1
+        if lead.sure and self.steps < _TELLING:
+            return (
+                f"Too short to tell: {name} ends {gap} below {title}, but {self.steps} steps show who is faster at "
+                f"first, and not who ends lower. Race for {_TELLING} steps at least."
+            )
         if lead.sure:
             return f"Growth pays: {name} ends {gap} below {title}, for a KV cache {wider:.0%} larger."
         if settled(lead.mean, lead.error) < 0:

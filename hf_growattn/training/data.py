@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from datasets import Dataset, IterableDataset, Value, concatenate_datasets, load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+from trl.chat_template_utils import get_training_chat_template
 from trl.scripts.utils import DatasetMixtureConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -223,6 +224,15 @@ def prepared(train: Rows, test: Rows | None, tokenizer, training: Training) -> P
             "The data are chats, and the tokenizer has no chat template: name one by --chat_template_path, a .jinja "
             "file or a model that has one."
         )
+    if chat and training.assistant_only_loss and training.chat_template_path is None:
+        try:
+            get_training_chat_template(tokenizer)
+        except ValueError as error:
+            raise ValueError(
+                "--assistant_only_loss needs a chat template that marks the replies by {% generation %}, and TRL knows "
+                "no such form of this tokenizer's. Name one by --chat_template_path FILE.jinja, or leave "
+                "--assistant_only_loss out: then the loss is that of whole chats."
+            ) from error
     sizes: dict[str, Any] = dict(vocab_size=1, hidden_size=2, intermediate_size=1, num_attention_heads=1)
     config = LlamaConfig(**sizes, num_hidden_layers=1, bos_token_id=None, eos_token_id=None)
     trainer = SFTTrainer(
