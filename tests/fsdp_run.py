@@ -116,18 +116,29 @@ def same(one, other):
 
 
 def a_failure_on_one_rank_is_one_on_all():
-    """A loss that is not finite in a pass, or memory that is not there when the optimizer's state is carried."""
+    """A loss that is not finite, an error amid a pass, or no memory when the optimizer's state is carried."""
     carried = hf_growattn.grow.optimizer._carried
 
     def no_memory(*_):
         torch.empty(1 << 60, dtype=torch.uint8)  # torch refuses
 
-    for name in ("no labels", "no memory"):
+    model, optimizer = prepared("fsdp2")
+    unbroken = train(model, optimizer, 2), train(model, optimizer, 2)
+    # Amid a pass without gradients, and with them: others have more to gather by then.
+    for name, call in (("no labels", 0), ("amid", 2), ("amid", 5), ("no memory", 0)):
         model, optimizer = prepared("fsdp2")
-        train(model, optimizer, 2)
-        before, batches = fingerprint(model, optimizer), mine(3)
+        assert train(model, optimizer, 2) == unbroken[0]
+        before, batches, calls, hooks = fingerprint(model, optimizer), mine(3), [], []
         if dist.get_rank() == 1 and name == "no labels":
             batches[2] = {**batches[2], "labels": torch.full_like(batches[2]["labels"], -100)}
+
+        def amid(*_, call=call, calls=calls):
+            calls.append(1)
+            if len(calls) == call:
+                raise ValueError("loss of batch")
+
+        if dist.get_rank() == 1 and name == "amid":
+            hooks = [model.model.layers[0].mlp.register_forward_hook(amid)]
         if name == "no memory":  # everywhere: to carry a state is to gather it together
             hf_growattn.grow.optimizer._carried = no_memory
         try:
@@ -140,11 +151,10 @@ def a_failure_on_one_rank_is_one_on_all():
         else:
             raise AssertionError(f"{name} was accepted")
         hf_growattn.grow.optimizer._carried = carried
+        for hook in hooks:
+            hook.remove()
         assert same(fingerprint(model, optimizer), before), name
-        losses = train(model, optimizer, 2)
-    untouched, optimizer = prepared("fsdp2")
-    train(untouched, optimizer, 2)
-    assert train(untouched, optimizer, 2) == losses
+        assert train(model, optimizer, 2) == unbroken[1], name
     assert Grower(model, FIXED).grow(mine(3)).applied
 
 

@@ -127,9 +127,9 @@ class Grower:
     over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
     Under FSDP2 (`fully_shard`, called before the optimizer is made, or accelerate's plugin with `fsdp_version=2`) each
     projection is replaced in place, one of them whole at a time; ranks with fewer batches repeat one without weight.
-    Shards load only into a model of their widths: save `model.config` beside them, and build from it to resume. An
-    error amid a forward pass on one rank leaves the others waiting there, as in training. Elsewhere a state loaded into
-    the model and then into the optimizer may have other widths: both follow it.
+    Shards load only into a model of their widths: save `model.config` beside them, and build from it to resume.
+    Elsewhere a state loaded into the model and then into the optimizer may have other widths: both follow it. An error
+    in one rank's forward pass or loss is raised on all of them (under FSDP2 where the loss runs the model once).
 
     Raises:
         ValueError: the model is not patched, model or optimizer are sharded other than by FSDP2, projections to be

@@ -60,6 +60,43 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+@contextlib.contextmanager
+def gathering_to_the_end(model: nn.Module) -> Iterator[None]:
+    """Around one forward pass: a rank where it fails gathers with the others what they still need, then fails.
+
+    They would wait for it otherwise. Modules are gathered in the order in which they stand in the model.
+    """
+    modules, reached = sharded_modules(model), set()
+    states = [_private(module, "_get_fsdp_state")() for module in modules]  # several modules may share one
+    handles = [
+        module.register_forward_pre_hook(lambda *_, state=state: reached.add(state), prepend=True)
+        for module, state in zip(modules, states)
+    ]
+    try:
+        yield
+    except Exception:
+        for module, state in zip(modules, states):
+            if state not in reached:
+                module.unshard()
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def forget_pass(model: nn.Module) -> None:
+    """Let FSDP2 take up the next pass as if one that failed, here or on another rank, had never begun."""
+    reshard(model)
+    for module in sharded_modules(model):
+        state = _private(module, "_get_fsdp_state")()
+        _private(state, "_state_ctx").iter_forward_root = None
+        state._training_state = type(_private(state, "_training_state")).IDLE
+    for group in _groups(model):
+        group._training_state = type(_private(group, "_training_state")).IDLE
+        _private(group, "_post_forward_indices").clear()
+        _private(_private(group, "comm_ctx"), "post_forward_order").clear()
+
+
 def note(model: nn.Module) -> None:
     """Reshard, and note on each sharded parameter where FSDP2 keeps it, as `parameter_like` needs it.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.sharding import loss_unrounded, own_part, reshard, sharded_modules
+from ..growable.sharding import forget_pass, gathering_to_the_end, loss_unrounded, own_part, reshard, sharded_modules
 from .extension import set_extension
 from .ranks import of_all, several, together, total
 
@@ -114,9 +114,18 @@ def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
     yield from repeated
 
 
-def each_together(model: nn.Module) -> contextlib.AbstractContextManager:
-    """Around what one batch does: the ranks of a sharded model must stop at the same one if one of them fails."""
-    return together() if sharded_modules(model) else contextlib.nullcontext()
+@contextlib.contextmanager
+def each_together(model: nn.Module) -> Iterator[None]:
+    """Around one batch's way forward: the ranks of a sharded model stop at the same one if one of them fails."""
+    if not sharded_modules(model):
+        yield
+        return
+    try:
+        with together(), gathering_to_the_end(model):
+            yield
+    except Exception:
+        forget_pass(model)
+        raise
 
 
 def mean_of(losses: list[float]) -> float:
