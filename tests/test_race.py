@@ -185,6 +185,7 @@ def test_a_race_ends_in_a_sentence_and_a_model(told, given):
     assert "LoRA on all linear layers" in done.stdout and figures["verdict"].split(".")[0] in done.stdout
     assert "steps of" in done.stderr and "minutes" in done.stderr  # before it starts
     assert f"--method {figures['winner']} --learning_rate {figures['rate']}" in done.stderr
+    assert "--steps" not in done.stderr and "--budget 20%" in done.stderr  # which training has no use for
     weights = {run["weights"] for run in figures["runs"] if run["method"] == "lora"}
     assert len(weights) == 1 and all(run["weights"] <= max(weights) for run in figures["runs"])
     assert sorted(path.name for path in folder.iterdir()) == ["model", "race.json", "race.jsonl"]

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ import typer
 from tqdm.auto import tqdm
 from typer.core import TyperCommand, TyperGroup
 
-from ..training.arguments import untaken
+from ..training.arguments import RaceArguments, untaken
 from .options import (
     EVALUATE_HELP,
     EXIT_CODES,
@@ -171,11 +171,12 @@ def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True, res
 
 
 def _next(command: str, recipe, ctx: typer.Context, model: str | Path) -> str:
-    """What to call next, with the same options where that command takes them, as a shell takes it."""
-    options, dropped = [], False
+    """What to call next, with the same options where that command takes them, as a shell takes it; a race is over."""
+    options, dropped, of_race = [], False, {f"--{option.name}" for option in fields(RaceArguments)}
     for word in ctx.args[len(recipe.models) :]:  # an option, or a value of the one before it
         if word.startswith("--") or word == "-o":
-            dropped = word in ("-o", "--output", "--output_dir", "--json") or bool(untaken(command, [word]))
+            over = of_race if command == "finetune" else set()
+            dropped = word in {"-o", "--output", "--output_dir", "--json", *over} or bool(untaken(command, [word]))
         if not dropped:
             options.append(word)
     return shlex.join(["growattn", command, str(model), *recipe.models[1:], "-o", "DIR", *options])
