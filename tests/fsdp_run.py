@@ -5,12 +5,15 @@ Usage: torchrun fsdp_run.py FOLDER, where the first run leaves checkpoints that 
 
 import copy
 import sys
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from families import build, lm_batches
+from peft import PeftModel, get_peft_model
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,10 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hf_growattn.grow.optimizer
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights, patch_model
 
 FIXED = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 
@@ -233,12 +236,57 @@ def saved_and_resumed():
     train(resumed, optimizer, 2)
 
 
+def adapters(kind, load):
+    """Losses of a few steps with an adapter of new dims, started and then sharded; the model at the end."""
+    torch.manual_seed(0)
+    model = get_peft_model(load(), GrowAttnConfig(budget=0.05)).train()
+    assert initialize_growattn_weights(model, mine(3)).applied
+    if kind == "fsdp2":
+        for module in (*model.get_base_model().model.layers, model):
+            fully_shard(module).set_force_sum_reduction_for_comms(True)
+        assert all(hasattr(parameter, "placements") for parameter in model.parameters())
+    wrapped = model if kind == "fsdp2" else DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-3)
+    return train(wrapped, optimizer, 4), model
+
+
+def new_dims_as_an_adapter():
+    """The peft method trains as under DDP, also beside 4-bit weights; its adapter is saved and loads."""
+    folder = Path(sys.argv[1])
+    if dist.get_rank() == 0:
+        build("llama-2").save_pretrained(folder / "stock")
+    dist.barrier()
+    cases = [partial(build, "llama-2")]
+    if find_spec("bitsandbytes"):
+        storage = dict(bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)  # as peft's guide to QLoRA
+        quantized = BitsAndBytesConfig(load_in_4bit=True, **storage)
+        cases += [partial(AutoModelForCausalLM.from_pretrained, folder / "stock", quantization_config=quantized)]
+    for load in cases:
+        (theirs, _), (ours, model) = (adapters(kind, load) for kind in ("ddp", "fsdp2"))
+        assert max(abs(a - b) for a, b in zip(theirs, ours)) < 1e-6  # fp32; equal to the bit where it was tried
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder / "adapter", state_dict=whole)
+        dist.barrier()
+        (batch,) = lm_batches(1, seed=9)
+        again = PeftModel.from_pretrained(load(), folder / "adapter").train()
+        assert again(**batch, use_cache=False).loss == model(**batch, use_cache=False).loss
+        try:
+            initialize_growattn_weights(model, mine(3))
+        except ValueError as error:
+            assert "before fully_shard" in str(error)
+        else:
+            raise AssertionError("a start that is sharded")
+        dist.barrier()
+
+
 def fingerprint_of_states(optimizer):
     return [optimizer.state[p]["exp_avg_sq"].full_tensor() for group in optimizer.param_groups for p in group["params"]]
 
 
 EVERYWHERE = [equal_to_ddp, saved_and_resumed]
 CHECKS = [a_rank_without_batches, a_failure_on_one_rank_is_one_on_all, what_people_combine, what_is_refused]
+CHECKS += [new_dims_as_an_adapter]
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ def test_accelerates_plugin_and_the_trainer(tmp_path):
 def test_fsdp2_on_two_processes_and_then_on_four(tmp_path):
     """The second run resumes the distributed checkpoint of the first one."""
     every = ["a_rank_without_batches", "a_failure_on_one_rank_is_one_on_all", "what_people_combine", "what_is_refused"]
+    every += ["new_dims_as_an_adapter"]
     for ranks, more in ((2, every), (4, [])):
         assert on_ranks("fsdp_run.py", ranks, str(tmp_path)) == ["equal_to_ddp", "saved_and_resumed", *more]
 

@@ -24,6 +24,7 @@ from ..grow.plan import GrowthConfig, check_affordable, parameters_of_a_dim, wei
 from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin, attentions
 from ..growable.patching import patch_model, unpatch_model
+from ..growable.sharding import is_sharded
 from ..measure.extension import Extension, NewDims, gather, project, set_extension
 from ..measure.kinds import KINDS
 from ..report.report import GrowthReport
@@ -370,7 +371,7 @@ def initialize_growattn_weights(
         The report of that growth.
 
     Raises:
-        ValueError: there is no such adapter, or it is merged; else as `Grower.grow`.
+        ValueError: there is no such adapter, it is merged, or the model is sharded; else as `Grower.grow`.
     """
     config = peft_model.peft_config.get(adapter_name)
     if not isinstance(config, GrowAttnConfig):
@@ -379,6 +380,10 @@ def initialize_growattn_weights(
             f"{adapter_name!r} {problem}; pass the name of an adapter that was made with a GrowAttnConfig."
         )
     tuner = cast(GrowAttnModel, peft_model.base_model)
+    if any(map(is_sharded, peft_model.parameters())):
+        raise ValueError(
+            "The model is sharded already: call initialize_growattn_weights before fully_shard or Trainer."
+        )
     if any(layer.merged for layer in adapter_layers(tuner.model)):
         raise ValueError("Adapters are merged into the base; call unmerge_adapter() before the guided start.")
     found: dict[GrowableAttention, NewDims] = {}
