@@ -238,6 +238,36 @@ def test_from_python(given, tmp_path):
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "command, steps",
+    [
+        (["race"], 100),
+        (["race", "--max_steps", 50], 100),
+        (["race", "--steps", 7], 7),
+        (["finetune", "--method", "auto"], 100),
+        (["finetune", "--method", "auto", "--max_steps", 150], 30),
+        (["finetune", "--method", "auto", "--max_steps", 9], 20),
+        (["finetune", "--method", "auto", "--max_steps", 9, "--steps", 3], 3),
+    ],
+)
+def test_a_race_before_a_short_training_is_short(command, steps, given, tmp_path, monkeypatch):
+    """Where nothing is said of it."""
+    asked = []
+
+    def run(*args, **how):
+        asked.append(how["steps"])
+        raise ValueError("far enough")
+
+    monkeypatch.setattr("hf_growattn.training.race.run_race", run)
+    done = call(command[0], given / "model", given / "text.txt", "-o", tmp_path / "out", *command[1:], *OPTIONS)
+    assert "far enough" in done.stderr and asked == [steps]
+
+
+def test_a_race_of_no_steps_is_refused(given, tmp_path):
+    done = call("race", given / "model", given / "text.txt", "-o", tmp_path / "out", "--steps", 0, *OPTIONS)
+    assert done.exit_code == 1 and "steps must be a whole number, at least 1; got 0." in done.stderr
+
+
 @pytest.mark.parametrize("method", ["lora", "growth", "both", "auto"])
 def test_finetune_by_a_method(method, given, tmp_path):
     output = tmp_path / "out"

@@ -13,8 +13,8 @@ from .methods import METHODS, readable
 
 _SMALLER = (1 / 3, 1 / 9)  # of the least learning rate: tried where no training got below the start
 _SHORT = 4  # how many times shorter the trainings are that choose a learning rate, and show where a lead is going
-_TELLING = 20  # steps at least before growth can win: LoRA starts from nothing, and growth from a search
-_LONGER = 5  # how many times longer the training will be that a lead has to last for
+TELLING = 20  # steps at least before growth can win: LoRA starts from nothing, and growth from a search
+LONGER = 5  # how many times longer the training will be that a lead has to last for
 _HOPELESS = 0.5  # of what the other gained: who is behind by more after the short training does not go on
 _FAR = 0.1  # of the loss before training: nobody is dropped for less
 _CONTESTS = {"lora": ("growth", "both"), "full": ("full+growth",)}  # what has to be beaten, and by whom
@@ -121,7 +121,7 @@ class Contest:
         early, _ = paired(self.of(method, self.short)[:1], self.of(over, self.short)[:1])
         (first,), (other,) = self.of(method)[:1], self.of(over)[:1]
         slope = (paired([first], [other])[0] - early) / math.log(max(self.steps / self.short, 2))
-        return Lead(mean, error, early, mean + min(slope, 0.0) * math.log(_LONGER))
+        return Lead(mean, error, early, mean + min(slope, 0.0) * math.log(LONGER))
 
     def hopeless(self, method: str, reference: str) -> bool:
         """Whether a method is so far behind after the short training that it need not go on."""
@@ -138,7 +138,7 @@ class Contest:
     def winner_over(self, reference: str) -> str:
         """Who wins against a method; a tie, or what is too short to tell, goes to the method."""
         challenger = self.challenger(reference)
-        leads = challenger is not None and self.steps >= _TELLING and self.lead(challenger, reference).sure
+        leads = challenger is not None and self.steps >= TELLING and self.lead(challenger, reference).sure
         return challenger if challenger and leads else reference
 
     @property
@@ -174,10 +174,10 @@ class Contest:
         lead, name = self.lead(challenger, reference), METHODS[challenger].title
         gap = f"{abs(lead.mean):.4f} ± {lead.error:.4f} nats a token"
         wider = self.of(challenger)[0].cache / self.start.cache - 1
-        if lead.sure and self.steps < _TELLING:
+        if lead.sure and self.steps < TELLING:
             return (
                 f"Too short to tell: {name} ends {gap} below {title}, but {self.steps} steps show who is faster at "
-                f"first, and not who ends lower. Race for {_TELLING} steps at least."
+                f"first, and not who ends lower. Race for {TELLING} steps at least."
             )
         if lead.sure:
             return f"Growth pays: {name} ends {gap} below {title}, for a KV cache {wider:.0%} larger."
@@ -186,7 +186,7 @@ class Contest:
         if settled(lead.mean, lead.error) > 0:
             return (
                 f"Growth does not pay for long: {name} ends {gap} below {title}, but led by {lead.early:.4f} after "
-                f"{self.short} steps. Trained {_LONGER} times as long, {title} is expected to end as low, and it costs "
+                f"{self.short} steps. Trained {LONGER} times as long, {title} is expected to end as low, and it costs "
                 "nothing at inference."
             )
         side = "below" if lead.mean > 0 else "above"

@@ -19,7 +19,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from ..growable.models import cache_bytes
 from ..growable.patching import patch_model
-from .contest import Contest, Run, compete, steps_of
+from .contest import LONGER, TELLING, Contest, Run, compete, steps_of
 from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared, split
 from .finetuning import check_spends, load, make_trainer, read_all, save, sft_loss
 from .judged import losses_of_rows
@@ -30,6 +30,7 @@ from .recipe import Recipe
 RACE = "race.json"
 _RUNS = "race.jsonl"
 MODEL = "model"
+_STEPS = 100  # of a training, unless told otherwise
 _HELD_OUT = 256  # rows at most
 _GROWTH = (3, 12)  # a growth costs as much as 3 training steps a batch, and 12
 
@@ -188,7 +189,7 @@ def race(
     training,
     eval_dataset: Rows | None = None,
     budget: int | float = 0.02,
-    steps: int = 100,
+    steps: int = _STEPS,
     seeds: int = 2,
     full: bool = False,
     growth_batches: int = 16,
@@ -246,6 +247,10 @@ def race_of(recipe: Recipe, say: Callable[[str], object] = print) -> Contest:
     data, config, tokenizer = read_all(recipe)
     rows = prepared(data.train, data.test, tokenizer, training)
     check_tokens(split(rows, training)[1]["input_ids"], config)
+    steps = recipe.race.steps
+    if steps is None:  # a race before a training is not to take longer than that
+        follows = growth.method == "auto" and training.max_steps > 0
+        steps = min(_STEPS, max(training.max_steps // LONGER, TELLING)) if follows else _STEPS
     return run_race(
         partial(load, recipe, dtype="float32"),
         tokenizer,
@@ -253,7 +258,9 @@ def race_of(recipe: Recipe, say: Callable[[str], object] = print) -> Contest:
         training,
         budget=recipe.growth_config(default="2%").budget or 0,
         growth_batches=growth.growth_batches,
-        **vars(recipe.race),
+        steps=steps,
+        seeds=recipe.race.seeds,
+        full=recipe.race.full,
         dense=partial(load, recipe, dtype="float32", dense=True),
         say=say,
     )
