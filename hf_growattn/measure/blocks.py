@@ -133,9 +133,10 @@ def measure_moments(
     sum_over_ranks(*sums.values(), *outputs.values())
     blocks = []
     for attention in attentions:
-        moment = sums[attention] / sums[attention][-1, -1]  # the constant feature has counted the tokens
-        roots = _InputRoots(moment, ridge)
-        size = (outputs[attention] / sums[attention][-1, -1]).sqrt()
+        of_layer = sums.pop(attention)  # of large models all layers at once would not fit beside the roots
+        count = of_layer[-1, -1]  # the constant feature has counted the tokens
+        roots = _InputRoots(of_layer / count, ridge)
+        size = (outputs[attention] / count).sqrt()
         for kind in kinds:
             shared = roots[attention.bias_of(kind.shared) is not None]
             if kind.stacked == "output":

@@ -51,6 +51,7 @@ PAGES = (
     "balance",
     "roads",
     "scale",
+    "large",
 )
 VERDICTS = ("reached", "missed", "undecided")
 POINTS = 40  # of a curve: more than a picture shows
