@@ -5,10 +5,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import encoders
+import families
 import pytest
 import torch
 from datasets import Dataset
-from families import build, save_with_text
+from families import save_with_text
 from test_cli import call
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
@@ -140,9 +142,10 @@ def test_the_error_of_a_lead_is_the_jackknifes():
     assert mean == pytest.approx(other.loss - one.loss) and error == pytest.approx(spread, rel=0.02)  # first order
 
 
-@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2", "bert"])
 def test_every_method_trains_as_many_weights(variant):
     """LoRA exactly the budget, growth at most that; neither moves the rest of the base."""
+    build = encoders.build if variant in encoders.ENCODERS else families.build
     stock = build(variant)
     budget = Budget.near(patch_model(build(variant)), 0.3)
     assert budget.rank >= 3

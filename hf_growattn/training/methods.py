@@ -143,7 +143,8 @@ def started(
         report = Grower(model, config, loss=loss_of and loss_of(model)).grow(batches)
     if not rank:
         return model, report
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    task = "CAUSAL_LM" if model.can_generate() else None  # an encoder has none that peft would have to know
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
     wrapped = adapted_by(config, model, seed)
     if report and report.applied:
         freeze_old_dims(model)  # peft has frozen all of the base, the new dims too

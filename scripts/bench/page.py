@@ -39,6 +39,7 @@ PAGES = (
     "recall",
     "recall_map",
     "real_model",
+    "encoder",
     "races",
     "in_context_regression",
     "growing_up",
