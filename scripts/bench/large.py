@@ -75,7 +75,7 @@ def page_of(figures: dict) -> page.Page:
     large = []
     for name, (wide, layers, weights) in ON_PAPER.items():
         held, received, seconds = on_paper(wide, layers, weights)
-        figures_of = f"{16 * weights / RANKS:.0f}", f"{held / 1e9:.1f}", f"{received / 1e9:.0f}", f"{seconds / 60:.1f}"
+        figures_of = f"{16 * weights / RANKS:.0f}", f"{held / 1e9:.1f}", f"{received / 1e9:.0f}", f"{seconds:.0f}"
         large.append([name, wide, layers, *figures_of])
     statistics = statistics_of(width, 4) / 2**20
     return page.Page(
@@ -97,11 +97,11 @@ def page_of(figures: dict) -> page.Page:
             "Each rank splits its own batches in the halves that judge each other, so the growths differ.\n\n"
             f"On paper, {RANKS} ranks, {BATCHES} batches of {TOKENS:,} tokens, passes in bf16; the share of "
             "a rank is 16 bytes for each of its weights, with gradients and states. Statistics are a moment of each "
-            "layer's input and its two roots, (d + 1) x (d + 1) in fp32. Minutes are those of the slower of receiving "
+            "layer's input and its two roots, (d + 1) x (d + 1) in fp32. Seconds are those of the slower of receiving "
             f"({GATHERED / 1e9:.0f} GB/s are assumed) and computing ({FLOPS / 1e12:.0f} Tflop/s), without the "
             "eigenvalues of the moments, some 20 d^3 operations a layer in fp32, which every rank computes.\n\n"
             + page.table(
-                ["weights", "d", "layers", "share, GB", "statistics, GB", "received, GB", "minutes"],
+                ["weights", "d", "layers", "share, GB", "statistics, GB", "received, GB", "seconds"],
                 large,
             )
         ),
