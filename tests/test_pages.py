@@ -95,7 +95,8 @@ def test_a_growth_as_a_page(grown, tmp_path):
     assert ODD in page.text and "49" not in page.text.split("How this came about")[1].split(" hf_growattn")[0]
     (top,) = [layer for layer in grown.layers if layer.predicted_gain == max(g.predicted_gain for g in grown.layers)]
     assert f"of layer {top.layer} gain most: {top.starvation:.0%} of their gradient" in page.text
-    assert all(text.replace("->", "→") in page.text for _, text in words.facts([grown]))
+    assert all(text.replace("->", "→").replace("`", "") in page.text for _, text in words.facts([grown]))
+    assert "<code>growattn race" in (tmp_path / "new" / "report.html").read_text()
     assert grown.promise() in page.text and grown.timing() in page.text and words.prices(grown) in page.text
     for layer in grown.layers:
         assert " ".join(layer.cells()) in page.text
@@ -230,7 +231,7 @@ def test_without_matplotlib(grown, tmp_path, monkeypatch):
         with pytest.raises(ImportError, match="pip install matplotlib"):
             draw()
     assert list(tmp_path.iterdir()) == []
-    assert html.escape(words.facts([grown])[-1][1]) in grown._repr_html_()
+    assert all(html.escape(part) in grown._repr_html_() for part in words.facts([grown])[-1][1].split("`"))
 
 
 def test_in_a_notebook(grown, rolled_back):

@@ -17,7 +17,14 @@ from datasets import Dataset
 from datasets import logging as datasets_logging
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProgressCallback,
+    set_seed,
+)
 from transformers import logging as transformers_logging
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config, get_quantization_config
@@ -68,6 +75,9 @@ class MeasuredGrowth(GrowthCallback):
         # evaluate() would log it as one of the regular evaluations, which a plateau is read from
         twin = twin_of(self.trainer)
         loop = twin.evaluation_loop(twin.get_eval_dataloader(), "Held out", prediction_loss_only=True)
+        for bar in twin.callback_handler.callbacks:
+            if isinstance(bar, ProgressCallback):  # which otherwise goes on counting where this evaluation ended
+                bar.on_predict(twin.args, twin.state, twin.control, metrics={})
         return (loop.metrics or {})["eval_loss"]
 
 
