@@ -33,6 +33,7 @@ MODEL = "model"
 _STEPS = 100  # of a training, unless told otherwise
 _HELD_OUT = 256  # rows at most
 _GROWTH = (3, 12)  # a growth costs as much as 3 training steps a batch, and 12
+_FORWARD = 3  # forward passes cost as much as a training step
 
 
 class _Steps(TrainerCallback):
@@ -96,7 +97,7 @@ class _Trainings:
             "budget": vars(self.budget),
             "growth_batches": self.growth_batches,
             "held_out": [len(self.held_out), sum(map(sum, self.held_out["input_ids"]))],
-            "batch": self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps,
+            "batch": self.batch_size,
         }
         file = self.output / _RUNS
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -136,6 +137,11 @@ class _Trainings:
         training.output_dir = str(folder)
         return make_trainer(model, self.tokenizer, (self._rows(steps, seed), self.held_out), training, None)
 
+    @property
+    def batch_size(self) -> int:
+        """Rows of a step."""
+        return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
+
     def tick(self, steps: int = 1) -> None:
         """Steps are over."""
         if self.bar is not None:
@@ -164,8 +170,7 @@ class _Trainings:
 
     def _rows(self, steps: int, seed: int) -> Dataset:
         """The rows that so many steps train on, in an order of the seed's."""
-        size = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
-        return first_rows(self.rows, steps * size, seed)
+        return first_rows(self.rows, steps * self.batch_size, seed)
 
     def _measured(self, model, method: str, rate: float, steps: int, seed: int, seconds: float, cache: int) -> Run:
         """Measure a model on every held-out row."""
@@ -298,10 +303,13 @@ def run_race(
     contest = Contest(steps, trains.start)
     step, total = trains.seconds_of_a_step(), steps_of(methods, steps, seeds)
     growths = seeds * sum(METHODS[name].growth > 0 for name in methods)
-    cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]))
+    looks = sum(len(of_method) + seeds for of_method in rates.values())  # at all held-out rows, forward alone
+    look = len(trains.held_out) / trains.batch_size / _FORWARD
+    cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]) + looks * look)
     say(
         f"Racing {', '.join(METHODS[name].title for name in methods)}. About {total:,} steps of {step:.2g} s and "
-        f"{growths} growths, {cost / 60:.0f} minutes. Each method trains about {trains.budget.weights:,} weights."
+        f"{growths} growths, judged {looks} times, {cost / 60:.0f} minutes. Each method trains about "
+        f"{trains.budget.weights:,} weights."
     )
     trains.bar = tqdm(total=total, desc="race", unit="step", disable=None)
     with contextlib.closing(trains.bar), _table_so_far(contest, output, say):
