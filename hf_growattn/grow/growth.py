@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from ..measure.gradients import (
     sketched_gradients,
     tangent_steps,
 )
-from ..measure.passes import mean_loss, mean_of
+from ..measure.passes import forward_seconds, mean_loss, mean_of
 from ..report.report import GrowthReport
 from .batches import as_dicts, halves_of
 from .checks import growable_model, layers_to_grow, refuse_sharded, trainable_parameters
@@ -40,7 +40,6 @@ from .trial import STEEPNESS_BATCHES, Change, Trial
 
 _SEARCH_BATCHES = 4  # enough to find a step on; what it gains is then measured on all batches
 _INSTEAD = "Or let new dims stay beside the weights: GrowAttnConfig of peft, and initialize_growattn_weights."
-_TIMED = 3  # forward passes of a batch, of which the fastest is told
 _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on all batches
 
 
@@ -284,15 +283,8 @@ class Grower:
         return _Measured(mean_of(losses), few, self._forward_seconds(run), gradients, existing)
 
     def _forward_seconds(self, run: _Run) -> float:
-        """How long one batch takes to go through the model as it is; on a CPU what it takes of that alone."""
-        on_cpu = next(self.model.parameters()).device.type == "cpu"
-        clock = time.process_time if on_cpu else time.perf_counter  # other work on the machine does not count
         with self._undisturbed():
-            times = [clock()]
-            for _ in range(_TIMED):
-                mean_loss(self.model, run.batches[:1])
-                times.append(clock())
-        return min(after - before for before, after in pairwise(times))
+            return forward_seconds(self.model, run.batches[:1])
 
     def _plan(self, run: _Run, measured: _Measured) -> list[Change]:
         """Decide what to do to each block: all that the config admits, or what a budget buys of it."""

@@ -174,7 +174,7 @@ class Contest:
         lead, name = self.lead(challenger, reference), METHODS[challenger].title
         gap = f"{abs(lead.mean):.4f} ± {lead.error:.4f} nats a token"
         wider = self.of(challenger)[0].cache / self.start.cache - 1
-        if lead.sure and self.steps < TELLING:
+        if settled(lead.mean, lead.error) > 0 and self.steps < TELLING:
             return (
                 f"Too short to tell: {name} ends {gap} below {title}, but {self.steps} steps show who is faster at "
                 f"first, and not who ends lower. Race for {TELLING} steps at least."
