@@ -178,7 +178,8 @@ def page_of(figures: dict) -> page.Page:
         "other texts": [p for p in pairs if p["text"] and not p["known"]],
         "phone books": [p for p in pairs if not p["text"]],
     }
-    share = [pair["race"]["seconds"] / pair["long"]["seconds"] for pair in pairs]
+    timed = [pair for pair in pairs if pair["race"]["seconds"]]  # not where a race was stopped in between
+    share = [pair["race"]["seconds"] / pair["long"]["seconds"] for pair in timed]
     wrong = [max(-long_lead(pair), 0.0) for pair in pairs if pair["race"]["winner"] != "lora"]
     hits, lost = sum(map(right, pairs)), max(map(regret, pairs))
     grown = sum(pair["race"]["winner"] != "lora" for pair in pairs)
@@ -214,7 +215,9 @@ def page_of(figures: dict) -> page.Page:
             f"learning rates, out of two. Right: the sign of the difference after the long training, or both under "
             f"{MARGIN}. All methods train as many weights as LoRA of rank {RANK} on all linear layers. A lead is in "
             "nats a token, with its standard error over rows and seeds; that of the better of growth and growth with "
-            "LoRA. Seconds are those of the clock, on a machine that did other things as well and let some races wait."
+            f"LoRA. {len(groups['phone books'])} of the {len(BOOKS)} phone books that the script knows were run, and "
+            "not all pairs on one day. Seconds are those of the clock, on a machine that did other things as well and "
+            "let some races wait; those of races that were stopped in between are left out."
             "\n\n" + page.table(columns, lines)
         ),
         draw=partial(draw, pairs, groups),
