@@ -86,11 +86,10 @@ class _Run:
 
 @dataclass
 class _Measured:
-    """What is known before anything is tried: losses, time, directions, and the search that priced them."""
+    """What is known before anything is tried: losses, directions, and the search that priced them."""
 
     loss: float
     loss_of_a_few: float
-    forward_seconds: float
     gradients: list[Gradient]
     existing: list[ExistingStep | None]
     search: StepSearch | None = None
@@ -196,9 +195,10 @@ class Grower:
         """
         with self._run(batches) as run:
             measured = self._measure(run)
+            seconds = self._forward_seconds(run) if keep and self.take_over is None else 0.0
             changes = self._plan(run, measured)
             found = self._try(run, measured, changes)
-            return self._keep(run, measured, found, keep)
+            return self._keep(run, measured, found, keep, seconds)
 
     def measure(self, batches: Iterable) -> GrowthReport:
         """Try what `grow` would do, and take it back: model and optimizer stay as they are, to the bit.
@@ -280,7 +280,7 @@ class Grower:
                 existing: list[ExistingStep | None] = [None] * len(blocks)
                 if config.moves_old_dims:
                     existing = [*tangent_steps(self.model, blocks, run.halves, run.there_and_back)]
-        return _Measured(mean_of(losses), few, self._forward_seconds(run), gradients, existing)
+        return _Measured(mean_of(losses), few, gradients, existing)
 
     def _forward_seconds(self, run: _Run) -> float:
         with self._undisturbed():
@@ -310,8 +310,8 @@ class Grower:
         tried = (measured.search or search).tried
         return _Found(changes, trial, steps, loss, tried)
 
-    def _keep(self, run: _Run, measured: _Measured, found: _Found, keep: bool) -> GrowthReport:
-        """Write what lowers the loss into the weights, or hand it over, and report it."""
+    def _keep(self, run: _Run, measured: _Measured, found: _Found, keep: bool, seconds: float) -> GrowthReport:
+        """Write what lowers the loss into the weights, or hand it over, and report it beside a forward pass before."""
         trial, applied = found.trial, any(found.steps)
         with self._undone_on_failure(trial):
             taken, cache = dict(zip(map(id, trial.changes), found.steps)), cache_bytes(self.model)
@@ -333,7 +333,7 @@ class Grower:
             )
             if applied and keep and self.take_over is None:
                 write(trial, self.model, self.wrapped, self.optimizers, run.batches, run.there_and_back)
-                return replace(report, forward_seconds=(measured.forward_seconds, self._forward_seconds(run)))
+                return replace(report, forward_seconds=(seconds, self._forward_seconds(run)))
             if applied and keep and self.take_over is not None:
                 for new in trial.beside.values():
                     ranks.follow_first_rank(*new.tensors())
