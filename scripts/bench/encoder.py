@@ -22,7 +22,7 @@ import page
 import runs
 import torch
 from finetuning_run import cosine
-from real_model import best, lead_over
+from real_model import best, forward_ratio, lead_over
 from texts import english, load_texts, train_tokenizer
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
@@ -135,20 +135,6 @@ def trained_at(model, rate: float, batches: list[dict], seed: int) -> None:
         optimizer.zero_grad()
 
 
-@torch.no_grad()
-def forward_ratio(model, other, batch: dict, turns: int = 7) -> float:
-    """CPU time of a forward pass of one model over that of another, the median of turns."""
-    ratios = []
-    for turn in range(turns + 1):  # the first one warms up
-        times = []
-        for each in (model, other):
-            began = time.process_time()
-            each(**batch)
-            times.append(time.process_time() - began)
-        ratios += [times[0] / times[1]] if turn else []
-    return statistics.median(ratios)
-
-
 def fresh(model: str):
     """A patched copy of the encoder."""
     return patch_model(AutoModel.from_pretrained(model, dtype="float32", add_pooling_layer=False))
@@ -176,7 +162,7 @@ def measure(model: str, task: str, path: str, row: str, seed: int, rates: list[f
         told["ended"].append({"rate": rate, **measured(trained, held_out)})
     if report:
         merged = trained if trained is encoder else trained.merge_and_unload()
-        told["forward"] = forward_ratio(merged.eval(), fresh(model).eval(), batches[0])
+        told["forward"] = forward_ratio(merged.eval(), fresh(model).eval(), batches[0], turns=7)
     return told
 
 

@@ -179,7 +179,7 @@ def trained_at(model, rate: float, batches: list[dict]) -> None:
         optimizer.zero_grad()
 
 
-def forward_ratio(model, other, batch: dict, turns: int = 5) -> float:
+def forward_ratio(model, other, inputs: dict, turns: int = 5) -> float:
     """CPU time of a forward pass of one model over that of another, the median of turns."""
     ratios = []
     with torch.no_grad():
@@ -187,7 +187,7 @@ def forward_ratio(model, other, batch: dict, turns: int = 5) -> float:
             times = []
             for each in (model, other):
                 began = time.process_time()
-                each(input_ids=batch["input_ids"], use_cache=False)
+                each(**inputs)
                 times.append(time.process_time() - began)
             ratios += [times[0] / times[1]] if turn else []
     return statistics.median(ratios)
@@ -206,7 +206,7 @@ def measure(model: str, task: str, path: str, row: str, seed: int, rates: list[f
     told["cache"] = cache_bytes(fresh) / cache - 1
     if added and trained is fresh:  # an adapter in a row would be merged before it serves
         other = patch_model(AutoModelForCausalLM.from_pretrained(model, dtype="float32"))
-        told["forward"] = forward_ratio(fresh, other, held_out[0])
+        told["forward"] = forward_ratio(fresh, other, {"input_ids": held_out[0]["input_ids"], "use_cache": False})
     if added:
         told["at_start"] = measured(trained, held_out)["loss"]
     at_start = {p: p.detach().clone() for p in trained.parameters() if p.requires_grad}
