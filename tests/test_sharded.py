@@ -1,4 +1,4 @@
-"""Sharded training: growth goes on under FSDP2, and refuses all else by name."""
+"""Sharded training: growth goes on under FSDP2 and tensor parallelism, and refuses all else by name."""
 
 import os
 import subprocess
@@ -44,6 +44,14 @@ def test_fsdp2_on_two_processes_and_then_on_four(tmp_path):
         assert on_ranks("fsdp_run.py", ranks, str(tmp_path)) == ["equal_to_ddp", "saved_and_resumed", *more]
 
 
+def test_tensor_parallelism_equals_one_process(tmp_path):
+    """The first run is that one process."""
+    checks = ["equal_to_one_process", "with_the_trainer", "what_is_refused"]
+    for ranks in (1, 2, 4):
+        told = on_ranks("parallel_run.py", ranks, str(tmp_path))  # the Trainer's own lines are among them
+        assert [word for word in told if word in checks] == checks
+
+
 @pytest.fixture
 def mesh(tmp_path):
     """A process group of this process alone."""
@@ -80,7 +88,8 @@ def test_torch_shardings_are_refused(mesh):
     refused("model.layers.1 is wrapped by FSDP1", inner)
     parallel = patch_model(build("llama-2"))
     parallelize_module(parallel.model.layers[0].self_attn.q_proj, mesh, ColwiseParallel())
-    refused("layers.0.self_attn.q_proj.weight is a DTensor", parallel)
+    with pytest.raises(ValueError, match="k_proj of layer 0 is not spread by heads"):
+        Grower(parallel, GrowthConfig(qk_dims=2))
     plain = patch_model(build("llama-2"))
     zero = ZeroRedundancyOptimizer(plain.parameters(), optimizer_class=torch.optim.AdamW)
     refused("ZeroRedundancyOptimizer", plain, zero)

@@ -12,7 +12,9 @@ from ..growable.adapters import is_adapted
 from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin, attentions
 from ..growable.sharding import held_by_fsdp, is_sharded, sharded_modules
+from ..measure import ranks
 from ..measure.kinds import PATTERNS, Kind
+from ..model.attention import ROLES
 from .frozen import old_dims_train, under_peft
 from .loss import unwrapped
 from .plan import GrowthConfig, check_budget
@@ -30,19 +32,20 @@ _MARKS = {"_fsdp_flattened": "flattened by FSDP1", "ds_id": "partitioned by Deep
 _DISTRIBUTED_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
-def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but_fsdp2: bool = False) -> None:
+def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but_in_place: bool = False) -> None:
     """Make sure that neither the model nor its bare optimizers are sharded over processes.
 
     Raises:
-        ValueError: they are, by FSDP (with `but_fsdp2` by other than `fully_shard`), tensor parallelism, DeepSpeed,
-            Megatron or ZeroRedundancyOptimizer.
+        ValueError: they are, by FSDP, tensor parallelism, DeepSpeed, Megatron or ZeroRedundancyOptimizer. With
+            `but_in_place`, `fully_shard` is admitted, and tensor parallelism that spreads whole heads evenly.
     """
     known: set[int] = set()
-    if but_fsdp2 and isinstance(model, nn.Module):
+    if but_in_place and isinstance(model, nn.Module):
         known = {*map(id, sharded_modules(model)), *held_by_fsdp(model)}
+        known |= _spread_by_heads(model, known)
     kind = str(getattr(getattr(accelerator, "distributed_type", None), "value", None))
     plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
-    fsdp2 = but_fsdp2 and kind == "FSDP" and getattr(plugin, "fsdp_version", 1) == 2
+    fsdp2 = but_in_place and kind == "FSDP" and getattr(plugin, "fsdp_version", 1) == 2
     found = f"accelerator.distributed_type is {kind}" if kind in _DISTRIBUTED_TYPES and not fsdp2 else None
     parts = chain(model.named_modules(), model.named_parameters()) if isinstance(model, nn.Module) else ()
     for name, part in chain(((f"the optimizer, {type(o).__name__},", o) for o in optimizers), parts):
@@ -51,9 +54,54 @@ def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but
     if found:
         raise ValueError(
             f"This needs every weight and its optimizer state whole, and {found}. Growth goes on in a model that "
-            "fully_shard of torch has sharded (FSDP2); all else is to be done in one process, with the whole model, "
-            "whose checkpoint is then loaded into the sharded run."
+            "fully_shard of torch has sharded (FSDP2), or from_pretrained with a tp_size; all else is to be done in "
+            "one process, with the whole model, whose checkpoint is then loaded into the sharded run."
         )
+
+
+def _spread_by_heads(model: nn.Module, others: set[int]) -> set[int]:
+    """The ids of all parameters that tensor parallelism spreads over the processes, whole heads to each.
+
+    Raises:
+        ValueError: it spreads them in another way, or FSDP2 or other processes are beside it.
+    """
+    spread: dict[str, Any] = {name: p for name, p in model.named_parameters() if is_sharded(p) and id(p) not in others}
+    growable = [attention for attention in attentions(model) if attention.heads_mesh is not None]
+    if not spread or not growable:
+        return set()
+    size = ranks.count()
+    for name, parameter in spread.items():
+        if others or parameter.device_mesh.ndim > 1 or parameter.device_mesh.size() != size:
+            raise ValueError(
+                f"{name} is spread by tensor parallelism over a part of the {size} processes, and growth wants all of "
+                "them: without FSDP or data parallelism beside it, tp_size is the number of processes."
+            )
+    plans = (getattr(module, "_tp_plan", None) or {} for module in model.modules())
+    sequence = any("sequence_parallel" in plan.values() for plan in plans)
+    for attention in growable:
+        for role in ROLES:
+            projection, along = attention.projection_of(role), 1 if role == "output" else 0
+            if is_adapted(projection):
+                raise ValueError(
+                    f"{attention.name_of(role)} is spread by tensor parallelism and carries adapters, which growth "
+                    "cannot widen there. Call merge_and_unload() first, or grow in one process."
+                )
+            (placement,) = getattr(projection.weight, "placements", (None,))
+            by_heads = placement is not None and placement.is_shard(along) and not attention.architecture.fused
+            if sequence or not by_heads:
+                raise ValueError(
+                    f"{attention.name_of(role)} is not spread by heads, as growth under tensor parallelism wants it: "
+                    "queries, keys and values by a colwise plan, the output by a rowwise one, no sequence_parallel. "
+                    "Grow in one process, and load the grown checkpoint with the plan."
+                )
+        heads, key_heads = attention.heads_of("query"), attention.heads_of("key")
+        if heads % size or key_heads % size:
+            raise ValueError(
+                f"Layer {attention.layer_idx} has {heads} heads and {key_heads} key/value heads, which {size} "
+                "processes cannot share evenly. Use a tp_size that divides both, or grow in one process and load the "
+                "grown checkpoint."
+            )
+    return set(map(id, spread.values()))
 
 
 def _sharding_of(part) -> str | None:
@@ -122,7 +170,7 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig, beside: bool = 
     rewriting = ["update_existing=True"] if config.update_existing else []
     rewriting += ['method="refactor"'] if config.method == "refactor" else []
     for attention in chosen:
-        if rewriting and sharded_modules(model):
+        if rewriting and any(map(is_sharded, model.parameters())):
             raise ValueError(f"{rewriting[0]} rewrites existing weights, which are sharded: grow without it.")
         for setting in rewriting:
             check_rewritable(attention, config.chosen_kinds, setting)
@@ -178,7 +226,7 @@ def trainable_parameters(
                 if is_sharded(parameter) and not parameter.requires_grad and not beside:
                     raise ValueError(
                         f"{names[parameter]} of layer {attention.layer_idx} is frozen and sharded, where its new "
-                        "entries could not train alone. Call requires_grad_(True) on it, or grow before fully_shard."
+                        "entries could not train alone. Call requires_grad_(True) on it, or grow before sharding."
                     )
                 name = f"{names[parameter]} of layer {attention.layer_idx}"
                 if parameter.is_meta:

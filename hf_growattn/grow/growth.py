@@ -27,7 +27,7 @@ from ..measure.gradients import (
 )
 from ..measure.passes import forward_seconds, mean_loss, mean_of
 from ..report.report import GrowthReport
-from .batches import as_dicts, halves_of
+from .batches import as_dicts, check_shared, halves_of
 from .checks import growable_model, layers_to_grow, refuse_sharded, trainable_parameters
 from .findings import layer_growth
 from .frozen import old_dims_train, train_marked
@@ -125,12 +125,14 @@ class Grower:
     over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
     Under FSDP2 (`fully_shard`, called before the optimizer is made, or accelerate's plugin with `fsdp_version=2`) each
     projection is replaced in place, one of them whole at a time; ranks with fewer batches repeat one without weight.
-    Shards load only into a model of their widths: save `model.config` beside them, and build from it to resume.
-    Elsewhere a state loaded into the model and then into the optimizer may have other widths: both follow it. An error
-    in one rank's forward pass or loss is raised on all of them (under FSDP2 where the loss runs the model once).
+    Under tensor parallelism (`tp_size` of transformers, over all processes) each process has the same batches, computes
+    some of the heads, and ends as one process would. Shards load only into a model of their widths: save `model.config`
+    beside them, and build from it to resume. Elsewhere a state loaded into the model and then into the optimizer may
+    have other widths: both follow it. An error in one rank's forward pass or loss is raised on all of them (under FSDP2
+    where the loss runs the model once).
 
     Raises:
-        ValueError: the model is not patched, model or optimizer are sharded other than by FSDP2, projections to be
+        ValueError: the model is not patched, model or optimizer are sharded in other ways, projections to be
             resized are quantized or under other adapters than plain LoRA, adapters add prompts or new dims of their
             own, or no layer is as narrow as the config's limits.
     """
@@ -145,7 +147,7 @@ class Grower:
         take_over: Callable[[_Beside], None] | None = None,
     ):
         self.take_over, self.optimizers = take_over, bare_optimizers(optimizer)
-        refuse_sharded(model, self.optimizers, accelerator, but_fsdp2=True)
+        refuse_sharded(model, self.optimizers, accelerator, but_in_place=True)
         self.model, self.wrapped, self.loss = growable_model(model), model, loss
         check_limits(config, attentions(self.model))
         self.config = config
@@ -222,6 +224,7 @@ class Grower:
             chosen = layers_to_grow(self.model, self.config, beside)
             check_optimizers(self.optimizers, trainable_parameters(self.model, chosen, kinds, beside=beside))
             read = as_dicts(batches, self.model) if self.loss is None else [*batches]
+            check_shared(read, chosen)
             halves = halves_of(read, whole=self.loss is not None)
         if not all(ranks.total(*map(len, halves))):
             raise ValueError(

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin
-from ..growable.sharding import is_sharded, note, sharded_modules
+from ..growable.sharding import is_sharded, note
 from ..measure import ranks
 from .frozen import train_grown
 from .loss import all_undisturbed
@@ -45,8 +45,7 @@ def settle(model: nn.Module, wrapped: nn.Module, resized: list[GrowableAttention
     """Tell everything outside a model that holds on to the former parameters of these modules."""
     parameters = {id(p): p for attention in resized for p in attention.all_parameters().values()}
     ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values() if not is_sharded(parameter)))
-    if not sharded_modules(model):
-        ranks.rebuild_ddp(model, wrapped)
+    ranks.rebuild_ddp(model, wrapped)
     torch.clear_autocast_cache()  # the caller's region may hold casts of weights that have moved
     if "torch._dynamo" in sys.modules:  # compiled code goes by the old shapes; its count of recompiles starts anew
         torch._dynamo.reset()

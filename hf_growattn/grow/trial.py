@@ -168,7 +168,8 @@ class Trial:
         with together():
             self.writes = [_Write(change) for change in changes]
             for change in changes:
-                self.beside.setdefault(change.gradient.block.attention, NewDims())
+                attention = change.gradient.block.attention
+                self.beside.setdefault(attention, NewDims(attention.heads_mesh))
         try:
             self.take([0.0] * len(changes))
             for attention, beside in self.beside.items():

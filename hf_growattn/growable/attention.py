@@ -21,7 +21,7 @@ from .adapters import (
     plain,
 )
 from .resize import Resize
-from .sharding import fill_whole, is_sharded, parameter_like, put, whole
+from .sharding import fill_whole, heads_mesh, is_sharded, parameter_like, put, whole
 
 
 @dataclass
@@ -111,6 +111,11 @@ class GrowableAttention(GrownAttention):
         if beside := self.architecture.beside:
             found |= {f"{beside}.{name}": parameter for name, parameter in self.beside[0].named_parameters()}
         return found
+
+    @property
+    def heads_mesh(self) -> Any:
+        """The processes over which tensor parallelism spreads the heads, in order; None if this one has them all."""
+        return heads_mesh(getattr(plain(self.projection_of("query")), "weight", None))
 
     @property
     def normalises(self) -> bool:

@@ -37,7 +37,7 @@ class GrowableModelMixin(GrownModelMixin):
         """
         if kwargs.get("distributed_checkpoint"):
             return super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
-        if not is_main_process:
+        if not self.should_save_on_this_rank(is_main_process):
             with tempfile.TemporaryDirectory() as discarded:  # ranks may gather weights together, but one keeps them
                 return super().save_pretrained(discarded, is_main_process, **kwargs)
         target = Path(save_directory).resolve()

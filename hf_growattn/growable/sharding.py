@@ -1,7 +1,8 @@
-"""Weights that FSDP2 (`fully_shard`) holds in shards: read whole, one at a time, and replaced in the place they have.
+"""Weights of which each process holds a part, by FSDP2 (`fully_shard`) or tensor parallelism, which spreads heads.
 
-torch has no public way to give a sharded module a parameter of another size. The private names which that takes are
-used in this file alone, and an error says which one has moved.
+They are read whole, one at a time, and replaced in the place they have. Under FSDP2 torch has no public way to give a
+module a parameter of another size. The private names which that takes are used in this file alone, and an error says
+which one has moved.
 """
 
 import contextlib
@@ -38,6 +39,23 @@ def laid_out_like(tensor: Tensor, like: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def heads_mesh(weight: Any) -> Any:
+    """The processes over which tensor parallelism spreads a weight's heads; None if each of them has all.
+
+    A weight that FSDP2 shards is whole when it computes. `note` has told which those are.
+    """
+    return weight.device_mesh if is_sharded(weight) and _HOME not in vars(weight) else None
+
+
+def sum_of_parts(part: Tensor, mesh: Any) -> Tensor:
+    """What the heads of all processes add up to, of which this process's own heads give a part."""
+    if mesh is None:
+        return part
+    from torch.distributed.tensor import DTensor, Partial
+
+    return DTensor.from_local(part, mesh, [Partial()], run_check=False).full_tensor()
 
 
 def fill_whole(target: Tensor, values: Tensor) -> None:
@@ -119,8 +137,8 @@ def held_by_fsdp(model: nn.Module) -> set[int]:
 
 def parameter_like(old: nn.Parameter, values: Tensor) -> nn.Parameter:
     """Return a parameter of other values, whole and of another size, that can take an old one's place by `put`."""
-    if not is_sharded(old):
-        return nn.Parameter(values, requires_grad=old.requires_grad)
+    if _HOME not in vars(old):
+        return nn.Parameter(laid_out_like(values, old), requires_grad=old.requires_grad)
     from torch.distributed.fsdp import OffloadPolicy
 
     group, record = vars(old)[_HOME]
@@ -146,7 +164,7 @@ def parameter_like(old: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 def put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Let a module hold a parameter in the place of another one, where FSDP2 looks for it too."""
-    if not is_sharded(parameter):
+    if _HOME not in vars(parameter):
         setattr(module, name, parameter)
         return
     group, record = vars(parameter)[_HOME]

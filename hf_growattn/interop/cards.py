@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from ..grow.provenance import origin_of
 from ..growable.folders import is_weights
+from ..growable.sharding import is_sharded
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
 from ..report.report import GrowthReport
 from .costs import costs_of
@@ -191,9 +192,14 @@ def push_model(
         The commit; it is the only one, so that the repository never holds half a model.
 
     Raises:
-        ValueError: the model is not growable.
+        ValueError: the model is not growable, or is spread over processes.
         huggingface_hub.errors.HfHubHTTPError: the Hub refused; nothing was changed there but for an empty repository.
     """
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            f"The model is spread over processes, which would all push. Call save_pretrained(folder) on all of them, "
+            f"and push that folder from one: hf upload {repo_id} folder."
+        )
     repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     reports, card = list(reports), None
     with contextlib.suppress(EntryNotFoundError):

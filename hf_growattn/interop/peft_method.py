@@ -243,9 +243,11 @@ class GrowAttnModel(BaseTuner):
         """Patch the model, find the attention modules that get dims, and spend a budget evenly that is not spent yet.
 
         Raises:
-            TypeError, ValueError: as `patch_model`, there is no such layer, or the budget buys nothing.
+            TypeError, ValueError: as `patch_model`, tensor parallelism, no such layer, or a budget that buys nothing.
         """
         was_stock = not isinstance(model, GrowableModelMixin)
+        if (getattr(model, "tp_size", None) or 1) > 1:
+            raise ValueError("New dims beside weights know no tensor parallelism: load the model without it.")
         patch_model(model)
         try:
             chosen = layers_of(model, peft_config.layers)

@@ -4,10 +4,13 @@
 them off again leaves the module as it was, to the bit.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..growable.attention import GrowableAttention, Widening
+from ..growable.sharding import sum_of_parts
 from . import functional as F
 from .kinds import KINDS, MESSAGES, PATTERNS
 
@@ -35,13 +38,17 @@ class Extension(nn.Module):
 class NewDims(Extension):
     """New dims of every head, as a growth tries them.
 
+    Args:
+        mesh: the processes that heads are spread over, see `GrowableAttention.heads_mesh`. Each holds all new dims.
+
     Attributes:
         weights: by role, (heads of the role, n, d); the output's in the same layout as the others'.
         biases: by role, (heads, n), for those roles whose projection has a bias.
     """
 
-    def __init__(self):
+    def __init__(self, mesh: Any = None):
         super().__init__()
+        self.mesh = mesh
         self.weights: dict[str, Tensor] = {}
         self.biases: dict[str, Tensor | None] = {}
 
@@ -49,11 +56,12 @@ class NewDims(Extension):
         """Project the inputs by a role's new weights."""
         if not self.dims(role):
             return None
-        return project(hidden_states, self.weights[role], self.biases[role])
+        weight, bias = own_heads(self.weights[role], self.mesh), self.biases[role]
+        return project(hidden_states, weight, None if bias is None else own_heads(bias, self.mesh))
 
     def output(self, added: Tensor) -> Tensor:
         """Bring the values back by the output's new weights."""
-        return gather(added, self.weights["output"])
+        return sum_of_parts(gather(added, own_heads(self.weights["output"], self.mesh)), self.mesh)
 
     def dims(self, role: str) -> int:
         """How many dims a role gains."""
@@ -85,6 +93,30 @@ def project(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def gather(added: Tensor, weight: Tensor) -> Tensor:
     """(batch, tokens, H, n) by weights (H, n, d) -> (batch, tokens, d), in the dtype of what was added."""
     return (added.flatten(-2).to(weight.dtype) @ weight.flatten(0, 1)).to(added.dtype)
+
+
+class _OwnHeads(torch.autograd.Function):
+    """Some of the heads, and on the way back zeros for the others.
+
+    Sums over all processes count each batch once for each of them, so each head's gradient counts that often, too.
+    """
+
+    @staticmethod
+    def forward(ctx, of_heads: Tensor, part: int, parts: int) -> Tensor:
+        ctx.shape, ctx.parts = of_heads.shape, parts
+        ctx.own = slice(part * len(of_heads) // parts, (part + 1) * len(of_heads) // parts)
+        return of_heads[ctx.own]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        every = gradient.new_zeros(ctx.shape)
+        every[ctx.own] = ctx.parts * gradient
+        return every, None, None
+
+
+def own_heads(of_heads: Tensor, mesh: Any) -> Tensor:
+    """What is there for each head, (heads, ...), for those that this process of a mesh computes; all without one."""
+    return of_heads if mesh is None else _OwnHeads.apply(of_heads, mesh.get_local_rank(), mesh.size())
 
 
 def set_extension(attention: GrowableAttention, extension: nn.Module | None) -> None:
@@ -123,14 +155,23 @@ class KindProbe(nn.Module):
         shared_probe: `Omega`, (G, b, r).
         stacked_probe: `Psi`, (H, a, r'); None probes one side only.
         heads, stacked_features: `H` and `a`, the shape of the zero weights of the stacked side.
+        mesh: the processes that heads are spread over, as for `NewDims`.
 
     Attributes:
         zero_stacked: (H, a, r); after a backward pass its gradient is `T Omega`.
         zero_shared: (G, b, r'); its gradient is `T^T Psi`, summed over the heads of each group.
     """
 
-    def __init__(self, shared_probe: Tensor, stacked_probe: Tensor | None, heads: int, stacked_features: int):
+    def __init__(
+        self,
+        shared_probe: Tensor,
+        stacked_probe: Tensor | None,
+        heads: int,
+        stacked_features: int,
+        mesh: Any = None,
+    ):
         super().__init__()
+        self.mesh = mesh
         self.shared_probe = shared_probe
         self.stacked_probe = (
             shared_probe.new_zeros(heads, stacked_features, 0) if stacked_probe is None else stacked_probe
@@ -142,18 +183,20 @@ class KindProbe(nn.Module):
 
     def stacked(self, inputs: Tensor) -> Tensor:
         """Project inputs by `[zeros | Psi]`: (batch, tokens, d) -> (batch, H, tokens, r + r')."""
-        return torch.cat((_nothing(inputs, self.zero_stacked), _projected(inputs, self.stacked_probe)), dim=-1)
+        zero, probe = (own_heads(weight, self.mesh) for weight in (self.zero_stacked, self.stacked_probe))
+        return torch.cat((_nothing(inputs, zero), _projected(inputs, probe)), dim=-1)
 
     def shared(self, inputs: Tensor) -> Tensor:
         """Project inputs by `[Omega | zeros]`: (batch, tokens, d) -> (batch, G, tokens, r + r')."""
-        return torch.cat((_projected(inputs, self.shared_probe), _nothing(inputs, self.zero_shared)), dim=-1)
+        probe, zero = (own_heads(weight, self.mesh) for weight in (self.shared_probe, self.zero_shared))
+        return torch.cat((_projected(inputs, probe), _nothing(inputs, zero)), dim=-1)
 
     def gather(self, added: Tensor) -> Tensor:
         """Bring attended values back by `[zeros | Psi]`: (batch, tokens, H, r + r') -> (batch, tokens, a)."""
         rank = self.zero_stacked.shape[-1]
-        zero = self.zero_stacked.mT.flatten(0, 1)  # (H r, a)
-        nothing = _ZeroProjection.apply(added[..., :rank].flatten(-2).detach(), zero)
-        return nothing + gather(added[..., rank:], self.stacked_probe.mT)
+        zero, probe = (own_heads(weight, self.mesh).mT for weight in (self.zero_stacked, self.stacked_probe))
+        nothing = _ZeroProjection.apply(added[..., :rank].flatten(-2).detach(), zero.flatten(0, 1))  # (H r, a)
+        return nothing + gather(added[..., rank:], probe)
 
 
 def _projected(inputs: Tensor, factors: Tensor) -> Tensor:

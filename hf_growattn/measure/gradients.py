@@ -59,7 +59,8 @@ class _Measurement:
             per_head = F.unstack_groups(stacked_inputs, block.heads)
             stacked_probe = F.apply_root(block.roots.stacked_whitening, per_head)
         features = self.stacked_basis.shape[1] * block.groups // block.heads
-        self.installed = KindProbe(block.roots.shared_whitening @ shared_inputs, stacked_probe, block.heads, features)
+        shared_probe, mesh = block.roots.shared_whitening @ shared_inputs, block.attention.heads_mesh
+        self.installed = KindProbe(shared_probe, stacked_probe, block.heads, features, mesh)
         return self.installed
 
     def read(self, batches: float) -> tuple[Tensor, Tensor]:

@@ -12,15 +12,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..growable.sharding import is_sharded
+
 
 def rank() -> int:
     """This process's number, 0 without torch.distributed."""
     return dist.get_rank() if several() else 0
 
 
+def count() -> int:
+    """How many processes take part."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def several() -> bool:
     """Whether more than one process takes part."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return count() > 1
 
 
 def sum_over_ranks(*tensors: Tensor) -> None:
@@ -98,7 +105,7 @@ def rebuild_ddp(model: nn.Module, wrapped: nn.Module) -> None:
         model: the model that has new parameters.
         wrapped: the same model as the caller has it, in its wrappers if they are known.
     """
-    if not several():
+    if not several() or any(map(is_sharded, model.parameters())):
         return
     found = [module for module in wrapped.modules() if isinstance(module, DistributedDataParallel)]
     for ddp in found:

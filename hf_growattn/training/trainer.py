@@ -193,6 +193,8 @@ class GrowthCallback(TrainerCallback):
         """Draw so many batches for each rank, this rank's part of what is the same for any number of ranks."""
         loader: Any = self._trainer.callback_handler.train_dataloader
         size, dataset, mine, world = args.train_batch_size, loader.dataset, args.process_index, args.world_size
+        if self._trainer.get_tp_size() > 1:  # all ranks compute every batch together
+            mine, world = 0, 1
         with _random_states_kept():
             if hasattr(dataset, "__len__"):
                 generator = torch.Generator().manual_seed(self.config.seed + state.global_step)
