@@ -4,6 +4,7 @@ Weights are drawn wide enough for attention to be far from uniform, and biases a
 """
 
 import random
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -117,10 +118,10 @@ def word_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def save_with_text(folder: Path, words: int) -> None:
-    """Leave a tiny Llama with its tokenizer in `model`, and in `text.txt` words of which each has one successor."""
+def save_with_text(folder: Path, words: int, variant: str = "llama-2") -> None:
+    """Leave a tiny model with its tokenizer in `model`, and in `text.txt` words of which each has one successor."""
     word_tokenizer().save_pretrained(folder / "model")
-    build("llama-2").save_pretrained(folder / "model")
+    build(variant).save_pretrained(folder / "model")
     draw, ids = random.Random(0), []
     for index in range(words):
         ids.append(draw.randrange(2, VOCABULARY) if index % 12 == 0 else 2 + 5 * ids[-1] % 95)
@@ -157,3 +158,9 @@ def lm_batches(count: int = 3, seed: int = 11) -> list[dict]:
         unpredictable = hidden | hidden.roll(1, dims=1)
         batches.append({**batch, "labels": batch["input_ids"].masked_fill(unpredictable, -100)})
     return batches
+
+
+def slow_4bit(monkeypatch) -> None:
+    """Without what bitsandbytes does on CPUs with AVX512-BF16: widths in multiples of 64 alone, and no shards."""
+    if find_spec("bitsandbytes"):
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False, raising=False)

@@ -9,10 +9,11 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from families import build, lm_batches
+from families import build, lm_batches, slow_4bit
 from peft import PeftModel, get_peft_model
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -258,6 +259,7 @@ def new_dims_as_an_adapter():
     dist.barrier()
     cases = [partial(build, "llama-2")]
     if find_spec("bitsandbytes"):
+        slow_4bit(pytest.MonkeyPatch())
         storage = dict(bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32)  # as peft's guide to QLoRA
         quantized = BitsAndBytesConfig(load_in_4bit=True, **storage)
         cases += [partial(AutoModelForCausalLM.from_pretrained, folder / "stock", quantization_config=quantized)]

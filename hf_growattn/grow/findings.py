@@ -1,12 +1,44 @@
-"""What a growth finds out about one kind of one layer, as its report shows it."""
+"""What a growth finds out, as its report shows it."""
 
-from ..report.report import LayerGrowth
+from ..growable.models import GrowableModelMixin, cache_bytes
+from ..report.report import GrowthReport, LayerGrowth
 from ..report.words import AT_LIMIT, NO_GAIN, NO_STEP, NOTHING_HELD, SPENT
-from .plan import GrowthConfig, strength_of
-from .trial import Change, parameters_of_a_dim
+from .plan import GrowthConfig, strength_of, weights_of
+from .trial import Change, Trial, parameters_of_a_dim
 
 
-def layer_growth(config: GrowthConfig, change: Change, step: float, left: int, number: int) -> LayerGrowth:
+def growth_report(
+    config: GrowthConfig,
+    model: GrowableModelMixin,
+    changes: list[Change],
+    trial: Trial,
+    steps: list[float],
+    **figures,
+) -> GrowthReport:
+    """Gather what is told of a trial, before anything of it is written into the model.
+
+    Args:
+        config: of the growth.
+        model: the model without the trial's dims.
+        changes: all that were planned, those of 0 dims too.
+        trial: holds the changes that do something.
+        steps: of each change in the trial.
+        **figures: the report's losses, line search and seconds.
+    """
+    taken, cache = dict(zip(map(id, trial.changes), steps)), cache_bytes(model)
+    number, weights = next(model.parameters()).element_size(), model.num_parameters()
+    added = trial.added_parameters()
+    left = weights_of(config.budget, weights) - added
+    return GrowthReport(
+        layers=[_layer_growth(config, each, taken.get(id(each), 0.0), left, number) for each in changes],
+        added_parameters=added if any(steps) else 0,
+        cache_bytes=(cache, cache + (trial.added_to_cache() * number if any(steps) else 0)),
+        parameters=weights,
+        **figures,
+    )
+
+
+def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int, number: int) -> LayerGrowth:
     """Gather what is told of a change, at the step that was taken.
 
     Args:

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.models import attentions, cache_bytes
+from ..growable.models import attentions
 from ..growable.sharding import note
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
@@ -29,12 +29,12 @@ from ..measure.passes import forward_seconds, mean_loss, mean_of
 from ..report.report import GrowthReport
 from .batches import as_dicts, check_shared, halves_of
 from .checks import growable_model, layers_to_grow, refuse_sharded, trainable_parameters
-from .findings import layer_growth
+from .findings import growth_report
 from .frozen import old_dims_train, train_marked
 from .keeping import write
 from .loss import all_undisturbed, lowering
 from .optimizer import admit, bare_optimizers, check_optimizers, follow_resized
-from .plan import GrowthConfig, candidates, check_limits, dims_worth_a_look, spend, weights_of
+from .plan import GrowthConfig, candidates, check_limits, dims_worth_a_look, spend
 from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
 from .trial import STEEPNESS_BATCHES, Change, Trial
 
@@ -97,13 +97,10 @@ class _Measured:
 
 @dataclass
 class _Found:
-    """The changes to all blocks, a trial that holds those that do something, their steps, and the loss with them."""
+    """A trial in place at the steps that were found, and the report of it."""
 
-    changes: list[Change]
     trial: Trial
-    steps: list[float]
-    loss: float
-    tried: dict[float, float]
+    report: GrowthReport
 
 
 class Grower:
@@ -200,7 +197,8 @@ class Grower:
             seconds = self._forward_seconds(run) if keep and self.take_over is None else 0.0
             changes = self._plan(run, measured)
             found = self._try(run, measured, changes)
-            return self._keep(run, measured, found, keep, seconds)
+            del measured, changes  # of the weights' size, and the training's next step needs that memory
+            return self._keep(run, found, keep, seconds)
 
     def measure(self, batches: Iterable) -> GrowthReport:
         """Try what `grow` would do, and take it back: model and optimizer stay as they are, to the bit.
@@ -310,34 +308,19 @@ class Grower:
             search = StepSearch(trial, run.loss_of_a_few, measured.search, measured.loss_of_a_few)
             with run.timed("line search"), self._undisturbed():
                 steps, loss = self.steps(search, run.batches, measured.loss, run.forward)
-        tried = (measured.search or search).tried
-        return _Found(changes, trial, steps, loss, tried)
+            tried = (measured.search or search).tried
+            losses = {"loss_before": measured.loss, "loss_after": loss, "line_search": tried}
+            report = growth_report(self.config, self.model, changes, trial, steps, seconds=run.seconds, **losses)
+        return _Found(trial, report)
 
-    def _keep(self, run: _Run, measured: _Measured, found: _Found, keep: bool, seconds: float) -> GrowthReport:
-        """Write what lowers the loss into the weights, or hand it over, and report it beside a forward pass before."""
-        trial, applied = found.trial, any(found.steps)
+    def _keep(self, run: _Run, found: _Found, keep: bool, seconds: float) -> GrowthReport:
+        """Write what lowers the loss into the weights, or hand it over; `seconds` of a forward pass before it."""
+        trial, report = found.trial, replace(found.report, kept=keep)
         with self._undone_on_failure(trial):
-            taken, cache = dict(zip(map(id, trial.changes), found.steps)), cache_bytes(self.model)
-            number, weights = next(self.model.parameters()).element_size(), self.model.num_parameters()
-            added = trial.added_parameters()
-            left = weights_of(self.config.budget, weights) - added
-            report = GrowthReport(
-                loss_before=measured.loss,
-                loss_after=found.loss,
-                layers=[
-                    layer_growth(self.config, each, taken.get(id(each), 0.0), left, number) for each in found.changes
-                ],
-                added_parameters=added if applied else 0,
-                line_search=found.tried,
-                seconds=run.seconds,
-                kept=keep,
-                cache_bytes=(cache, cache + (trial.added_to_cache() * number if applied else 0)),
-                parameters=weights,
-            )
-            if applied and keep and self.take_over is None:
+            if report.applied and self.take_over is None:
                 write(trial, self.model, self.wrapped, self.optimizers, run.batches, run.there_and_back)
                 return replace(report, forward_seconds=(seconds, self._forward_seconds(run)))
-            if applied and keep and self.take_over is not None:
+            if report.applied and self.take_over is not None:
                 for new in trial.beside.values():
                     ranks.follow_first_rank(*new.tensors())
                 self.take_over(trial.beside)

@@ -196,6 +196,8 @@ class Trial:
                 self.widenings.append(beside.keep_in(attention))
                 set_extension(attention, None)
         refactored = {write.block.attention for write in self.writes if write.change.refactor}
+        # Statistics as large as the weights hang on the others, and nothing needs them any more.
+        self.writes, self.changes = [write for write in self.writes if write.moves_old_dims], []
         return [
             replace(resize, kept=resize.kept[:0], positions=resize.positions[:0])
             if widening.attention in refactored
@@ -211,6 +213,7 @@ class Trial:
         self.widenings = []
         for write in self.writes:
             write.undo()
+        self.writes = []
         for attention in self.beside:
             set_extension(attention, None)
 

@@ -5,6 +5,7 @@ the libraries is imported. peft wraps a projection in a layer that holds it as `
 adapter, by name, two linears beside it: `lora_A` from the inputs to the rank, `lora_B` from the rank to the outputs.
 """
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ _MERGE = "Merge adapters other than plain LoRA into the weights (merge_and_unloa
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Packages whose linear layers compute with something else than their weight, even where that is floating-point.
 _QUANTIZERS = ("bitsandbytes.", "transformers.integrations.")
+_PACKS = "support_avx512bf16_for_cpu"  # of 4-bit layers of bitsandbytes: whether their first evaluation packs them
 
 
 def plain(module: Any) -> nn.Linear:
@@ -58,6 +60,38 @@ def obscured(module: nn.Module) -> str | None:
     return quantization(inside)
 
 
+def keep_unpacked(model: nn.Module) -> list[nn.Module]:
+    """Let no evaluation pack 4-bit weights for inference alone, and return the layers where one would have.
+
+    bitsandbytes does so on CPUs with AVX512-BF16. From then on gradients stop at such a layer, without a word.
+    """
+    packing = [module for module in model.modules() if getattr(module, _PACKS, False)]
+    for module in packing:
+        setattr(module, _PACKS, False)
+    return packing
+
+
+@contextlib.contextmanager
+def kept_unpacked(model: nn.Module) -> Iterator[None]:
+    """As `keep_unpacked`, for a while."""
+    packing = keep_unpacked(model)
+    try:
+        yield
+    finally:
+        for module in packing:
+            setattr(module, _PACKS, True)
+
+
+def check_unpacked(model: nn.Module) -> None:
+    """Raise a ValueError if an evaluation has packed weights, so that they give no gradients."""
+    for name, module in model.named_modules():
+        if getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False):
+            raise ValueError(
+                f"{name} was packed for inference by bitsandbytes, as its first evaluation does on this CPU, and gives "
+                "no gradients since. Load the model again and grow before you evaluate it, or use a GPU."
+            )
+
+
 @torch.no_grad()
 def computed_weight(module: Any, inputs: int) -> torch.Tensor:
     """The weight (outputs, inputs) in fp32 that a quantized projection computes with: its answer to a unit matrix.
@@ -71,7 +105,7 @@ def computed_weight(module: Any, inputs: int) -> torch.Tensor:
     # bitsandbytes may store its packed bytes in any type, and answers in that of its inputs.
     packed = type(inside).__module__.startswith("bitsandbytes.")
     dtype = torch.float32 if packed else next(kinds, torch.float32)
-    with torch.autocast(numbers[0].device.type, enabled=False):
+    with torch.autocast(numbers[0].device.type, enabled=False), kept_unpacked(inside):
         answer = inside(torch.eye(inputs, dtype=dtype, device=numbers[0].device))
     if answer.dim() != 2 or len(answer) != inputs:
         raise ValueError(f"A {type(inside).__name__} is no linear layer, so it has no weight to be read. {_MERGE}.")

@@ -50,7 +50,16 @@ class _Measurement:
     def __init__(self, block: Block):
         self.block = block
         stacked, shared = block.whitened_factors()
-        self.stacked_basis, self.shared_basis = F.column_basis(stacked), F.column_basis(shared)
+        self.stacked_shape, self.shared_shape = stacked.shape[:2], shared.shape[:2]
+
+    def beyond_old_dims(self, stacked: Iterable[Tensor], shared: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What the old dims cannot do of products on either side, each (G, g a, r) and (G, b, r').
+
+        The bases of what they can do are as large as the weights: none is held for the layers that wait.
+        """
+        bases = map(F.column_basis, self.block.whitened_factors())
+        first, second = ([F.project_out(part, basis) for part in side] for side, basis in zip((stacked, shared), bases))
+        return first, second
 
     def probe(self, shared_inputs: Tensor, stacked_inputs: Tensor | None) -> KindProbe:
         """Return a probe for `M shared_inputs` and `M^T stacked_inputs`; with None for the second, the first alone."""
@@ -58,7 +67,7 @@ class _Measurement:
         if stacked_inputs is not None:
             per_head = F.unstack_groups(stacked_inputs, block.heads)
             stacked_probe = F.apply_root(block.roots.stacked_whitening, per_head)
-        features = self.stacked_basis.shape[1] * block.groups // block.heads
+        features = self.stacked_shape[1] * block.groups // block.heads
         shared_probe, mesh = block.roots.shared_whitening @ shared_inputs, block.attention.heads_mesh
         self.installed = KindProbe(shared_probe, stacked_probe, block.heads, features, mesh)
         return self.installed
@@ -173,7 +182,7 @@ def whole_gradients(
     """Return the whitened gradient `M` of every block for each part of the batches, each (G, g a, b)."""
     measurements = [_Measurement(block) for block in blocks]
     inputs = [
-        (torch.eye(m.shared_basis.shape[1]).to(m.shared_basis).expand(m.block.groups, -1, -1), None)
+        (torch.eye(m.shared_shape[1]).to(m.block.roots.shared_root).expand(m.block.groups, -1, -1), None)
         for m in measurements
     ]
     _install(measurements, inputs)
@@ -284,11 +293,13 @@ def sketched_gradients(
     own_rank, generator = -(-(dims + oversampling) // 2), torch.Generator().manual_seed(seed)
     inputs = []
     for m in measurements:
+        like = m.block.roots.shared_root
         shared, stacked = (
-            torch.randn((*basis.shape[:2], 2 * own_rank), generator=generator, dtype=basis.dtype).to(basis.device)
-            for basis in (m.shared_basis, m.stacked_basis)
+            torch.randn((*shape, 2 * own_rank), generator=generator, dtype=like.dtype).to(like.device)
+            for shape in (m.shared_shape, m.stacked_shape)
         )
-        inputs.append((shared, F.project_out(stacked, m.stacked_basis)))
+        (stacked,), _ = m.beyond_old_dims((stacked,), ())
+        inputs.append((shared, stacked))
     known: list[list[tuple]] = [[] for _ in blocks]
     starvations = []
     weights = shares(halves)
@@ -303,13 +314,12 @@ def sketched_gradients(
             for measurement, read in zip(measurements, raw):
                 read.append(measurement.read(count))
         for index, m in enumerate(measurements):
-            whole_right, whole_left = zip(*raw[index])
-            right = [F.project_out(products, m.stacked_basis) for products in whole_right]
-            left = [F.project_out(mirrored, m.shared_basis) for mirrored in whole_left]
+            trains, whole = blocks[index].old_dims_train, [*zip(*raw[index])]
+            residual = m.beyond_old_dims(*whole) if trains or sweep == 0 else whole
             if sweep == 0:
-                starvations.append(starvation_of((left[0] * left[1]).sum(), (whole_right[0] * whole_right[1]).sum()))
-            if not blocks[index].old_dims_train:
-                right, left = whole_right, whole_left
+                (first, second), (one, other) = residual[1], whole[0]
+                starvations.append(starvation_of((first * second).sum(), (one * other).sum()))
+            right, left = residual if trains else whole
             if part == 1:
                 known[index].append((inputs[index][0], right))
             if ends:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..growable.adapters import check_unpacked, kept_unpacked
 from ..growable.attention import GrowableAttention
 from ..growable.sharding import forget_pass, gathering_to_the_end, loss_unrounded, own_part, reshard, sharded_modules
 from .extension import set_extension
@@ -28,6 +29,7 @@ def undisturbed(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterat
     On leaving, also by an exception, training modes, `requires_grad` flags, gradients, extensions and the random state
     are as they were. `others` are parameters outside the model that its loss may train: they are frozen, too.
     """
+    check_unpacked(model)
     reshard(model)
     training = [(module, module.training) for module in model.modules()]
     every = dict.fromkeys((*model.parameters(), *others))
@@ -36,7 +38,8 @@ def undisturbed(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterat
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     # Probes would recompile a compiled model for a few passes; what attention itself compiles goes on being compiled.
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
-    with torch.random.fork_rng(devices=[device.index for device in devices]), loss_unrounded(model):
+    forked = torch.random.fork_rng(devices=[device.index for device in devices])
+    with forked, loss_unrounded(model), kept_unpacked(model):
         try:
             for module, _ in compiled:
                 module._compiled_call_impl = None

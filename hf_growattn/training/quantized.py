@@ -11,6 +11,7 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..growable.adapters import keep_unpacked
 from ..growable.models import GrowableModelMixin
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
 from ..report.report import GrowthReport
@@ -45,7 +46,8 @@ def check_adapted(recipe: Recipe) -> None:
 
 
 def placed(model: nn.Module, device: torch.device) -> Any:
-    """A model on a device; a quantized one is where it was loaded, and refuses to move."""
+    """A model on a device, to be trained; a quantized one is where it was loaded, and refuses to move."""
+    keep_unpacked(model)
     return model if is_quantized(model) else model.to(device)
 
 
