@@ -114,6 +114,16 @@ def test_figures_keep_what_is_named_with_thin_curves():
     assert page.kept([{"curve": curve[:40]}], "seed", "curve") == [{"curve": curve[:40]}]
 
 
+def test_runs_in_columns_are_the_same_runs():
+    import page
+
+    rows = itertools.product((0, 1), (3, 5))
+    runs = [{"row": row, "seed": seed, "loss": seed / 7} | ({"right": 1} if row else {}) for row, seed in rows]
+    columns = page.in_columns(runs, "seed", "loss", "right")
+    assert columns[1] == {"row": 1, "seed": [3, 5], "loss": [3 / 7, 5 / 7], "right": [1, 1]}
+    assert page.in_rows(columns) == runs
+
+
 def test_figures_are_rounded_to_what_an_fp32_holds():
     import page
 

@@ -243,7 +243,7 @@ def draw(rows: list[dict], plt):
 
 def page_of(figures: dict) -> page.Page:
     """The page, out of its figures."""
-    setting, rows = figures["setting"], figures["rows"]
+    setting, rows = figures["setting"], page.in_rows(figures["rows"])
     text = (
         "Medians over the seeds. In brackets: what proposition 5 of draft 004 predicts. Variance and entropy are taken "
         "over the keys that a query may attend to, and averaged over queries, heads and layers. Random new dims are as "
@@ -270,6 +270,7 @@ def main() -> None:
         model, batch = random_llama(seed)
         rows += of_model(model, batch, batch, seed, added, "Llama, random weights", ("zero", "random"))
         rows += of_model(task.load(seed), *task.data(seed), seed, added, task.name, ("zero", "random", "guided"))
+    rows = page.in_columns(rows, "seed", "predicted", *QUANTITIES)
     page.publish("scale", {"setting": task.setting(), "rows": rows}, arguments.seeds, arguments.output)
 
 
