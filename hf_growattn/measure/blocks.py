@@ -9,20 +9,57 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
+from ..growable.sharding import sharded_modules
 from . import functional as F
 from .kinds import Kind
 from .passes import batch_loss, each_together, in_step
-from .ranks import sum_over_ranks, together
+from .ranks import Rows, sum_over_ranks, together
 
 
-@dataclass
 class Roots:
-    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: shared side (b, b), stacked side (a, a) or scalars."""
+    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: shared side (b, b), stacked side (a, a) or scalars.
 
-    stacked_root: Tensor
-    stacked_whitening: Tensor
-    shared_root: Tensor
-    shared_whitening: Tensor
+    The ranks of a sharded model keep some rows each, and gather a root together whenever they read it.
+    """
+
+    def __init__(
+        self,
+        stacked_root: Tensor | Rows,
+        stacked_whitening: Tensor | Rows,
+        shared_root: Tensor | Rows,
+        shared_whitening: Tensor | Rows,
+    ):
+        self._stacked, self._shared = (stacked_root, stacked_whitening), (shared_root, shared_whitening)
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor in the statistics' precision and on their device."""
+        shared = self._shared[0]
+        return shared.like if isinstance(shared, Rows) else shared.new_empty(0)
+
+    @property
+    def stacked_root(self) -> Tensor:
+        """(a, a), or a scalar."""
+        return _whole(self._stacked[0])
+
+    @property
+    def stacked_whitening(self) -> Tensor:
+        """(a, a), or a scalar."""
+        return _whole(self._stacked[1])
+
+    @property
+    def shared_root(self) -> Tensor:
+        """(b, b)."""
+        return _whole(self._shared[0])
+
+    @property
+    def shared_whitening(self) -> Tensor:
+        """(b, b)."""
+        return _whole(self._shared[1])
+
+
+def _whole(matrix: Tensor | Rows) -> Tensor:
+    return matrix.whole() if isinstance(matrix, Rows) else matrix
 
 
 @dataclass
@@ -53,7 +90,7 @@ class Block:
 
         These are the live weights, views on them where nothing is to be added; adapters that are active count in.
         """
-        dtype = self.roots.shared_root.dtype
+        dtype = self.roots.like.dtype
         stacked, shared = (
             F.join_bias(self.attention.effective_weight(role, dtype), self.attention.effective_bias(role, dtype))
             for role in self.kind.roles
@@ -131,11 +168,11 @@ def measure_moments(
         for hook in hooks:
             hook.remove()
     sum_over_ranks(*sums.values(), *outputs.values())
-    blocks = []
+    blocks, spread = [], bool(sharded_modules(model))
     for attention in attentions:
         of_layer = sums.pop(attention)  # of large models all layers at once would not fit beside the roots
         count = of_layer[-1, -1]  # the constant feature has counted the tokens
-        roots = _InputRoots(of_layer / count, ridge)
+        roots = _InputRoots(of_layer / count, ridge, spread)
         size = (outputs[attention] / count).sqrt()
         for kind in kinds:
             shared = roots[attention.bias_of(kind.shared) is not None]
@@ -150,13 +187,13 @@ def measure_moments(
 class _InputRoots(dict):
     """`C^(1/2)` and `C^(-1/2)` of a layer's input, with (True) or without (False) the constant feature, as needed."""
 
-    def __init__(self, moment: Tensor, ridge: float):
+    def __init__(self, moment: Tensor, ridge: float, spread: bool):
         super().__init__()
-        self.moment, self.ridge = moment, ridge
+        self.moment, self.ridge, self.spread = moment, ridge, spread
 
-    def __missing__(self, biased: bool) -> tuple[Tensor, Tensor]:
+    def __missing__(self, biased: bool) -> list[Rows]:
         moment = self.moment if biased else self.moment[:-1, :-1]
-        self[biased] = F.square_roots(F.ridged(moment, self.ridge))
+        self[biased] = [Rows(root, self.spread) for root in F.square_roots(F.ridged(moment, self.ridge))]
         return self[biased]
 
 

@@ -182,8 +182,7 @@ def whole_gradients(
     """Return the whitened gradient `M` of every block for each part of the batches, each (G, g a, b)."""
     measurements = [_Measurement(block) for block in blocks]
     inputs = [
-        (torch.eye(m.shared_shape[1]).to(m.block.roots.shared_root).expand(m.block.groups, -1, -1), None)
-        for m in measurements
+        (torch.eye(m.shared_shape[1]).to(m.block.roots.like).expand(m.block.groups, -1, -1), None) for m in measurements
     ]
     _install(measurements, inputs)
     whole: list[list[Tensor]] = [[] for _ in blocks]
@@ -245,8 +244,7 @@ def _weight_gradients(block: Block, batches: float) -> tuple[Tensor, Tensor]:
     """The whitened gradients of the mean loss in the existing factors: (G, g a, k) and (G, b, k)."""
     attention, kind, roots = block.attention, block.kind, block.roots
     stacked, shared = (
-        F.join_bias(attention.weight_gradient(role), attention.bias_gradient(role)).to(roots.shared_root.dtype)
-        / batches
+        F.join_bias(attention.weight_gradient(role), attention.bias_gradient(role)).to(roots.like.dtype) / batches
         for role in kind.roles
     )
     sum_over_ranks(stacked, shared)
@@ -293,7 +291,7 @@ def sketched_gradients(
     own_rank, generator = -(-(dims + oversampling) // 2), torch.Generator().manual_seed(seed)
     inputs = []
     for m in measurements:
-        like = m.block.roots.shared_root
+        like = m.block.roots.like
         shared, stacked = (
             torch.randn((*shape, 2 * own_rank), generator=generator, dtype=like.dtype).to(like.device)
             for shape in (m.shared_shape, m.stacked_shape)

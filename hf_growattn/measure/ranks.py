@@ -63,6 +63,29 @@ def follow_first_rank(*tensors: Tensor) -> None:
                 tensor.copy_(whole)
 
 
+class Rows:
+    """A matrix of which each rank keeps some rows, where it is `spread`; else all of it."""
+
+    def __init__(self, matrix: Tensor, spread: bool):
+        self._length = len(matrix)
+        self._own = matrix.tensor_split(count())[rank()].clone() if spread else matrix
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor in the matrix's precision and on its device."""
+        return self._own.new_empty(0)
+
+    def whole(self) -> Tensor:
+        """All of the matrix; ranks that have some rows call this together, and keep no more than those."""
+        if len(self._own) == self._length:
+            return self._own
+        lengths = [len(part) for part in torch.arange(self._length).tensor_split(count())]
+        own = nn.functional.pad(self._own, (0, 0, 0, max(lengths) - len(self._own)))
+        parts = [torch.empty_like(own) for _ in lengths]
+        dist.all_gather(parts, own)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths)])
+
+
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Leave by an exception on every rank if one does, so that no rank waits for one that has failed.
