@@ -69,6 +69,17 @@ def test_a_lead_that_is_sure_and_lasts_wins():
     assert sum(asked[2] for asked in trains.asked) == steps_of(("lora", "growth"), 40, 2)
 
 
+@pytest.mark.parametrize(
+    "both, winner",
+    [((3.41, 3.105), "both"), ((3.45, 3.13), "both"), ((3.42, 3.13), "growth"), ((3.42, 3.21), "growth")],
+)
+def test_a_tie_of_two_that_win_goes_to_the_smaller_cache(both, winner):
+    """Also where the lead of the larger one falls fast; not where it is sure, or the smaller one does not win."""
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.1), both=both)
+    assert contest.winner == winner
+    assert f"{METHODS[winner].title} ends" in " ".join(str(contest).split())
+
+
 def test_a_few_steps_tell_nothing_of_growth():
     """However large the lead: after 4 steps LoRA has hardly begun."""
     for steps, winner in ((4, "lora"), (19, "lora"), (20, "growth")):

@@ -132,8 +132,16 @@ class Contest:
         return -lead > max(_HOPELESS * (self.start.loss - other[0].loss), 2 * SURE * error, _FAR * self.start.loss)
 
     def challenger(self, reference: str) -> str | None:
-        """The best of those that ended of the ones that have to beat a method; None if none did."""
-        return min(filter(self.of, _CONTESTS[reference]), key=self.loss, default=None)
+        """The best of those that ended of the ones that have to beat a method; None if none did.
+
+        A tie between two that do beat it goes to the smaller KV cache: trained for longer, that one ends lower, too.
+        """
+        ended = sorted(filter(self.of, _CONTESTS[reference]), key=self.loss)
+        for name in ended[1:]:
+            smaller = self.of(name)[0].cache < self.of(ended[0])[0].cache
+            if smaller and self.lead(name, reference).sure and not self.lead(ended[0], name).sure:
+                return name
+        return ended[0] if ended else None
 
     def winner_over(self, reference: str) -> str:
         """Who wins against a method; a tie, or what is too short to tell, goes to the method."""
