@@ -68,17 +68,22 @@ class _Write:
         # From both halves of the batches together, from the first and from the second.
         self.directions = [self._taken(*directions) for directions in every]
         # Of a step of size 1; for others the factors are only scaled.
-        self.new = [] if change.refactor else [self._factors(*directions) for directions in self.directions]
+        self.new = []
+        if not change.refactor:
+            whitening = block.roots.stacked_whitening, block.roots.shared_whitening
+            self.new = [self._factors(*directions, *whitening) for directions in self.directions]
 
     def _taken(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dims = self.change.dims
         return u[..., :dims], sigma[..., :dims] * self.change.strength, v[..., :dims]
 
-    def _factors(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _factors(
+        self, u: Tensor, sigma: Tensor, v: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Even factors, and which pairs are taken; of the others the shared side is a direction."""
-        roots, taken = self.block.roots, sigma > 0
+        taken = sigma > 0
         sizes = torch.where(taken, sigma, 1.0)
-        stacked, shared = F.step_factors(u, sizes, v, roots.stacked_whitening, roots.shared_whitening, self.block.heads)
+        stacked, shared = F.step_factors(u, sizes, v, stacked_whitening, shared_whitening, self.block.heads)
         return stacked, shared, taken
 
     def _split(self, step: float, source: int) -> tuple[Tensor, Tensor]:

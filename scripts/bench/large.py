@@ -1,6 +1,6 @@
 """What a growth takes of each rank under FSDP2: memory and time on 1, 2 and 4 processes, and on paper for large models.
 
-OMP_NUM_THREADS=1 python scripts/bench/large.py
+OMP_NUM_THREADS=1 python scripts/bench/large.py --model path/to/smollm2
 """
 
 import argparse
@@ -15,17 +15,21 @@ import page
 from runs import collect
 
 ROOT = Path(__file__).parents[2]
+RANDOM = "a Llama with random weights"
 FULL = dict(width=384, batches=8, rows=1, tokens=32, budget=0.02)
+PRETRAINED = dict(width=0, batches=8, rows=1, tokens=64, budget=0.006)
 QUICK = dict(width=64, batches=4, rows=2, tokens=16, budget=0.05)
 # hidden_size, layers and weights in billions, as Llama has them.
 ON_PAPER = {"1B": (2048, 16, 1.2), "8B": (4096, 32, 8.0), "70B": (8192, 80, 70.6)}
 RANKS, BATCHES, TOKENS = 8, 16, 8192  # of the growth on paper: tokens of one batch
 GATHERED, FLOPS = 50e9, 400e12  # what is assumed of a device: bytes it receives, and operations, in a second
+ROOTS_READ = 47  # of a layer: two kinds, three passes of a probe and two trials
 EVALUATIONS, FEW = 10, 4  # of a search at most, each of so many batches at most
 
 
-def launched(ranks: int, **job) -> dict:
+def launched(sources: dict[str, str], ranks: int, model: str, **job) -> dict:
     """One run on so many processes."""
+    job["model"] = sources.get(model)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command += [str(Path(__file__).with_name("large_run.py")), json.dumps(job)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -33,9 +37,9 @@ def launched(ranks: int, **job) -> dict:
     return json.loads(output.splitlines()[-1])
 
 
-def statistics_of(width: int, layers: int) -> float:
-    """Bytes that each rank holds: of each layer a moment and its two roots, (d + 1) x (d + 1) in fp32."""
-    return layers * 3 * 4 * (width + 1) ** 2
+def statistics_of(width: int, layers: int, ranks: int) -> float:
+    """The most bytes of them on a rank: of each layer a moment, and then its rows of two roots, (d + 1) x (d + 1)."""
+    return layers * 4 * (width + 1) ** 2 * max(1, 2 / ranks)
 
 
 def on_paper(width: int, layers: int, weights: float) -> tuple[float, float, float]:
@@ -44,82 +48,100 @@ def on_paper(width: int, layers: int, weights: float) -> tuple[float, float, flo
     few = min(mine, FEW)
     # Passes: moments, the search and all batches again; then the probe and what the optimizer's state is scaled by.
     there, back = 2 * mine + EVALUATIONS * few, 2.5 * mine + few
-    received = (there + 2 * back) * 2 * number * (RANKS - 1) / RANKS + statistics_of(width, layers) / 3 * 2
+    moments = layers * 4 * (width + 1) ** 2
+    received = (there + 2 * back) * 2 * number * (RANKS - 1) / RANKS + (2 + ROOTS_READ) * moments
     seconds = max(received / GATHERED, (there * 2 + back * 4) * number * TOKENS / FLOPS)
-    return statistics_of(width, layers), received, seconds
+    return statistics_of(width, layers, RANKS), received, seconds
+
+
+def peak_of(run: dict, name: str) -> float:
+    """Of the worst rank."""
+    return max(rank[name] for rank in run["of_ranks"])
 
 
 def draw(runs: list[dict], plt):
-    """Memory of a rank by their number."""
-    figure, panel = plt.subplots(figsize=(6, 3), layout="constrained")
-    for name, label in (("share", "weights and states"), ("step", "a training step"), ("growth", "a growth")):
-        points = [(run["ranks"], max(rank[name] for rank in run["of_ranks"]) / 2**20) for run in runs if run["memory"]]
-        panel.plot(*zip(*points), marker="o", label=label)
-    panel.set(xlabel="ranks", ylabel="MiB of a rank", ylim=0)
-    panel.legend()
+    """Memory of a rank by their number, a panel for each model."""
+    models = list(dict.fromkeys(run["model"] for run in runs))
+    figure, panels = plt.subplots(1, len(models), figsize=(5 * len(models), 3), layout="constrained", squeeze=False)
+    for panel, model in zip(panels[0], models):
+        held = [run for run in runs if run["memory"] and run["model"] == model]
+        for name, label in (("share", "weights and states"), ("step", "a training step"), ("growth", "a growth")):
+            panel.plot(*zip(*[(run["ranks"], peak_of(run, name) / 2**20) for run in held]), marker="o", label=label)
+        panel.set(xlabel="ranks", ylabel="MiB of a rank", ylim=0)
+        panel.set_title(model, fontsize=9)
+    panels[0, 0].legend()
     return figure
 
 
 def page_of(figures: dict) -> page.Page:
     """The page, out of its figures."""
-    runs, width = figures["runs"], figures["runs"][0]["width"]
+    runs, rows = figures["runs"], []
     memory, times = ([run for run in runs if run["memory"] == kind] for kind in (True, False))
-    rows = []
     for held, timed in zip(memory, times):
-        share, step, growth = (
-            max(rank[name] for rank in held["of_ranks"]) / 2**20 for name in ("share", "step", "growth")
-        )
-        seconds = [max(rank[name] for rank in timed["of_ranks"]) for name in ("step", "growth")]
-        figures_of = (f"{share:.1f}", f"{step:.1f}", f"{growth:.1f}", f"{seconds[0]:.2f}", f"{seconds[1]:.1f}")
-        rows.append([held["ranks"], *figures_of, f"{timed['of_ranks'][0]['loss']:.5f}"])
+        mebibytes = [f"{peak_of(held, name) / 2**20:.1f}" for name in ("share", "step", "growth")]
+        seconds = f"{peak_of(timed, 'step'):.2f}", f"{peak_of(timed, 'growth'):.1f}"
+        rows.append([held["model"], held["ranks"], *mebibytes, *seconds, f"{timed['of_ranks'][0]['loss']:.5f}"])
     large = []
     for name, (wide, layers, weights) in ON_PAPER.items():
         held, received, seconds = on_paper(wide, layers, weights)
         figures_of = f"{16 * weights / RANKS:.0f}", f"{held / 1e9:.1f}", f"{received / 1e9:.0f}", f"{seconds:.0f}"
         large.append([name, wide, layers, *figures_of])
-    statistics = statistics_of(width, 4) / 2**20
+    last = memory[-1]
+    above = (peak_of(last, "growth") - peak_of(last, "step")) / 2**20
     return page.Page(
         title="A growth under FSDP2, rank by rank",
         claim=(
-            "What a growth needs beside the weights does not shrink with the number of ranks as those do: each rank "
-            f"holds the statistics of all layers ({statistics:.0f} MiB here, {large[1][4]} GB for 8B, {large[2][4]} GB "
-            "for 70B). The last is most of a device's memory: grow fewer layers at a time there."
+            f"On {last['ranks']} ranks a growth of {last['model']} takes {abs(above):.0f} MiB "
+            f"{'more' if above > 0 else 'less'} than a training step on the worst rank, beside its share of weights "
+            "and states. What does not shrink with the number of ranks are the moments of all layers in the first "
+            f"pass: {large[1][4]} GB for 8B, {large[2][4]} GB for 70B."
         ),
         summary=page.table(
-            ["ranks", "share, MiB", "a step, MiB", "a growth, MiB", "a step, s", "a growth, s", "loss after"],
+            ["model", "ranks", "share, MiB", "a step, MiB", "a growth, MiB", "a step, s", "a growth, s", "loss after"],
             rows,
         ),
         text=(
-            f"A Llama with random weights, hidden_size {width}, 4 layers, fp32, AdamW; {runs[0]['batches']} batches, "
-            "shared out over the ranks. Memory is the peak of what torch allocates on the worst rank, beside its share "
+            f"fp32, AdamW; {memory[0]['batches']} batches, "
+            "shared out over the ranks. The weights that are random are those of 4 layers of hidden_size "
+            f"{FULL['width']}. Memory is the peak of what torch allocates on the worst rank, beside its share "
             "of weights and states. Seconds are of the clock, for processes of one thread by gloo on one machine: more "
             "of them than it has cores wait for each other, so the times show that it runs, not how it scales. "
             "Each rank splits its own batches in the halves that judge each other, so the growths differ.\n\n"
             f"On paper, {RANKS} ranks, {BATCHES} batches of {TOKENS:,} tokens, passes in bf16; the share of "
             "a rank is 16 bytes for each of its weights, with gradients and states. Statistics are a moment of each "
-            "layer's input and its two roots, (d + 1) x (d + 1) in fp32. Seconds are those of the slower of receiving "
-            f"({GATHERED / 1e9:.0f} GB/s are assumed) and computing ({FLOPS / 1e12:.0f} Tflop/s), without the "
-            "eigenvalues of the moments, some 20 d^3 operations a layer in fp32, which every rank computes.\n\n"
+            "layer's input in the first pass, which only goes forward, and its two roots afterwards, (d + 1) x (d + 1) "
+            "in fp32; of a root each rank keeps some rows, and all gather it when it is read. Seconds are those of the "
+            f"slower of receiving ({GATHERED / 1e9:.0f} GB/s are assumed) and computing ({FLOPS / 1e12:.0f} Tflop/s), "
+            "without the eigenvalues of the moments, some 20 d^3 operations a layer in fp32, which every rank "
+            "computes.\n\n"
             + page.table(
                 ["weights", "d", "layers", "share, GB", "statistics, GB", "received, GB", "seconds"],
                 large,
             )
         ),
         draw=partial(draw, runs),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
     """Run what is missing, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="path or Hub id of a pretrained Llama, to be run as well")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tiny model on two ranks: shows that it runs")
     options = parser.parse_args()
-    size, ranks = (QUICK, (2,)) if options.quick else (FULL, (1, 2, 4))
-    jobs = [{"ranks": number, "memory": memory} | size for memory in (True, False) for number in ranks]
+    sizes, ranks = {RANDOM: QUICK if options.quick else FULL}, (2,) if options.quick else (1, 2, 4)
+    sources = {Path(options.model).name: options.model} if options.model else {}
+    sizes |= dict.fromkeys(sources, PRETRAINED)
+    jobs = [
+        {"ranks": number, "memory": memory, "model": model} | size
+        for memory in (True, False)
+        for model, size in sizes.items()
+        for number in ranks
+    ]
     options.output.mkdir(parents=True, exist_ok=True)
-    runs = collect(launched, jobs, options.output / "large.jsonl")
-    names = ("ranks", "memory", "width", "batches", "of_ranks")
+    runs = collect(partial(launched, sources), jobs, options.output / "large.jsonl")
+    names = ("model", "ranks", "memory", "batches", "of_ranks")
     page.publish("large", {"runs": page.kept(runs, *names)}, [0], options.output, sum(run["seconds"] for run in runs))
 
 

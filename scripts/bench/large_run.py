@@ -12,27 +12,31 @@ import torch.distributed as dist
 from growth_cost_run import random_llama
 from memory import peak_of_tensors
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 
 
-def measure(width: int, batches: int, rows: int, tokens: int, budget: float, memory: bool, **_) -> dict:
+def measure(
+    model: str | None, width: int, batches: int, rows: int, tokens: int, budget: float, memory: bool, **_
+) -> dict:
     """Bytes of this rank's share of weights and states, and either its peak beside them or the seconds of a growth."""
-    model = patch_model(random_llama(width, tokens))
-    for module in (*model.model.layers, model):
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="float32") if model else random_llama(width, tokens)
+    grown = patch_model(loaded)
+    for module in (*grown.model.layers, grown):
         fully_shard(module).set_force_sum_reduction_for_comms(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    optimizer = torch.optim.AdamW(grown.parameters(), lr=0.0)
     ids = torch.randint(4096, (batches * rows, tokens), generator=torch.Generator().manual_seed(0))
     mine = [{"input_ids": part, "labels": part} for part in ids.split(rows)][dist.get_rank() :: dist.get_world_size()]
 
     def step() -> None:
-        model(**mine[0]).loss.backward()
+        grown(**mine[0]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     step()
-    share = 3 * sum(parameter.to_local().nbytes for parameter in model.parameters())
-    grower = Grower(model, GrowthConfig(budget=budget), optimizer)
+    share = 3 * sum(parameter.to_local().nbytes for parameter in grown.parameters())
+    grower = Grower(grown, GrowthConfig(budget=budget), optimizer)
     if memory:
         return {"share": share, "step": peak_of_tensors(step), "growth": peak_of_tensors(lambda: grower.grow(mine))}
     start = time.perf_counter()
