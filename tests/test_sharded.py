@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
-from conftest import ROOT
+from conftest import ROOT, data_path
 from families import build, lm_batches
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -50,6 +50,13 @@ def test_tensor_parallelism_equals_one_process(tmp_path):
     for ranks in (1, 2, 4):
         told = on_ranks("parallel_run.py", ranks, str(tmp_path))  # the Trainer's own lines are among them
         assert [word for word in told if word in checks] == checks
+
+
+def test_a_pretrained_model_in_fp32_ends_the_same_in_every_way(tmp_path):
+    """Within 1e-6 of the losses: tensor parallelism as one process, which runs first, and FSDP2 as DDP."""
+    data_path("models", "stories260K")
+    for ranks in (1, 2, 4):
+        assert on_ranks("pretrained_run.py", ranks, str(tmp_path)) == ["equal"]
 
 
 @pytest.fixture

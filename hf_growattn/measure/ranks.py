@@ -67,8 +67,10 @@ class Rows:
     """A matrix of which each rank keeps some rows, where it is `spread`; else all of it."""
 
     def __init__(self, matrix: Tensor, spread: bool):
-        self._length = len(matrix)
-        self._own = matrix.tensor_split(count())[rank()].clone() if spread else matrix
+        self._shape = matrix.shape
+        first, last = (len(matrix) * number // count() for number in (rank(), rank() + 1))
+        self._rows = slice(first, last)
+        self._own = matrix[self._rows].clone() if spread else matrix
 
     @property
     def like(self) -> Tensor:
@@ -77,13 +79,12 @@ class Rows:
 
     def whole(self) -> Tensor:
         """All of the matrix; ranks that have some rows call this together, and keep no more than those."""
-        if len(self._own) == self._length:
+        if len(self._own) == self._shape[0]:
             return self._own
-        lengths = [len(part) for part in torch.arange(self._length).tensor_split(count())]
-        own = nn.functional.pad(self._own, (0, 0, 0, max(lengths) - len(self._own)))
-        parts = [torch.empty_like(own) for _ in lengths]
-        dist.all_gather(parts, own)
-        return torch.cat([part[:length] for part, length in zip(parts, lengths)])
+        matrix = self._own.new_zeros(self._shape)
+        matrix[self._rows] = self._own
+        sum_over_ranks(matrix)
+        return matrix
 
 
 @contextlib.contextmanager

@@ -5,12 +5,12 @@ OMP_NUM_THREADS=1 python scripts/bench/large.py --model path/to/smollm2
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
+import memory
 import page
 from runs import collect
 
@@ -32,7 +32,7 @@ def launched(sources: dict[str, str], ranks: int, model: str, **job) -> dict:
     job["model"] = sources.get(model)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command += [str(Path(__file__).with_name("large_run.py")), json.dumps(job)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = memory.TIDY | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     output = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -76,8 +76,8 @@ def draw(runs: list[dict], plt):
 def page_of(figures: dict) -> page.Page:
     """The page, out of its figures."""
     runs, rows = figures["runs"], []
-    memory, times = ([run for run in runs if run["memory"] == kind] for kind in (True, False))
-    for held, timed in zip(memory, times):
+    held_by, timed_by = ([run for run in runs if run["memory"] == kind] for kind in (True, False))
+    for held, timed in zip(held_by, timed_by):
         mebibytes = [f"{peak_of(held, name) / 2**20:.1f}" for name in ("share", "step", "growth")]
         seconds = f"{peak_of(timed, 'step'):.2f}", f"{peak_of(timed, 'growth'):.1f}"
         rows.append([held["model"], held["ranks"], *mebibytes, *seconds, f"{timed['of_ranks'][0]['loss']:.5f}"])
@@ -86,7 +86,7 @@ def page_of(figures: dict) -> page.Page:
         held, received, seconds = on_paper(wide, layers, weights)
         figures_of = f"{16 * weights / RANKS:.0f}", f"{held / 1e9:.1f}", f"{received / 1e9:.0f}", f"{seconds:.0f}"
         large.append([name, wide, layers, *figures_of])
-    last = memory[-1]
+    last = held_by[-1]
     above = (peak_of(last, "growth") - peak_of(last, "step")) / 2**20
     return page.Page(
         title="A growth under FSDP2, rank by rank",
@@ -101,9 +101,9 @@ def page_of(figures: dict) -> page.Page:
             rows,
         ),
         text=(
-            f"fp32, AdamW; {memory[0]['batches']} batches, "
+            f"fp32, AdamW; {runs[0]['batches']} batches, "
             "shared out over the ranks. The weights that are random are those of 4 layers of hidden_size "
-            f"{FULL['width']}. Memory is the peak of what torch allocates on the worst rank, beside its share "
+            f"{FULL['width']}. Memory is the peak of the process on the worst rank, beside its share "
             "of weights and states. Seconds are of the clock, for processes of one thread by gloo on one machine: more "
             "of them than it has cores wait for each other, so the times show that it runs, not how it scales. "
             "Each rank splits its own batches in the halves that judge each other, so the growths differ.\n\n"

@@ -6,11 +6,12 @@ torchrun --nproc_per_node 2 scripts/bench/large_run.py '{"width": 256, ...}'
 import json
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from growth_cost_run import random_llama
-from memory import peak_of_tensors
+from memory import forget_peak, peak
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
@@ -38,12 +39,20 @@ def measure(
     share = 3 * sum(parameter.to_local().nbytes for parameter in grown.parameters())
     grower = Grower(grown, GrowthConfig(budget=budget), optimizer)
     if memory:
-        return {"share": share, "step": peak_of_tensors(step), "growth": peak_of_tensors(lambda: grower.grow(mine))}
+        return {"share": share, "step": peak_beside(step), "growth": peak_beside(lambda: grower.grow(mine))}
     start = time.perf_counter()
     step()
     of_step = time.perf_counter() - start
     report = grower.grow(mine)
     return {"step": of_step, "growth": time.perf_counter() - start - of_step, "loss": report.loss_after}
+
+
+def peak_beside(action: Callable) -> int:
+    """The most bytes that this process takes during a call, beside those from before it; of other threads, too."""
+    forget_peak()
+    before = peak()
+    action()
+    return peak() - before
 
 
 if __name__ == "__main__":

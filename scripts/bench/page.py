@@ -28,10 +28,10 @@ INTRODUCTION = """# Evidence
 
 Every section was written by the script that it names, out of the figures beside it; so was this page. Each script has
 `--help`, and `--quick`, which shows in a minute or two that it runs and nothing else; `python scripts/bench/page.py`
-writes all pages again. Spreads are ranges over the seeds unless said otherwise. What was measured before 2026-11-22
-22:10 UTC, and most of the races, precede a growth's shorter search and probe, which move the losses after it by up to
-two hundredths.
+writes all pages again. Spreads are ranges over the seeds unless said otherwise.
 """
+SHORTER_SEARCH = "2026-11-22 22:10 UTC"  # when a growth's search and probe were shortened
+EARLIER = "a growth's shorter search and probe, which move the losses after it by up to two hundredths."
 # One line for each page, in the order of the README.
 PAGES = (
     "nearest_neighbour",
@@ -254,10 +254,11 @@ def readme() -> str:
 
 def _how(made: dict) -> str:
     machine, versions = made["machine"], made["versions"]
+    earlier = f" It precedes {EARLIER}" if made["date"] < SHORTER_SEARCH else ""
     return (
         f"`{made['command']}`, {made['minutes']} minutes, {made['date']}, seeds {', '.join(map(str, made['seeds']))}, "
         f"{', '.join(f'{package} {version}' for package, version in versions.items())}; "
-        f"{machine['processor']}, {machine['cores']} cores, threads used: {machine['threads']}."
+        f"{machine['processor']}, {machine['cores']} cores, threads used: {machine['threads']}.{earlier}"
     )
 
 

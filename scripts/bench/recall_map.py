@@ -20,7 +20,7 @@ from recall_task import Setting
 from runs import collect
 
 EQUAL, FULL, GROWN = "LoRA on all linear layers", "LoRA on all linear layers, full rank", recall.BUDGET
-WIDTHS, PAIRS, NAMES = (4, 6, 8, 16), (16, 32, 64), (2048,)
+WIDTHS, PAIRS, NAMES = (4, 6, 8, 16), (16, 32, 64), (64, 2048)
 RATES = {EQUAL: (1e-2, 3e-2), FULL: (1e-3, 3e-3), GROWN: (1e-2, 3e-2)}  # around the best ones of recall.py
 PAYS = 0.01  # of recall: a smaller lead is none that anyone would care for
 

@@ -1,0 +1,85 @@
+"""Run by torchrun: growth of pretrained weights in fp32, spread over processes in every way, ends as without.
+
+Usage: torchrun pretrained_run.py FOLDER, where a run of one process leaves what tensor parallelism must give, too.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from conftest import real_batches, real_model
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers.distributed import DistributedConfig
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+
+CONFIGS = (GrowthConfig(qk_dims=2, v_dims=2), GrowthConfig(budget=0.05))
+BATCHES = 19
+
+
+def mean(loss: torch.Tensor) -> float:
+    whole = loss.detach().double()
+    dist.all_reduce(whole)
+    return whole.item() / dist.get_world_size()
+
+
+def losses_of(model, config: GrowthConfig, batches: list[torch.Tensor]) -> list[float]:
+    """Those of three steps, a growth and ten steps."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-4), []
+
+    def train(some: list[torch.Tensor]) -> None:
+        for ids in some:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(mean(loss))
+
+    train(batches[:3])
+    report = Grower(model, config, optimizer).grow(batches[3:9])
+    assert report.applied
+    losses.extend([report.loss_before, report.loss_after])
+    train(batches[9:])
+    return losses
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    """By what part losses differ at most; an fp32 near 4 has steps of 1e-7 of it."""
+    return max(abs(a - b) / a for a, b in zip(one, other, strict=True))
+
+
+def fully_sharded(config: GrowthConfig) -> None:
+    """Against DistributedDataParallel."""
+    ranks, rank, ends = dist.get_world_size(), dist.get_rank(), []
+    for sharded in (False, True):
+        model = patch_model(real_model()).train()
+        for module in (*model.model.layers, model) if sharded else ():
+            fully_shard(module).set_force_sum_reduction_for_comms(True)
+        wrapped = model if sharded else DistributedDataParallel(model)
+        ends.append(losses_of(wrapped, config, real_batches(ranks * BATCHES, size=2, tokens=32)[rank::ranks]))
+    assert apart(*ends) < 1e-6, ends
+
+
+def tensor_parallel(number: int, config: GrowthConfig, folder: Path) -> None:
+    """Against one process."""
+    ranks = dist.get_world_size()
+    spread = {"distributed_config": DistributedConfig(tp_size=ranks)} if ranks > 1 else {}
+    found = losses_of(patch_model(real_model(**spread)).train(), config, real_batches(BATCHES, size=8, tokens=64))
+    if ranks == 1:
+        torch.save(found, folder / f"{number}.pt")
+    wanted = torch.load(folder / f"{number}.pt")
+    assert apart(found, wanted) < 1e-6, (found, wanted)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for number, config in enumerate(CONFIGS):
+        tensor_parallel(number, config, Path(sys.argv[1]))
+        if dist.get_world_size() > 1:
+            fully_sharded(config)
+    if dist.get_rank() == 0:
+        print("equal")
+    dist.destroy_process_group()
