@@ -7,7 +7,7 @@ which one has moved.
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -79,23 +79,27 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def gathering_to_the_end(model: nn.Module) -> Iterator[None]:
+def gathering_to_the_end(model: nn.Module, missed: Callable[[nn.Module], None]) -> Iterator[None]:
     """Around one forward pass: a rank where it fails gathers with the others what they still need, then fails.
 
-    They would wait for it otherwise. Modules are gathered in the order in which they stand in the model.
+    They would wait for it otherwise. Modules are gathered in the order in which they stand in the model, and `missed`
+    takes part in what else the others do there.
     """
-    modules, reached = sharded_modules(model), set()
-    states = [_private(module, "_get_fsdp_state")() for module in modules]  # several modules may share one
+    reached = set()
+    # Several modules may share a state.
+    states = {module: _private(module, "_get_fsdp_state")() for module in sharded_modules(model)}
     handles = [
         module.register_forward_pre_hook(lambda *_, state=state: reached.add(state), prepend=True)
-        for module, state in zip(modules, states)
+        for module, state in states.items()
     ]
     try:
         yield
     except Exception:
-        for module, state in zip(modules, states):
-            if state not in reached:
+        every: Iterator[Any] = model.modules()
+        for module in every:
+            if module in states and states[module] not in reached:
                 module.unshard()
+            missed(module)
         raise
     finally:
         for handle in handles:

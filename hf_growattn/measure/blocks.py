@@ -129,13 +129,15 @@ def measure_moments(
     Raises:
         ValueError: a batch gives no loss, or none that is finite.
     """
-    sums, outputs = {}, {}
+    spread, sums, outputs = bool(sharded_modules(model)), {}, {}
     for attention in attentions:  # a rank without batches brings zeros
         like = attention.empty_like("query")
-        sums[attention] = like.new_zeros([attention.config.hidden_size + 1] * 2, dtype=_statistics_dtype(like))
-        outputs[attention] = sums[attention].new_zeros(())
+        # Their sum is the same in any order then, to the rounding of fp32.
+        dtype = torch.float32 if like.device.type == "mps" else torch.float64
+        sums[attention] = Rows(like.new_zeros([attention.config.hidden_size + 1] * 2, dtype=dtype), spread)
+        outputs[attention] = like.new_zeros((), dtype=_statistics_dtype(like))
     mask: Tensor | None = None
-    counted = True
+    counted, seen = True, set()
 
     def note_mask(module, args, kwargs):  # a loss may run the model several times, with another one each time
         nonlocal mask
@@ -143,13 +145,18 @@ def measure_moments(
         mask = told.get("attention_mask")
 
     def add(module, args, kwargs, output):
-        if not counted:
-            return
         inputs = args[0] if args else kwargs["hidden_states"]
-        inputs, attended = (x.detach().to(sums[module].dtype) for x in (inputs, output[0]))
+        inputs, attended = (x.detach().to(outputs[module].dtype) for x in (inputs, output[0]))
         with torch.autocast(inputs.device.type, enabled=False):
-            sums[module] += F.moment_sum(F.augment(inputs), mask)
-            outputs[module] += F.square_sum(attended, mask)
+            moment = F.moment_sum(F.augment(inputs), mask).to(sums[module].like) if counted else None
+            if counted:
+                outputs[module] += F.square_sum(attended, mask)
+        seen.add(module)
+        sums[module].add(moment)
+
+    def add_nothing(module):  # on a rank where the pass has failed: the others add theirs
+        if spread and module in sums and module not in seen:
+            sums[module].add(None)
 
     hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
     for module in model.modules():  # some heads call a part of their base model
@@ -159,7 +166,8 @@ def measure_moments(
     try:
         with torch.no_grad(), together():
             for index, batch, counted in in_step(model, batches):
-                with each_together(model):
+                seen.clear()
+                with each_together(model, add_nothing):
                     loss = batch_loss(model, batch, index).item()
                 if counted:
                     losses.append(loss)
@@ -167,13 +175,13 @@ def measure_moments(
     finally:
         for hook in hooks:
             hook.remove()
-    sum_over_ranks(*sums.values(), *outputs.values())
-    blocks, spread = [], bool(sharded_modules(model))
+    sum_over_ranks(*([] if spread else (moments.whole() for moments in sums.values())), *outputs.values())
+    blocks = []
     for attention in attentions:
-        of_layer = sums.pop(attention)  # of large models all layers at once would not fit beside the roots
+        of_layer = sums.pop(attention).whole()  # of large models all layers at once would not fit beside the roots
         count = of_layer[-1, -1]  # the constant feature has counted the tokens
-        roots = _InputRoots(of_layer / count, ridge, spread)
-        size = (outputs[attention] / count).sqrt()
+        roots = _InputRoots((of_layer / count).to(outputs[attention]), ridge, spread)
+        size = (outputs[attention] / count.to(outputs[attention])).sqrt()
         for kind in kinds:
             shared = roots[attention.bias_of(kind.shared) is not None]
             if kind.stacked == "output":

@@ -136,13 +136,16 @@ def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
 
 
 @contextlib.contextmanager
-def each_together(model: nn.Module) -> Iterator[None]:
-    """Around one batch's way forward: the ranks of a sharded model stop at the same one if one of them fails."""
+def each_together(model: nn.Module, missed: Callable[[nn.Module], None] = lambda module: None) -> Iterator[None]:
+    """Around one batch's way forward: the ranks of a sharded model stop at the same one if one of them fails.
+
+    `missed` is called for each module then, in order, to take part in what its own hooks do on the other ranks.
+    """
     if not sharded_modules(model):
         yield
         return
     try:
-        with together(), gathering_to_the_end(model):
+        with together(), gathering_to_the_end(model, missed):
             yield
     except Exception:
         forget_pass(model)

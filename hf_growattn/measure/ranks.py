@@ -67,6 +67,7 @@ class Rows:
     """A matrix of which each rank keeps some rows, where it is `spread`; else all of it."""
 
     def __init__(self, matrix: Tensor, spread: bool):
+        self.spread = spread
         self._shape = matrix.shape
         first, last = (len(matrix) * number // count() for number in (rank(), rank() + 1))
         self._rows = slice(first, last)
@@ -77,9 +78,20 @@ class Rows:
         """An empty tensor in the matrix's precision and on its device."""
         return self._own.new_empty(0)
 
+    def add(self, matrix: Tensor | None) -> None:
+        """Add a matrix to it, that of all ranks where it is spread; they call this together then, with None for zeros.
+
+        The matrix is used up.
+        """
+        if self.spread:
+            matrix = self._own.new_zeros(self._shape) if matrix is None else matrix
+            sum_over_ranks(matrix)
+        if matrix is not None:
+            self._own += matrix[self._rows] if self.spread else matrix
+
     def whole(self) -> Tensor:
         """All of the matrix; ranks that have some rows call this together, and keep no more than those."""
-        if len(self._own) == self._shape[0]:
+        if not self.spread:
             return self._own
         matrix = self._own.new_zeros(self._shape)
         matrix[self._rows] = self._own

@@ -38,8 +38,8 @@ def launched(sources: dict[str, str], ranks: int, model: str, **job) -> dict:
 
 
 def statistics_of(width: int, layers: int, ranks: int) -> float:
-    """The most bytes of them on a rank: of each layer a moment, and then its rows of two roots, (d + 1) x (d + 1)."""
-    return layers * 4 * (width + 1) ** 2 * max(1, 2 / ranks)
+    """The most bytes of them on a rank: its rows of the two roots of each layer, and all of one layer's moment."""
+    return (2 * layers / ranks + 3) * 4 * (width + 1) ** 2
 
 
 def on_paper(width: int, layers: int, weights: float) -> tuple[float, float, float]:
@@ -49,7 +49,7 @@ def on_paper(width: int, layers: int, weights: float) -> tuple[float, float, flo
     # Passes: moments, the search and all batches again; then the probe and what the optimizer's state is scaled by.
     there, back = 2 * mine + EVALUATIONS * few, 2.5 * mine + few
     moments = layers * 4 * (width + 1) ** 2
-    received = (there + 2 * back) * 2 * number * (RANKS - 1) / RANKS + (2 + ROOTS_READ) * moments
+    received = (there + 2 * back) * 2 * number * (RANKS - 1) / RANKS + 2 * (mine + ROOTS_READ) * moments
     seconds = max(received / GATHERED, (there * 2 + back * 4) * number * TOKENS / FLOPS)
     return statistics_of(width, layers, RANKS), received, seconds
 
@@ -93,8 +93,8 @@ def page_of(figures: dict) -> page.Page:
         claim=(
             f"On {last['ranks']} ranks a growth of {last['model']} takes {abs(above):.0f} MiB "
             f"{'more' if above > 0 else 'less'} than a training step on the worst rank, beside its share of weights "
-            "and states. What does not shrink with the number of ranks are the moments of all layers in the first "
-            f"pass: {large[1][4]} GB for 8B, {large[2][4]} GB for 70B."
+            f"and states. On paper {RANKS} ranks hold statistics of {large[1][4]} GB each for 8B, and of "
+            f"{large[2][4]} GB for 70B."
         ),
         summary=page.table(
             ["model", "ranks", "share, MiB", "a step, MiB", "a growth, MiB", "a step, s", "a growth, s", "loss after"],
@@ -108,9 +108,9 @@ def page_of(figures: dict) -> page.Page:
             "of them than it has cores wait for each other, so the times show that it runs, not how it scales. "
             "Each rank splits its own batches in the halves that judge each other, so the growths differ.\n\n"
             f"On paper, {RANKS} ranks, {BATCHES} batches of {TOKENS:,} tokens, passes in bf16; the share of "
-            "a rank is 16 bytes for each of its weights, with gradients and states. Statistics are a moment of each "
-            "layer's input in the first pass, which only goes forward, and its two roots afterwards, (d + 1) x (d + 1) "
-            "in fp32; of a root each rank keeps some rows, and all gather it when it is read. Seconds are those of the "
+            "a rank is 16 bytes for each of its weights, with gradients and states. Statistics are the moment of each "
+            "layer's input and then its two roots, (d + 1) x (d + 1) in fp32; each rank keeps some rows of them, and "
+            "all gather one when it is read, and while its roots are taken. Seconds are those of the "
             f"slower of receiving ({GATHERED / 1e9:.0f} GB/s are assumed) and computing ({FLOPS / 1e12:.0f} Tflop/s), "
             "without the eigenvalues of the moments, some 20 d^3 operations a layer in fp32, which every rank "
             "computes.\n\n"
