@@ -24,7 +24,7 @@ from ..grow.plan import GrowthConfig, check_affordable, parameters_of_a_dim, wei
 from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin, attentions
 from ..growable.patching import patch_model, unpatch_model
-from ..growable.sharding import is_sharded
+from ..growable.sharding import is_sharded, sharded_modules
 from ..measure.extension import Extension, NewDims, gather, project, set_extension
 from ..measure.kinds import KINDS
 from ..report.report import GrowthReport
@@ -246,7 +246,7 @@ class GrowAttnModel(BaseTuner):
             TypeError, ValueError: as `patch_model`, tensor parallelism, no such layer, or a budget that buys nothing.
         """
         was_stock = not isinstance(model, GrowableModelMixin)
-        if (getattr(model, "tp_size", None) or 1) > 1:
+        if any(map(is_sharded, model.parameters())) and not sharded_modules(model):
             raise ValueError("New dims beside weights know no tensor parallelism: load the model without it.")
         patch_model(model)
         try:
