@@ -29,8 +29,10 @@ def patched_models_hold_as_much_memory_as_stock_ones(figures):
 
 def zero_dims_change_nothing_under_the_kept_scale(figures):
     """But for the order of rounding; under the others they change the logits."""
+    import page
+
     by_policy = {}
-    for row in figures["rows"]:
+    for row in page.in_rows(figures["rows"]):
         if row["new"] == "zero" and row["source"].startswith("a tiny Llama"):
             by_policy.setdefault(row["policy"], []).append(row)
     kept, again = by_policy["kept (ours)"], by_policy["1 / sqrt(width) again"]
