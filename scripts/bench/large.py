@@ -49,7 +49,7 @@ def on_paper(width: int, layers: int, weights: float) -> tuple[float, float, flo
     # Passes: moments, the search and all batches again; then the probe and what the optimizer's state is scaled by.
     there, back = 2 * mine + EVALUATIONS * few, 2.5 * mine + few
     moments = layers * 4 * (width + 1) ** 2
-    received = (there + 2 * back) * 2 * number * (RANKS - 1) / RANKS + 2 * (mine + ROOTS_READ) * moments
+    received = (there + 2 * back) * 2 * number * (RANKS - 1) / RANKS + 2 * (2 * mine + ROOTS_READ) * moments
     seconds = max(received / GATHERED, (there * 2 + back * 4) * number * TOKENS / FLOPS)
     return statistics_of(width, layers, RANKS), received, seconds
 
@@ -109,8 +109,8 @@ def page_of(figures: dict) -> page.Page:
             "Each rank splits its own batches in the halves that judge each other, so the growths differ.\n\n"
             f"On paper, {RANKS} ranks, {BATCHES} batches of {TOKENS:,} tokens, passes in bf16; the share of "
             "a rank is 16 bytes for each of its weights, with gradients and states. Statistics are the moment of each "
-            "layer's input and then its two roots, (d + 1) x (d + 1) in fp32; each rank keeps some rows of them, and "
-            "all gather one when it is read, and while its roots are taken. Seconds are those of the "
+            "layer's input, (d + 1) x (d + 1) in fp64, and then its two roots in fp32; each rank keeps some rows, "
+            "and all gather one when it is read, and while its roots are taken. Seconds are those of the "
             f"slower of receiving ({GATHERED / 1e9:.0f} GB/s are assumed) and computing ({FLOPS / 1e12:.0f} Tflop/s), "
             "without the eigenvalues of the moments, some 20 d^3 operations a layer in fp32, which every rank "
             "computes.\n\n"

@@ -217,7 +217,7 @@ def page_of(figures: dict) -> page.Page:
             "nats a token, with its standard error over rows and seeds; that of the better of growth and growth with "
             f"LoRA. {len(groups['phone books'])} of the {len(BOOKS)} phone books that the script knows were run, and "
             f"not all pairs on one day. Time is the processor's, and was taken in {len(share)} of the pairs; "
-            f"those where it was not precede {page.EARLIER}"
+            f"most of those on texts precede {page.EARLIER}"
             "\n\n" + page.table(columns, lines)
         ),
         draw=partial(draw, pairs, groups),
