@@ -46,11 +46,11 @@ class Given:
         )
 
 
-def raced(seeds=2, **losses) -> tuple[Contest, Given]:
+def raced(seeds=2, halving=True, **losses) -> tuple[Contest, Given]:
     """A contest over 40 steps; of each method what it ends at after 10, and after all."""
     trains = Given({(method, steps): loss for method, ends in losses.items() for steps, loss in zip((10, 40), ends)})
     contest = Contest(40, run("start", 4.0))
-    compete(contest, trains, dict.fromkeys(losses, (1.0, 1.5)), seeds)
+    compete(contest, trains, dict.fromkeys(losses, (1.0, 1.5)), seeds, halving)
     return contest, trains
 
 
@@ -119,6 +119,23 @@ def test_the_hopeless_do_not_go_on():
     assert ("growth", 1.0, 40, 0) not in trains.asked
     contest, _ = raced(lora=(3.5, 3.2), growth=(3.6, 3.0))  # behind, but not by so much: it turns out to win
     assert contest.winner == "growth"
+
+
+def test_who_is_surely_behind_has_one_seed():
+    """Behind LoRA, or behind what beats it at no larger a cache; then nobody trains on for its sake."""
+
+    def seeds_of(contest):
+        return {name: len(contest.of(name)) for name in METHODS if contest.of(name)}
+
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.3), both=(3.4, 3.1))
+    assert seeds_of(contest) == {"lora": 2, "growth": 1, "both": 2} and contest.winner == "both"
+    assert "Growth has one seed alone: it ended 0.2000 nats behind 1/3 growth, 2/3 LoRA." in contest.sentences()
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.1), both=(3.4, 3.15))  # behind, but cheaper
+    assert seeds_of(contest) == {"lora": 2, "growth": 2, "both": 2}
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.3), both=(3.4, 3.25))
+    assert seeds_of(contest) == {"lora": 1, "growth": 1, "both": 1} and contest.winner == "lora"
+    contest, _ = raced(halving=False, lora=(3.5, 3.2), growth=(3.4, 3.3), both=(3.4, 3.25))
+    assert seeds_of(contest) == {"lora": 2, "growth": 2, "both": 2}
 
 
 def test_rates_that_are_too_large_are_not_the_end():
@@ -235,7 +252,7 @@ def test_interrupted(given, tmp_path, monkeypatch):
     monkeypatch.setattr(race._Trainings, "__call__", interrupted)
     done = call("race", given / "model", given / "text.txt", "-o", tmp_path / "out", "--steps", 4, *OPTIONS)
     assert done.exit_code == 130 and "LoRA on all linear layers" in done.stderr and "goes on in" in done.stderr
-    assert len((tmp_path / "out" / "race.jsonl").read_text().splitlines()) == 6  # setting, start, 2 rates, 2 seeds
+    assert len((tmp_path / "out" / "race.jsonl").read_text().splitlines()) == 5  # setting, start, 2 rates, a seed
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own setting

@@ -131,12 +131,22 @@ class Contest:
         lead, error = paired(own, other)
         return -lead > max(_HOPELESS * (self.start.loss - other[0].loss), 2 * SURE * error, _FAR * self.start.loss)
 
+    def beaten(self, method: str, reference: str) -> str | None:
+        """Who surely ends below a method and has no larger KV cache; None if nobody does."""
+        (own,) = self.of(method)[:1]
+        for name in (reference, *_CONTESTS[reference]):
+            other = self.of(name)[:1]
+            if other and other[0].cache <= own.cache and settled(*paired(self.of(method), self.of(name))) < 0:
+                return name
+        return None
+
     def challenger(self, reference: str) -> str | None:
-        """The best of those that ended of the ones that have to beat a method; None if none did.
+        """The best of those that came furthest of the ones that have to beat a method; None if none ended.
 
         A tie between two that do beat it goes to the smaller KV cache: trained for longer, that one ends lower, too.
         """
-        ended = sorted(filter(self.of, _CONTESTS[reference]), key=self.loss)
+        furthest = max(len(self.of(name)) for name in _CONTESTS[reference])
+        ended = sorted((n for n in _CONTESTS[reference] if len(self.of(n)) == furthest > 0), key=self.loss)
         for name in ended[1:]:
             smaller = self.of(name)[0].cache < self.of(ended[0])[0].cache
             if smaller and self.lead(name, reference).sure and not self.lead(ended[0], name).sure:
@@ -248,35 +258,56 @@ def compete(
     train: Callable[[str, float, int, int], Run | None],
     rates: Mapping[str, Sequence[float]],
     seeds: int,
+    halving: bool = True,
 ) -> None:
     """Let methods compete, in the order in which they are given: what has to be beaten comes first.
 
     A method tries its learning rates in short trainings, and smaller ones if none of them gets below the start; the
-    best one goes on to long trainings, one for each seed. All start anew, so that every schedule comes to its end.
+    best one goes on to a long training. Who is surely behind then is out; the others train with the other seeds. All
+    start anew, so that every schedule comes to its end.
 
     Args:
         contest: gets the runs; an interrupted contest is worth what it has.
         train: runs a method with a learning rate, for so many steps, with a seed; None if it has nothing to train.
         rates: the methods by name, and the learning rates that each of them tries.
         seeds: how many.
+        halving: whether those that are surely behind are out.
     """
+
+    def go_on(method: str, seed: int) -> None:
+        best = contest.of(method, contest.short)[0].rate
+        contest.runs += filter(None, [train(method, best, contest.steps, seed)])
+
     for method, tried in rates.items():
         runs = [train(method, rate, contest.short, 0) for rate in tried]
         for part in _SMALLER:
             if None in runs or min(run.loss for run in runs if run) < contest.start.loss:
                 break  # else all were too large
             runs.append(train(method, readable(part * min(tried)), contest.short, 0))
-        title = METHODS[method].title
-        title = title[0].upper() + title[1:]
         if None in runs:
-            contest.out[method] = f"{title} is out: nothing that it could add holds on other rows."
+            contest.out[method] = f"{_capital(method)} is out: nothing that it could add holds on other rows."
             continue
         contest.runs += filter(None, runs)
         reference = next((name for name, others in _CONTESTS.items() if method in others), None)
-        if reference and contest.hopeless(method, reference):
+        if halving and reference and contest.hopeless(method, reference):
             behind = -paired(contest.of(method, contest.short)[:1], contest.of(reference, contest.short)[:1])[0]
-            contest.out[method] = f"{title} is out: {behind:.4f} nats behind after {contest.short} steps."
+            contest.out[method] = f"{_capital(method)} is out: {behind:.4f} nats behind after {contest.short} steps."
             continue
-        best = contest.of(method, contest.short)[0].rate
-        for seed in range(seeds):
-            contest.runs += filter(None, [train(method, best, contest.steps, seed)])
+        go_on(method, 0)
+    for reference, others in _CONTESTS.items() if seeds > 1 else ():
+        going = [reference]
+        for method in filter(contest.of, others):
+            ahead = contest.beaten(method, reference) if halving else None
+            if ahead is None:
+                going.append(method)
+            else:
+                behind = f"{-paired(contest.of(method), contest.of(ahead))[0]:.4f} nats behind {METHODS[ahead].title}"
+                contest.out[method] = f"{_capital(method)} has one seed alone: it ended {behind}."
+        for method in going if len(going) > 1 else ():
+            for seed in range(1, seeds):
+                go_on(method, seed)
+
+
+def _capital(method: str) -> str:
+    title = METHODS[method].title
+    return title[0].upper() + title[1:]

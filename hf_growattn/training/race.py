@@ -202,7 +202,7 @@ def race(
     """Find out what is worth training: LoRA on all linear layers, growth, or some of both.
 
     Each trains for a short while, as many weights as the others, on the same rows in the same order; a growth looks at
-    the first of these. The model itself stays as it is.
+    the first of these. Who is surely behind after one seed is out. The model itself stays as it is.
 
     Args:
         model: a causal LM, stock or patched, not quantized.
@@ -213,7 +213,7 @@ def race(
         eval_dataset: rows to compare on; by default some of the others.
         budget: weights to train, or a share of the model's; rounded to a whole rank of LoRA.
         steps: of the long trainings. Learning rates are tried for a quarter of that.
-        seeds: long trainings of each method, with other orders of the rows.
+        seeds: long trainings of each method that is not out, with other orders of the rows.
         full: train all weights as well, with and without growth.
         growth_batches: batches to grow on.
 
@@ -284,10 +284,12 @@ def run_race(
     growth_batches: int,
     dense: Callable[[], PreTrainedModel] | None = None,
     say: Callable[[str], object] = print,
+    halving: bool = True,
 ) -> Contest:
-    """Run a `race` of what `fresh` gives anew each time, patched, and `say` beforehand what it will cost.
+    """Run a `race` of what `fresh` gives anew each time, patched, and `say` beforehand what it will cost at most.
 
     If that is quantized, growth and LoRA race without the mix of both, and what wins is merged into what `dense` gives.
+    Without `halving`, who is behind goes on all the same.
     """
     for name, number in (("steps", steps), ("seeds", seeds), ("growth_batches", growth_batches)):
         if number < 1:
@@ -307,13 +309,13 @@ def run_race(
     look = len(trains.held_out) / trains.batch_size / _FORWARD
     cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]) + looks * look)
     say(
-        f"Racing {', '.join(METHODS[name].title for name in methods)}. About {total:,} steps of {step:.2g} s and "
-        f"{growths} growths, judged {looks} times, {cost / 60:.0f} minutes. Each method trains about "
+        f"Racing {', '.join(METHODS[name].title for name in methods)}. At most about {total:,} steps of {step:.2g} s "
+        f"and {growths} growths, judged {looks} times, {cost / 60:.0f} minutes. Each method trains about "
         f"{trains.budget.weights:,} weights."
     )
     trains.bar = tqdm(total=total, desc="race", unit="step", disable=None)
     with contextlib.closing(trains.bar), _table_so_far(contest, output, say):
-        compete(contest, trains, rates, seeds)
+        compete(contest, trains, rates, seeds, halving)
     (output / RACE).write_text(json.dumps(contest.figures(), indent=1))
     if (output / contest.winner).exists():  # not where the same race was over before
         shutil.rmtree(output / MODEL, ignore_errors=True)

@@ -3,9 +3,9 @@
     python scripts/bench/races.py --model stories=path/to/llama --text a.txt b.jsonl --pretrain b.jsonl
 
 A pair is a model and something to train it on: the given models and small ones that the script trains first, on texts;
-and phone books (recall.py), whose models have heads of several widths. For each, a race says what to train; then every
-method of it trains five times as long, with three seeds. Nothing else is chosen by hand: learning rates, too, are the
-race's own, in both.
+and phone books (recall.py) and nearest neighbours (neighbour_task.py), whose models have heads of several widths. For
+each, a race says what to train; then every method of it trains five times as long, with three seeds, whoever is behind.
+Nothing else is chosen by hand: learning rates, too, are the race's own, in both.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import neighbour_task
 import page
 import recall_task
 import runs
@@ -23,6 +24,7 @@ import torch
 from datasets import Dataset
 from finetuning_run import documents_of
 from tokenizers import Tokenizer, models
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig
 
@@ -34,12 +36,19 @@ from hf_growattn.training.race import run_race
 
 RANK = 3  # of LoRA: the least that a third of it is a whole rank of
 LONGER, LONG_SEEDS = 5, 3
+RACE, LONG = "race", "long"  # the parts of a pair
 WIDTHS = (4, 16)  # of the heads of the Llamas that the script trains
 BOOKS = {  # width of queries and keys, names, pairs in a book
     f"phone book, queries {width} wide, {pairs} of {names} names": recall_task.Setting(
         head_dim=width, names=names, many=pairs
     )
     for width, names, pairs in itertools.product((4, 6, 8), (64, 2048), (16, 32, 64))
+}
+NEIGHBOURS = {  # width of queries and keys, points to compare with; the space has 32 dims
+    f"nearest neighbour, queries {width} wide, {points} points": neighbour_task.Setting(
+        head_dim=width, points=points, sequences=256 // points
+    )
+    for width, points in itertools.product((4, 8, 16, 32), (16, 32))
 }
 
 
@@ -51,7 +60,7 @@ class Setting:
         steps, seeds: of the race.
         batch_size, block_size: of a batch of text.
         growth_batches: that a growth looks at.
-        rows: of a phone book, in all.
+        rows: of a phone book or of nearest neighbours, in all.
     """
 
     steps: int = 40
@@ -89,42 +98,57 @@ def on_text(model: str, text: str, setting: Setting, output: Path):
     return lambda: patch_model(AutoModelForCausalLM.from_pretrained(model)), tokenizer, rows, training
 
 
-def on_books(books: recall_task.Setting, setting: Setting, output: Path, folder: Path):
-    """What a race of a narrow model on phone books takes."""
-    words = {str(word): word for word in range(books.names + books.numbers)}
-    bare = Tokenizer(models.WordLevel(words, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="0", pad_token="0")
-    drawn = recall_task.draw(books, setting.rows, books.many, books.many, torch.Generator().manual_seed(1))
+def book_rows(books: recall_task.Setting, rows: int) -> dict[str, torch.Tensor]:
+    """Phone books with their questions, tokens and labels."""
+    drawn = recall_task.draw(books, rows, books.many, books.many, torch.Generator().manual_seed(1))
     book = drawn["input_ids"].shape[1] - drawn["labels"].shape[1]  # its pairs are not asked for
-    labels = torch.nn.functional.pad(drawn["labels"], (book, 0), value=-100)
-    columns = {"input_ids": drawn["input_ids"].tolist(), "labels": labels.tolist()}
-    whole = Dataset.from_dict(columns).train_test_split(128 if setting.rows > 1000 else 20, seed=0, shuffle=False)
+    return {"input_ids": drawn["input_ids"], "labels": functional.pad(drawn["labels"], (book, 0), value=-100)}
+
+
+def on_task(pair: str, setting: Setting, output: Path, folder: Path):
+    """What a race of a narrow model on phone books or nearest neighbours takes."""
+    if pair in BOOKS:
+        task = BOOKS[pair]
+        folder /= f"{task.head_dim}-{task.names}"
+        words, size = task.names + task.numbers, max(task.pairs // task.many, 1)
+        fresh, drawn = partial(recall_task.pretrained, task, False, 0, folder), book_rows(task, setting.rows)
+    else:
+        task = NEIGHBOURS[pair]
+        folder /= f"neighbours-{task.head_dim}-{task.points}"
+        words, size = task.words, task.sequences
+        fresh = partial(neighbour_task.pretrained, task, folder)
+        drawn = neighbour_task.draw(task, setting.rows, torch.Generator().manual_seed(1))
+    folder.mkdir(parents=True, exist_ok=True)
+    bare = Tokenizer(models.WordLevel({str(word): word for word in range(words)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="0", pad_token="0")
+    whole = Dataset.from_dict({name: column.tolist() for name, column in drawn.items()})
+    whole = whole.train_test_split(128 if setting.rows > 1000 else 20, seed=0, shuffle=False)
 
     def collate(rows: list[dict]) -> dict:
-        return {name: torch.tensor([row[name] for row in rows]) for name in columns}
+        return {name: torch.tensor([row[name] for row in rows]) for name in drawn}
 
-    smaller = replace(setting, batch_size=max(books.pairs // books.many, 1), block_size=None)
-    folder = folder / f"{books.head_dim}-{books.names}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return (
-        lambda: recall_task.pretrained(books, False, 0, folder),
-        tokenizer,
-        Prepared(whole["train"], whole["test"], collate),
-        config_of(smaller, output),
+    smaller = replace(setting, batch_size=size, block_size=None)
+    return fresh, tokenizer, Prepared(whole["train"], whole["test"], collate), config_of(smaller, output)
+
+
+def measure(pair: str, model: str, text: str, part: str, setting: dict, folder: Path) -> dict:
+    """The race of a pair, or the long trainings of all its methods, for `collect`."""
+    how = Setting(**setting)
+    output = folder / "races" / pair.replace(" ", "-").replace(",", "") / part
+    given = on_text(model, text, how, output) if text else on_task(pair, how, output, folder)
+    steps, seeds = (how.steps, how.seeds) if part == RACE else (LONGER * how.steps, LONG_SEEDS)
+    budget = RANK * Budget.near(given[0](), 1).of_a_rank
+    began = time.process_time()  # other work on the machine does not count
+    contest = run_race(
+        *given,
+        full=False,
+        budget=budget,
+        steps=steps,
+        seeds=seeds,
+        growth_batches=how.growth_batches,
+        halving=part == RACE,
     )
-
-
-def measure(pair: str, model: str, text: str, setting: dict, folder: Path) -> dict:
-    """The race of a pair and the long trainings, for `collect`."""
-    how, told = Setting(**setting), {}
-    for name, steps, seeds in (("race", how.steps, how.seeds), ("long", LONGER * how.steps, LONG_SEEDS)):
-        output = folder / "races" / pair.replace(" ", "-").replace(",", "") / name
-        given = on_text(model, text, how, output) if text else on_books(BOOKS[pair], how, output, folder)
-        budget = RANK * Budget.near(given[0](), 1).of_a_rank
-        sizes = dict(budget=budget, steps=steps, seeds=seeds, growth_batches=how.growth_batches)
-        began = time.process_time()  # other work on the machine does not count
-        told[name] = summary(run_race(*given, full=False, **sizes)) | {"processor": time.process_time() - began}
-    return told
+    return summary(contest) | {"processor": time.process_time() - began}
 
 
 def summary(contest: Contest) -> dict:
@@ -140,6 +164,12 @@ def summary(contest: Contest) -> dict:
         "cache": {name: contest.of(name)[0].cache / contest.start.cache - 1 for name in ended},
         "rates": {name: contest.of(name)[0].rate for name in ended},
     }
+
+
+def told_of(run: dict) -> dict:
+    """What `summary` told of a run, and its time."""
+    names = ("winner", "challenger", "lead", "losses", "cache", "rates", "processor")
+    return {name: run[name] for name in names if name in run}
 
 
 def shortened(value):
@@ -177,9 +207,10 @@ def page_of(figures: dict) -> page.Page:
     groups = {
         "the text it was pretrained on": [p for p in pairs if p["known"]],
         "other texts": [p for p in pairs if p["text"] and not p["known"]],
-        "phone books": [p for p in pairs if not p["text"]],
+        "phone books": [p for p in pairs if p["pair"] in BOOKS],
+        "nearest neighbours": [p for p in pairs if p["pair"] in NEIGHBOURS],
     }
-    share = [p["race"]["processor"] / p["long"]["processor"] for p in pairs if "processor" in p["race"]]
+    share = [p[RACE]["processor"] / p[LONG]["processor"] for p in pairs if "processor" in p[LONG]]
     wrong = [max(-long_lead(pair), 0.0) for pair in pairs if pair["race"]["winner"] != "lora"]
     hits, lost = sum(map(right, pairs)), max(map(regret, pairs))
     grown = sum(pair["race"]["winner"] != "lora" for pair in pairs)
@@ -215,9 +246,9 @@ def page_of(figures: dict) -> page.Page:
             f"learning rates, out of two. Right: the sign of the difference after the long training, or both under "
             f"{MARGIN}. All methods train as many weights as LoRA of rank {RANK} on all linear layers. A lead is in "
             "nats a token, with its standard error over rows and seeds; that of the better of growth and growth with "
-            f"LoRA. {len(groups['phone books'])} of the {len(BOOKS)} phone books that the script knows were run, and "
-            f"not all pairs on one day. Time is the processor's, and was taken in {len(share)} of the pairs; "
-            f"most of those on texts precede {page.EARLIER}"
+            "LoRA. In a race, who is surely behind after one seed is out; the long trainings have no such end. Not all "
+            f"pairs were run on one day. Time is the processor's, taken in the {len(share)} pairs of which both parts "
+            "were run anew."
             "\n\n" + page.table(columns, lines)
         ),
         draw=partial(draw, pairs, groups),
@@ -311,17 +342,18 @@ def main() -> None:
         for name, path in given.items()
         for text in arguments.text
     ]
-    jobs += [{"pair": name, "model": "", "text": ""} for name in list(BOOKS)[: 1 if arguments.quick else None]]
+    tasks = [next(iter(BOOKS)), next(iter(NEIGHBOURS))] if arguments.quick else [*BOOKS, *NEIGHBOURS]
+    jobs += [{"pair": name, "model": "", "text": ""} for name in tasks]
     kept = arguments.output / "races.jsonl"
-    jobs = [job | {"setting": asdict(setting)} for job in jobs]
+    jobs = [job | {"part": part, "setting": asdict(setting)} for job in jobs for part in (RACE, LONG)]
     done = runs.collect(partial(measure, folder=arguments.folder), jobs, kept, arguments.processes)
     pairs = [
-        {"pair": run["pair"], "race": shortened(run["race"]), "long": shortened(run["long"])}
+        {"pair": run["pair"], RACE: shortened(told_of(run)), LONG: shortened(told_of(long))}
         | {
             "text": Path(run["text"]).name if run["text"] else "",
             "known": bool(run["text"]) and run["text"] == arguments.pretrain,
         }
-        for run in done
+        for run, long in zip(done[::2], done[1::2])
     ]
     figures = {"setting": asdict(setting), "pairs": pairs}
     page.publish("races", figures, list(range(LONG_SEEDS)), arguments.output, sum(run["seconds"] for run in done))
