@@ -22,7 +22,8 @@ import page
 import runs
 import torch
 from finetuning_run import cosine
-from real_model import best, forward_ratio, lead_over
+from real_model import best, lead_over
+from tasks import forward_ratio
 from texts import english, load_texts, train_tokenizer
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel

@@ -23,7 +23,7 @@ from finetuning_run import LINEAR, SOURCES, Row, Run, Setting, as_batch, cosine,
 from runs import collect
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-QUICK = Setting(steps=4, batch_size=2, block_size=16, measured=2, held_out=4, dims=1, sweeps=False)
+QUICK = Setting(steps=4, batch_size=2, block_size=16, measured=2, held_out=4, dims=2, sweeps=False)
 TUNING_SEEDS = (100, 101, 102)
 CLOSE = 0.01  # nats: rates that end nearer to the best one than that are compared on all tuning seeds
 
@@ -31,14 +31,14 @@ CLOSE = 0.01  # nats: rates that end nearer to the best one than that are compar
 NONE, GUIDED, PATTERNS, LORA, LORA_QK = "no training", "growth", "growth of patterns", "LoRA", "LoRA on q, k"
 ALL_LINEAR = "on all linear layers"
 EVERYWHERE = f"LoRA {ALL_LINEAR}"
-RANDOM, BEYOND, TOGETHER = "random growth", "growth beyond the old dims", "half growth, half LoRA"
+RANDOM, BEYOND, TOGETHER = "random growth", "growth beyond the old dims", f"1/3 growth, 2/3 LoRA {ALL_LINEAR}"
 FROZEN = {
     NONE: Row(),
     GUIDED: Row((0.0,)),
     "growth in two steps": Row((0.0, 0.3)),
     RANDOM: Row((0.0,), config={"estimator": "random"}),
     BEYOND: Row((0.0,), config={"old_dims_train": True}),
-    TOGETHER: Row((0.0,), share=0.5, adapter="LoRA"),
+    TOGETHER: Row((0.0,), share=1 / 3, adapter="LoRA", roles=LINEAR),
     LORA: Row(adapter="LoRA"),
     EVERYWHERE: Row(adapter="LoRA", roles=LINEAR),
     f"LoRA-GA {ALL_LINEAR}": Row(adapter="LoRA-GA", roles=LINEAR),
@@ -62,9 +62,10 @@ TABLES = {FROZEN_TABLE: FROZEN, FULL_TABLE: FULL}
 NAMES = {
     "growth": GUIDED,
     "peft": PEFT,
+    "both": TOGETHER,
     "patterns": (PATTERNS, LORA_QK),
     "none": ["no growth"],
-    "shown": [GUIDED, "growth in two steps", RANDOM, LORA, "PiSSA"],
+    "shown": [GUIDED, RANDOM, TOGETHER, LORA, EVERYWHERE],
 }
 RATES = {FROZEN_TABLE: (0.01, 0.02, 0.04), FULL_TABLE: (0.002, 0.004, 0.008)}
 
@@ -212,24 +213,25 @@ def main() -> None:
                 for seed in seeds
                 for text in texts
                 for row in rates[text]
-                if row in led or table == FULL_TABLE or row in (PATTERNS, LORA_QK)
+                if row in led or table == FULL_TABLE or row in (PATTERNS, LORA_QK, BEYOND)
             ]
             runs += collect(measure, jobs, kept)
-    which, costs = ("table", "model", "text", "row", "seed"), ("steps", "seconds", "growth_seconds", "peak_bytes")
-    needed = page.kept(runs, *which, "added", *costs, "at_growth", "loss", "curve")
+    costs = ("steps", "seconds", "growth_seconds", "peak_bytes", "cache", "forward")
+    varied = ("seed", "added", *costs, "at_growth", "loss", "curve")
+    needed = page.kept(runs, "table", "model", "text", "row", *varied)
     drawn = {FROZEN_TABLE, models[0], *NAMES["shown"]}
     for run in needed:
         if not {run["table"], run["model"], run["row"]} <= drawn:
             del run["curve"]
-    figures = {"setting": asdict(setting), "sweeps": sweeps, "runs": needed}
+    figures = {"setting": asdict(setting), "sweeps": sweeps, "runs": page.in_columns(needed, *varied)}
     page.publish("finetuning", figures, seeds, arguments.output, sum(run["seconds"] for run in runs))
 
 
 def leading(lowest: dict[str, float]) -> list[str]:
-    """The rows that see every text: the plain ones, both together, and the best of peft's in the sweep."""
+    """The rows that see every text: the plain ones, both together, what users pick, and the best of peft's."""
     peft = [row for row in lowest if row in PEFT]
     best = min(peft, key=lowest.get) if peft else None
-    return [row for row in lowest if row in (NONE, GUIDED, RANDOM, BEYOND, TOGETHER, LORA, best)]
+    return [row for row in lowest if row in (NONE, GUIDED, RANDOM, TOGETHER, LORA, EVERYWHERE, best)]
 
 
 if __name__ == "__main__":

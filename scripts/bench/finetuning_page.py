@@ -4,7 +4,7 @@ import math
 import statistics
 from functools import partial
 
-from page import Page, Reach, table
+from page import Page, Reach, in_rows, table
 from runs import spread
 
 # Student's t for 95 % of two sides, by degrees of freedom.
@@ -53,7 +53,8 @@ class Results:
 
     def summary(self) -> str:
         """One line for each row."""
-        head = ["row", "weights added", "steps of training", *self.texts, "seconds", "of them growth", "peak MB"]
+        head = ["row", "weights added", "steps of training", *self.texts, "KV cache", "forward", "seconds"]
+        head += ["of them growth", "peak MB"]
         lines = []
         for row in self.rows:
             runs = list(self.of(row).values())
@@ -63,6 +64,8 @@ class Results:
                     spread([run["added"] for run in runs], 0),
                     spread([run["steps"] for run in runs], 0),
                     *(spread([run["loss"] for run in self.of(row, text).values()]) for text in self.texts),
+                    f"{statistics.median(run['cache'] for run in runs):+.0%}",
+                    spread([run["forward"] for run in runs if "forward" in run], 2),
                     spread([run["seconds"] for run in runs], 0),
                     spread([run["growth_seconds"] for run in runs if run["growth_seconds"]], 0),
                     f"{statistics.median(run['peak_bytes'] for run in runs) / 1e6:.0f}",
@@ -177,10 +180,11 @@ def page_of(figures: dict, names: dict) -> Page:
 
     Args:
         figures: `setting`, `sweeps` with the losses by learning rate of each table, model and text, and `runs`.
-        names: `growth`, the row that the aims are about; `peft`, all rows of peft's alone; `patterns`, what may only
-            change patterns; `none`, what full fine-tuning is without growth; `shown`, what the picture shows.
+        names: `growth`, the row that the aims are about; `both`, with LoRA; `peft`, all rows of peft's alone;
+            `patterns`, what may only change patterns; `none`, what full fine-tuning is without growth; `shown`, what
+            the picture shows.
     """
-    setting, sweeps, runs = figures["setting"], figures["sweeps"], figures["runs"]
+    setting, sweeps, runs = figures["setting"], figures["sweeps"], in_rows(figures["runs"])
     groups = {"peft": names["peft"], "none": names["none"]}
     models = list(dict.fromkeys(run["model"] for run in runs))
     frozen = [Results(runs, "frozen base", model, groups) for model in models]
@@ -193,6 +197,12 @@ def page_of(figures: dict, names: dict) -> Page:
         f"{results.model} with a frozen base: the loss of growth by budget ends "
         f"{_said(results.compared(names['growth'], 'peft'), best)}."
         for results in frozen
+    ]
+    claims += [
+        f"{results.model} with a frozen base: a third of the budget in growth and the rest in LoRA ends "
+        f"{_said(results.compared(names['both'], 'peft'), best)}."
+        for results in frozen
+        if names["both"] in results.rows
     ]
     patterns, lora_qk = names["patterns"]
     if {patterns, lora_qk} <= set(first.rows):
@@ -219,10 +229,11 @@ def page_of(figures: dict, names: dict) -> Page:
         'moves the old dims, and in "growth beyond the old dims", which shows what that is worth. '
         "Each row's learning rate is swept on each text, on a seed that is not reported; rates within 0.01 of the best "
         "are compared on two more. "
-        "Growth, random growth, growth beyond the old dims, LoRA, both together and the best of peft's rows in the "
-        "sweep on the first text see all texts, patterns alone and full fine-tuning the first, and rows that stand in "
-        "a sweep's table alone nothing more. Loss: median (range) over the seeds. Differences: mean over the seeds, "
-        "with its 95 % interval.",
+        "Growth, random growth, LoRA of both kinds, both together and the best of peft's rows in the sweep on the "
+        "first text see all texts, patterns alone, growth beyond the old dims and full fine-tuning the first, and rows "
+        "that stand in a sweep's table alone nothing more. Loss: median (range) over the seeds. Differences: mean over "
+        'the seeds, with its 95 % interval. "LoRA" alone is on q, k, v, o. The KV cache is that of a token, against '
+        'the model before; "forward" is the CPU time of a pass, grown against un-grown. LoRA is merged for free.',
         *(f"## {r.model}, {r.which}\n\n{r.summary()}\n\nPerplexity:\n\n{r.perplexities()}" for r in (*frozen, *full)),
         "## Differences, seed by seed",
         f"{first.model}, frozen base, against the best of peft's rows:\n\n{first.against(against)}",

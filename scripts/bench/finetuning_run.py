@@ -16,13 +16,13 @@ from peft import (
     initialize_lora_eva_weights,
     preprocess_loraga,
 )
-from tasks import blocks_of, held_out, texts_of
+from tasks import blocks_of, forward_ratio, held_out, texts_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from hf_growattn import GrowthConfig, freeze_old_dims, patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.models import attentions, cache_bytes
 
 ALL = ("query", "key", "value", "output")
 LINEAR = (*ALL, "everything else that is linear")  # as peft's "all-linear": the output embeddings are left out
@@ -131,7 +131,7 @@ class Run:
         self.setting, self.row, self.full, self.rate, self.seed = setting, row, full, rate, seed
         self.trains = full or bool(row.growths or row.adapter)
         torch.manual_seed(seed)
-        self.model = fresh(model)
+        self.name, self.model = model, fresh(model)
         blocks = data(model, text, self.setting.block_size)
         order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
         aside = min(self.setting.held_out, len(blocks) // 4)
@@ -260,15 +260,19 @@ class Run:
                 assert torch.equal(old.flatten(), self.before[name].flatten()), f"{name} has moved"
         grown = sum(report.added_parameters for report in self.reports)
         adapters = sum(p.numel() for name, p in self.trained.named_parameters() if "lora_" in name)
-        at_growth = {"at_growth": self.curve[0][1]} if self.reports and self.row.growths[0] == 0 else {}
+        more = {"at_growth": self.curve[0][1]} if self.reports and self.row.growths[0] == 0 else {}
+        stock = fresh(self.name)
+        if grown and not adapters:  # an adapter would be merged before it serves
+            more["forward"] = forward_ratio(self.model.eval(), stock.eval(), self.fresh[0] | {"use_cache": False})
         return {
+            "cache": cache_bytes(self.model) / cache_bytes(stock) - 1,
             "added": grown + adapters,
             "tokens": self.curve[-1][0],
             "steps": self.steps,
             "loss": self.curve[-1][1],
             "growth_seconds": sum(sum(report.seconds.values()) for report in self.reports),
             "curve": self.curve,
-            **at_growth,
+            **more,
         }
 
 

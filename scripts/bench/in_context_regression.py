@@ -17,7 +17,7 @@ from pathlib import Path
 
 import memory
 import page
-from in_context_task import CHANGES, GUIDED, LORA, SCRATCH, STAY, Setting, Training, least_squares
+from in_context_task import CHANGES, GUIDED, LORA, RANDOM, SCRATCH, STAY, Setting, Training, least_squares
 from runs import collect, spread
 from torch import nn
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
@@ -155,13 +155,20 @@ def summary(found: list[dict], setting: Setting) -> str:
                 f"{rows[0]['parameters'] - base:,}",
                 f"{2 * setting.steps:,}",
                 *(spread([row[key] for row in rows]) for key in ("at_start", "error")),
+                f"{cache(name, setting):+.0%}",
                 spread([row["seconds"] for row in rows], 0),
                 spread([row["peak_bytes"] / 1e6 for row in rows], 0),
                 f"{rows[0]['first_rate']:g}, {rows[0]['rate']:g}",
             ]
         )
     head = ["row", "added parameters", "steps, measured batches among them", "error as phase two starts"]
-    return page.table([*head, "error at the end", "seconds", "peak MB", "learning rates"], lines)
+    return page.table([*head, "error at the end", "KV cache", "seconds", "peak MB", "learning rates"], lines)
+
+
+def cache(name: str, setting: Setting) -> float:
+    """By how much a row's keys and values are wider than those of narrow heads."""
+    wider = setting.wide - setting.narrow if name in (GUIDED, RANDOM, SCRATCH) else 0
+    return wider / (2 * setting.narrow)
 
 
 def by_examples(found: list[dict], setting: Setting, exact: list[list[float]]) -> str:
@@ -201,7 +208,8 @@ phase two. GPT-2 has queries, keys and values in one matrix, so peft's LoRA on q
 have the parameters that growth adds are {ranks}, alpha = rank.
 
 Errors are of {setting.held_out:,} held-out sequences, medians (range) over the seeds. Peak memory is phase two's, over
-what the process held before it; seconds are of both phases. Before phase two the error is
+what the process held before it; seconds are of both phases. The KV cache is that of a token, beside narrow heads'; here
+it is most of what growth costs at inference, and LoRA is merged for free. Before phase two the error is
 {spread([row["phase_one"] for row in found if row["row"] == STAY])}; a growth takes
 {spread([row["growth_seconds"] for row in found if row["row"] == GUIDED], 1)} s and finds starvation
 {spread(starved, 2)}.

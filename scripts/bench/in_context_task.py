@@ -175,7 +175,8 @@ def lora(training: Training, modules: list[str], frozen: bool) -> dict:
     """Adapters of the rank that has at most the parameters that growth adds; the base trains along unless frozen."""
     setting, d = training.setting, training.setting.d
     added = added_by_growth(setting)
-    sizes = {"attn.c_attn": 4 * d, "attn.c_proj": 2 * d}  # inputs and outputs: GPT-2 has q, k and v in one matrix
+    # Inputs and outputs: GPT-2 has q, k and v in one matrix.
+    sizes = {"attn.c_attn": 4 * d, "attn.c_proj": 2 * d, "mlp.c_fc": 5 * d, "mlp.c_proj": 5 * d}
     rank = added // (setting.layers * sum(sizes[name] for name in modules))
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=modules, fan_in_fan_out=True)
     base = [p for p in training.model.parameters() if p.requires_grad]
@@ -196,6 +197,7 @@ def added_by_growth(setting: Setting) -> int:
 
 
 QKV, QKVO = ["attn.c_attn"], ["attn.c_attn", "attn.c_proj"]
+LINEAR = [*QKVO, "mlp.c_fc", "mlp.c_proj"]
 CHANGES: dict[str, Callable[[Training], dict]] = {
     STAY: stay,
     GUIDED: grow,
@@ -203,6 +205,8 @@ CHANGES: dict[str, Callable[[Training], dict]] = {
     "LoRA q,k,v; base trains along": partial(lora, modules=QKV, frozen=False),
     "LoRA q,k,v,o; base trains along": partial(lora, modules=QKVO, frozen=False),
     "LoRA q,k,v,o; base frozen": partial(lora, modules=QKVO, frozen=True),
+    "LoRA on all linear layers; base trains along": partial(lora, modules=LINEAR, frozen=False),
+    "LoRA on all linear layers; base frozen": partial(lora, modules=LINEAR, frozen=True),
 }
 LORA = [name for name in CHANGES if name.startswith("LoRA")]
 

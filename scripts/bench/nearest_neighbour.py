@@ -24,7 +24,7 @@ SCRATCH, RANDOM = "full rank from scratch", "random growth"
 GUIDED = {"guided growth": RANDOM, "guided growth after a quarter": f"{RANDOM} after a quarter"}
 COMPARED = {SCRATCH, *GUIDED, *GUIDED.values()}  # by the aims: their learning rates lie closer
 COLUMNS = ["row", "heads", "width of q and k", "parameters (added)", "batches", "learning rate, schedule"]
-COLUMNS += ["before the change", "after it", "at the end", "time, s", "peak, MB"]
+COLUMNS += ["before the change", "after it", "at the end", "KV cache", "time, s", "peak, MB"]
 COSTS = ("first_seconds", "seconds", "peak_bytes")
 
 
@@ -156,6 +156,7 @@ class Table:
                     runs.spread([run["before"] for run in of_row if "before" in run]),
                     runs.spread([run["at_change"] for run in of_row if "at_change" in run]),
                     f"**{runs.spread(self.errors(name))}**",
+                    f"{row.heads * (of_row[0]['width'] + d) / (d // self.setting.r * (self.setting.r + d)) - 1:+.0%}",
                     runs.spread(seconds, 0),
                     runs.spread([run["peak_bytes"] / 1e6 for run in of_row], 0),
                 ]
@@ -247,10 +248,12 @@ The picture has two batches of them for most of its points, all of them at the c
 
 AdamW without weight decay; a batch has {setting.sequences} sequences, all fresh. With the batches that a growth
 measures ("+" in the table), every row sees {setting.steps:,} of them. Growth widens queries and keys to d. LoRA gets as
-many parameters as that adds (rank of {lora}). What changes the model comes after half of the steps unless the row says
-otherwise. Every row has a learning rate and schedule of its own, the best of those below on seed {TUNING_SEED}: first
-learning rates with one cosine over all steps, further ones for as long as the best is the largest or the smallest, for
-guided growth, random growth and "{SCRATCH}" also two in between, then the best with a cosine for each phase.
+many parameters as that adds (rank of {lora}); q, k, v, o are all linear layers that there are, since the MLP, one unit
+wide, is zeroed. The KV cache is that of a token, beside heads that stay at r; LoRA is merged for free. What changes the
+model comes after half of the steps unless the row says otherwise. Every row has a learning rate and schedule of its
+own, the best of those below on seed {TUNING_SEED}: first learning rates with one cosine over all steps, further ones
+for as long as the best is the largest or the smallest, for guided growth, random growth and "{SCRATCH}" also two in
+between, then the best with a cosine for each phase.
 
 ## Narrow heads in the numbers of the theory
 

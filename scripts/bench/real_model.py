@@ -19,7 +19,7 @@ import torch
 from compared import ranks_within
 from finetuning_run import ALL, LINEAR, cosine, documents_of, projections
 from peft import LoraConfig, LoraGAConfig, get_peft_model, preprocess_loraga
-from tasks import blocks_of
+from tasks import blocks_of, forward_ratio
 from texts import english, train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -177,20 +177,6 @@ def trained_at(model, rate: float, batches: list[dict]) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-
-
-def forward_ratio(model, other, inputs: dict, turns: int = 5) -> float:
-    """CPU time of a forward pass of one model over that of another, the median of turns."""
-    ratios = []
-    with torch.no_grad():
-        for turn in range(turns + 1):  # the first one warms up
-            times = []
-            for each in (model, other):
-                began = time.process_time()
-                each(**inputs)
-                times.append(time.process_time() - began)
-            ratios += [times[0] / times[1]] if turn else []
-    return statistics.median(ratios)
 
 
 def measure(model: str, task: str, path: str, row: str, seed: int, rates: list[float], setting: dict) -> dict:

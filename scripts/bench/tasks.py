@@ -4,7 +4,9 @@ It gives fresh copies of one model, batches to grow on and batches that the grow
 """
 
 import argparse
+import statistics
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,3 +149,17 @@ def train(model: nn.Module, task: TextTask, steps: int, seed: int, learning_rate
         optimizer.step()
         scheduler.step()
     model.eval()
+
+
+def forward_ratio(model, other, inputs: dict, turns: int = 5) -> float:
+    """CPU time of a forward pass of one model over that of another, the median of turns."""
+    ratios = []
+    with torch.no_grad():
+        for turn in range(turns + 1):  # the first one warms up
+            times = []
+            for each in (model, other):
+                began = time.process_time()
+                each(**inputs)
+                times.append(time.process_time() - began)
+            ratios += [times[0] / times[1]] if turn else []
+    return statistics.median(ratios)
