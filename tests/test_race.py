@@ -129,7 +129,10 @@ def test_who_is_surely_behind_has_one_seed():
 
     contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.3), both=(3.4, 3.1))
     assert seeds_of(contest) == {"lora": 2, "growth": 1, "both": 2} and contest.winner == "both"
-    assert "Growth has one seed alone: it ended 0.2000 nats behind 1/3 growth, 2/3 LoRA." in contest.sentences()
+    assert "Growth has one seed alone: it ended 0.1000 nats behind LoRA on all linear layers." in contest.sentences()
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.15), both=(3.4, 3.1))
+    assert seeds_of(contest) == {"lora": 2, "growth": 1, "both": 2}
+    assert "Growth has one seed alone: it ended 0.0500 nats behind 1/3 growth, 2/3 LoRA." in contest.sentences()
     contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.1), both=(3.4, 3.15))  # behind, but cheaper
     assert seeds_of(contest) == {"lora": 2, "growth": 2, "both": 2}
     contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.3), both=(3.4, 3.25))

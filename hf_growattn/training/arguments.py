@@ -86,7 +86,9 @@ class RaceArguments:
         "steps of each training; learning rates are tried for a quarter of them; unless set, 100, and with --method "
         "auto a fifth of --max_steps if that is less, but 20 at least"
     )
-    seeds: int = _option("how often each method trains, each time with another order of the rows", 2)
+    seeds: int = _option(
+        "how often each method trains, each time with another order of the rows; once if it is clearly behind", 2
+    )
     full: bool = _option("also train all weights, with growth and without", False)
 
 
