@@ -316,6 +316,7 @@ def run_race(
     trains.bar = tqdm(total=total, desc="race", unit="step", disable=None)
     with contextlib.closing(trains.bar), _table_so_far(contest, output, say):
         compete(contest, trains, rates, seeds, halving)
+        trains.bar.update(max(total - trains.bar.n, 0))  # steps of those that are out
     (output / RACE).write_text(json.dumps(contest.figures(), indent=1))
     if (output / contest.winner).exists():  # not where the same race was over before
         shutil.rmtree(output / MODEL, ignore_errors=True)
