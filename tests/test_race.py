@@ -40,6 +40,8 @@ class Given:
     def __call__(self, method, rate, steps, seed):
         self.asked.append((method, rate, steps, seed))
         loss = self.losses[method, steps]
+        if isinstance(loss, dict):
+            loss = loss[rate] - (rate - 1) ** 2
         off = self.wobble * (1 if method == "growth" else -1)
         return (
             None if loss is None else run(method, loss + (rate - 1) ** 2 + seed * self.wobble, rate, steps, seed, off)
@@ -139,6 +141,25 @@ def test_who_is_surely_behind_has_one_seed():
     assert seeds_of(contest) == {"lora": 1, "growth": 1, "both": 1} and contest.winner == "lora"
     contest, _ = raced(halving=False, lora=(3.5, 3.2), growth=(3.4, 3.3), both=(3.4, 3.25))
     assert seeds_of(contest) == {"lora": 2, "growth": 2, "both": 2}
+
+
+def test_rates_that_are_near_each_other_both_go_on():
+    contest, trains = raced(
+        lora=({1.0: 3.5, 1.5: 3.56}, {1.0: 3.2, 1.5: 3.0}), growth=({1.0: 3.5, 1.5: 3.52}, {1.0: 3.1, 1.5: 2.9})
+    )
+    assert [asked[1:] for asked in trains.asked if asked[0] == "lora" and asked[2] == 40] == [
+        (1.0, 40, 0),
+        (1.0, 40, 1),
+    ]
+    assert [asked[1:] for asked in trains.asked if asked[0] == "growth" and asked[2] == 40] == [
+        (1.0, 40, 0),
+        (1.5, 40, 0),
+        (1.5, 40, 1),
+    ]
+    lead = contest.lead("growth", "lora")
+    assert contest.winner == "growth" and contest.rate == 1.5
+    assert lead.mean == pytest.approx(0.3) and lead.early == pytest.approx(-0.02)  # of the rate that counts
+    assert len(contest.of("growth")) == 2  # the other rate's training counts nowhere
 
 
 def test_rates_that_are_too_large_are_not_the_end():

@@ -13,6 +13,7 @@ from .methods import METHODS, readable
 
 _SMALLER = (1 / 3, 1 / 9)  # of the least learning rate: tried where no training got below the start
 _SHORT = 4  # how many times shorter the trainings are that choose a learning rate, and show where a lead is going
+_NEAR = 0.1  # of what the best learning rate gained in the short trainings: who is behind by less goes on, too
 TELLING = 20  # steps at least before growth can win: LoRA starts from nothing, and growth from a search
 LONGER = 5  # how many times longer the training will be that a lead has to last for
 _HOPELESS = 0.5  # of what the other gained: who is behind by more after the short training does not go on
@@ -118,10 +119,19 @@ class Contest:
     def lead(self, method: str, over: str) -> Lead:
         """How much lower a method ends than another one. Both must have ended."""
         mean, error = paired(self.of(method), self.of(over))
-        early, _ = paired(self.of(method, self.short)[:1], self.of(over, self.short)[:1])
         (first,), (other,) = self.of(method)[:1], self.of(over)[:1]
+        early, _ = paired(self._short_of(first), self._short_of(other))
         slope = (paired([first], [other])[0] - early) / math.log(max(self.steps / self.short, 2))
         return Lead(mean, error, early, mean + min(slope, 0.0) * math.log(LONGER))
+
+    def _short_of(self, run: Run) -> list[Run]:
+        return [short for short in self.of(run.method, self.short) if short.rate == run.rate]
+
+    def near(self, method: str) -> list[float]:
+        """The learning rates that gained nearly as much as the best one in the short trainings, the best one first."""
+        tried = self.of(method, self.short)
+        gains = [self.start.loss - run.loss for run in tried]
+        return [run.rate for run, gain in zip(tried, gains) if gain >= (1 - _NEAR) * gains[0] or run is tried[0]]
 
     def hopeless(self, method: str, reference: str) -> bool:
         """Whether a method is so far behind after the short training that it need not go on."""
@@ -263,8 +273,8 @@ def compete(
     """Let methods compete, in the order in which they are given: what has to be beaten comes first.
 
     A method tries its learning rates in short trainings, and smaller ones if none of them gets below the start; the
-    best one goes on to a long training. Who is surely behind then is out; the others train with the other seeds. All
-    start anew, so that every schedule comes to its end.
+    best one goes on to a long training, with any that are near it, and the best of these counts. Who is surely behind
+    then is out; the others train with the other seeds. All start anew, so that every schedule comes to its end.
 
     Args:
         contest: gets the runs; an interrupted contest is worth what it has.
@@ -273,11 +283,6 @@ def compete(
         seeds: how many.
         halving: whether those that are surely behind are out.
     """
-
-    def go_on(method: str, seed: int) -> None:
-        best = contest.of(method, contest.short)[0].rate
-        contest.runs += filter(None, [train(method, best, contest.steps, seed)])
-
     for method, tried in rates.items():
         runs = [train(method, rate, contest.short, 0) for rate in tried]
         for part in _SMALLER:
@@ -293,7 +298,8 @@ def compete(
             behind = -paired(contest.of(method, contest.short)[:1], contest.of(reference, contest.short)[:1])[0]
             contest.out[method] = f"{_capital(method)} is out: {behind:.4f} nats behind after {contest.short} steps."
             continue
-        go_on(method, 0)
+        ended = [run for rate in contest.near(method) if (run := train(method, rate, contest.steps, 0))]
+        contest.runs += sorted(ended, key=lambda run: run.loss)[:1]
     for reference, others in _CONTESTS.items() if seeds > 1 else ():
         going = [reference]
         for method in filter(contest.of, others):
@@ -305,7 +311,7 @@ def compete(
                 contest.out[method] = f"{_capital(method)} has one seed alone: it ended {behind}."
         for method in going if len(going) > 1 else ():
             for seed in range(1, seeds):
-                go_on(method, seed)
+                contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.steps, seed)])
 
 
 def _capital(method: str) -> str:

@@ -109,12 +109,13 @@ class _Trainings:
         return {(run.method, run.rate, run.steps, run.seed): run for run in runs}
 
     def _keep(self, run: Run) -> Run:
+        self.done[run.method, run.rate, run.steps, run.seed] = run
         with (self.output / _RUNS).open("a") as file:
             file.write(json.dumps(vars(run)) + "\n")
         return run
 
     def __call__(self, method: str, rate: float, steps: int, seed: int) -> Run | None:
-        """Train by a method from the start; None if a growth finds nothing to add. Long runs of seed 0 are saved."""
+        """Train by a method from the start; None if it has nothing to train. The best long run of seed 0 is saved."""
         if run := self.done.get((method, rate, steps, seed)):
             self.tick(steps)
             return run
@@ -127,8 +128,12 @@ class _Trainings:
         with trainer.compute_loss_context_manager():
             run = self._measured(model, method, rate, steps, seed, time.perf_counter() - began, cache)
         if seed == 0 and steps == self.steps:
-            save(trainer, self.dense)
-            self._ready = None
+            others = [
+                other for other in self.done.values() if (other.method, other.steps, other.seed) == (method, steps, 0)
+            ]
+            if all(run.loss < other.loss for other in others):
+                save(trainer, self.dense)
+                self._ready = None  # merged
         return self._keep(run)
 
     def _trainer(self, model: nn.Module, folder: Path, rate: float, steps: int, seed: int) -> SFTTrainer:
@@ -145,6 +150,7 @@ class _Trainings:
     def tick(self, steps: int = 1) -> None:
         """Steps are over."""
         if self.bar is not None:
+            self.bar.total = max(self.bar.total, self.bar.n + steps)  # near learning rates both go on
             self.bar.update(steps)
 
     def _started(self, method: str, seed: int) -> tuple[nn.Module, int] | None:
@@ -212,7 +218,8 @@ def race(
             gets every run as soon as it ends, and the winner's model in the end; the same call goes on there.
         eval_dataset: rows to compare on; by default some of the others.
         budget: weights to train, or a share of the model's; rounded to a whole rank of LoRA.
-        steps: of the long trainings. Learning rates are tried for a quarter of that.
+        steps: of the long trainings. Learning rates are tried for a quarter of that, and those near the best one for
+            all of it.
         seeds: long trainings of each method that is not out, with other orders of the rows.
         full: train all weights as well, with and without growth.
         growth_batches: batches to grow on.
@@ -286,7 +293,7 @@ def run_race(
     say: Callable[[str], object] = print,
     halving: bool = True,
 ) -> Contest:
-    """Run a `race` of what `fresh` gives anew each time, patched, and `say` beforehand what it will cost at most.
+    """Run a `race` of what `fresh` gives anew each time, patched, and `say` beforehand what it will cost.
 
     If that is quantized, growth and LoRA race without the mix of both, and what wins is merged into what `dense` gives.
     Without `halving`, who is behind goes on all the same.
@@ -309,7 +316,7 @@ def run_race(
     look = len(trains.held_out) / trains.batch_size / _FORWARD
     cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]) + looks * look)
     say(
-        f"Racing {', '.join(METHODS[name].title for name in methods)}. At most about {total:,} steps of {step:.2g} s "
+        f"Racing {', '.join(METHODS[name].title for name in methods)}. About {total:,} steps of {step:.2g} s "
         f"and {growths} growths, judged {looks} times, {cost / 60:.0f} minutes. Each method trains about "
         f"{trains.budget.weights:,} weights."
     )
