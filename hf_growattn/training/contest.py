@@ -153,7 +153,7 @@ class Contest:
     def challenger(self, reference: str) -> str | None:
         """The best of those that came furthest of the ones that have to beat a method; None if none ended.
 
-        A tie between two that do beat it goes to the smaller KV cache: trained for longer, that one ends lower, too.
+        A tie between two that do beat it goes to the smaller KV cache, as a tie with LoRA goes to none at all.
         """
         furthest = max(len(self.of(name)) for name in _CONTESTS[reference])
         ended = sorted((n for n in _CONTESTS[reference] if len(self.of(n)) == furthest > 0), key=self.loss)
