@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torchrun import leave
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hf_growattn.grow.optimizer
@@ -303,4 +304,4 @@ if __name__ == "__main__":
         dist.barrier()
         if dist.get_rank() == 0:
             print(check.__name__, flush=True)
-    dist.destroy_process_group()
+    leave()

@@ -13,6 +13,7 @@ from accelerate import ParallelismConfig
 from families import lm_batches
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
+from torchrun import leave
 from training import Rows
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -169,4 +170,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     honour_tensor_parallelism_on_cpus()
     main(Path(sys.argv[1]))
-    dist.destroy_process_group()
+    leave()

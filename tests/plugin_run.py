@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from packaging.version import Version
+from torchrun import leave
 from training import honour_fsdp_on_cpus, with_accelerate, with_trainer
 
 RESUMED = 6  # a step between the growths
@@ -59,4 +60,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     honour_fsdp_on_cpus()
     main(Path(sys.argv[1]))
-    dist.destroy_process_group()
+    leave()

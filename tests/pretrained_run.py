@@ -11,6 +11,7 @@ import torch.distributed as dist
 from conftest import real_batches, real_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torchrun import leave
 from transformers.distributed import DistributedConfig
 
 from hf_growattn import Grower, GrowthConfig, patch_model
@@ -82,4 +83,4 @@ if __name__ == "__main__":
             fully_sharded(config)
     if dist.get_rank() == 0:
         print("equal")
-    dist.destroy_process_group()
+    leave()

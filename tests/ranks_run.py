@@ -8,6 +8,7 @@ from families import build, lm_batches
 from test_growth import fingerprint, same
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torchrun import leave
 
 import hf_growattn.grow.optimizer
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model
@@ -185,4 +186,4 @@ if __name__ == "__main__":
         dist.barrier()
         if dist.get_rank() == 0:
             print(check.__name__, flush=True)
-    dist.destroy_process_group()
+    leave()

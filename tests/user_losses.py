@@ -16,6 +16,7 @@ from test_losses import Uneven, preferences
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
+from torchrun import leave
 from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments, set_seed
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
@@ -244,4 +245,4 @@ if __name__ == "__main__":
         print(name, flush=True)
     contrastive_on_ranks(None)
     print("contrastive", flush=True)
-    dist.destroy_process_group()
+    leave()

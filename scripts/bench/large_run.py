@@ -4,6 +4,7 @@ torchrun --nproc_per_node 2 scripts/bench/large_run.py '{"width": 256, ...}'
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -61,5 +62,7 @@ if __name__ == "__main__":
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, measure(**json.loads(sys.argv[1])))
     if dist.get_rank() == 0:
-        print(json.dumps({"of_ranks": everywhere}))
+        print(json.dumps({"of_ranks": everywhere}), flush=True)
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may hold tensors still, which aborts an interpreter on its way out

@@ -71,6 +71,7 @@ class Setting:
 
 
 QUICK = Setting(steps=4, seeds=1, batch_size=4, block_size=16, growth_batches=2, rows=120)
+LARGE = Setting(steps=20, batch_size=4)  # for models of which a step takes seconds
 
 
 def config_of(setting: Setting, output: Path) -> SFTConfig:
@@ -231,6 +232,8 @@ def page_of(figures: dict) -> page.Page:
         ]
         for pair in sorted(pairs, key=long_lead, reverse=True)
     ]
+    large = sorted({pair["pair"].split(" on ")[0] for pair in pairs if pair.get("large")})
+    larger = f"; for {', '.join(large)} `{asdict(LARGE)}`" if large else ""
     columns = ["model and data", "the race says", "lead of growth in the race", "after the long training"]
     columns += ["losses after the long training", "KV cache of growth", "above the best method", ""]
     return page.Page(
@@ -242,13 +245,14 @@ def page_of(figures: dict) -> page.Page:
         ),
         summary=page.table(["data", "pairs", "the race says growth", "it is right"], rows),
         text=(
-            f"Setting: `{figures['setting']}`. The long trainings have {LONG_SEEDS} seeds and the race's own choice of "
-            "learning rates, out of two; both train to the end where they are near. Right: the sign of the difference "
-            f"after the long training, or both under {MARGIN}. All methods train as many weights as LoRA of rank "
-            f"{RANK} on all linear layers. A lead is in nats a token, with its standard error over rows and seeds; "
-            "that of the better of growth and growth with LoRA. In a race, who is surely behind after one seed is "
-            "out; the long trainings have no such end. Not all pairs were run on one day. Time is the processor's, "
-            f"taken in the {len(share)} pairs of which both parts were run anew."
+            f"Setting: `{figures['setting']}`{larger}. The long trainings have {LONG_SEEDS} seeds and the race's own "
+            "choice of learning rates, out of two; both train to the end where they are near. Right: the sign of the "
+            f"difference after the long training, or both under {MARGIN}. All methods train as many weights as LoRA of "
+            f"rank {RANK} on all linear layers. A lead is in nats a token, with its standard error over rows and "
+            "seeds; that of the better of growth and growth with LoRA. In a race, who is surely behind after one seed "
+            "is out; the long trainings have no such end. Not all pairs were run on one day, and what is not in the "
+            f"table was not run. Time is the processor's, taken in the {len(share)} pairs of which both parts were run "
+            "anew."
             "\n\n" + page.table(columns, lines)
         ),
         draw=partial(draw, pairs, groups),
@@ -324,6 +328,7 @@ def main() -> None:
     """Race every pair, train every pair, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", default=[], help="causal LMs, as NAME=path or Hub id")
+    parser.add_argument("--large", nargs="*", default=[], help="the same, models that race for half as many steps")
     parser.add_argument("--text", nargs="*", default=[], help="texts, as for finetuning.py")
     parser.add_argument("--pretrain", help="the text that the given models know; small models are trained on it")
     parser.add_argument("--folder", type=Path, default=Path("scripts/output"), help="keeps models and runs")
@@ -337,21 +342,25 @@ def main() -> None:
     if arguments.pretrain and given:
         tokenizer = AutoTokenizer.from_pretrained(next(iter(given.values())))
         given |= trained_here(tokenizer, arguments.pretrain, arguments.folder)
+    large = dict(name.split("=", 1) for name in arguments.large)
     jobs = [
         {"pair": f"{name} on {Path(text).stem}", "model": path, "text": text}
-        for name, path in given.items()
+        for name, path in (given | large).items()
         for text in arguments.text
     ]
     tasks = [next(iter(BOOKS)), next(iter(NEIGHBOURS))] if arguments.quick else [*BOOKS, *NEIGHBOURS]
     jobs += [{"pair": name, "model": "", "text": ""} for name in tasks]
     kept = arguments.output / "races.jsonl"
-    jobs = [job | {"part": part, "setting": asdict(setting)} for job in jobs for part in (RACE, LONG)]
+    for job in jobs:
+        job["setting"] = asdict(LARGE if job["model"] in large.values() else setting)
+    jobs = [job | {"part": part} for job in jobs for part in (RACE, LONG)]
     done = runs.collect(partial(measure, folder=arguments.folder), jobs, kept, arguments.processes)
     pairs = [
         {"pair": run["pair"], RACE: shortened(told_of(run)), LONG: shortened(told_of(long))}
         | {
             "text": Path(run["text"]).name if run["text"] else "",
             "known": bool(run["text"]) and run["text"] == arguments.pretrain,
+            "large": run["model"] in large.values(),
         }
         for run, long in zip(done[::2], done[1::2])
     ]
