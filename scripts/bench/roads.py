@@ -131,9 +131,11 @@ def table_of(tables: list[Results]) -> str:
         sizes = [f"{statistics.median(run[name] for run in runs):,.0f}" for name in ("trained", "moved")]
         losses = [[run[name] for run in runs if name in run] for name in ("at_growth", "loss")]
         above = "" if row == APPEND else "{:+.3f} ± {:.3f}".format(*lead(results, row, "loss"))
+        cache = f"{statistics.median(run['cache'] for run in runs):+.0%}"
+        forward = spread([run["forward"] for run in runs if "forward" in run], 2)
         seconds = [spread([run[name] for run in runs], 0) for name in ("seconds", "growth_seconds")]
-        lines.append([results.which, row, *sizes, *map(spread, losses), above, *seconds])
-    return page.table([*head, "at the end, above append", "seconds", "of them growth"], lines)
+        lines.append([results.which, row, *sizes, *map(spread, losses), above, cache, forward, *seconds])
+    return page.table([*head, "at the end, above append", "KV cache", "forward", "seconds", "of them growth"], lines)
 
 
 def draw(tables: list[Results], plt):
@@ -166,7 +168,8 @@ def page_of(figures: dict) -> page.Page:
         "then on the gradients of all old entries are masked, and at the end they are compared, to the bit, with what "
         "the growth left. The count of moved weights says how much of a frozen checkpoint that rewrites. AdamW without "
         "weight decay, warm-up, cosine, clipping at 1. Loss: median (range) over the seeds; differences: mean over the "
-        "seeds with its 95 % interval.",
+        'seeds with its 95 % interval. The KV cache is that of a token, against the model before; "forward" is the CPU '
+        "time of a pass, grown against un-grown. LoRA is merged for free.",
         "## Learning rates",
         *(sweep_table(sweep) for sweep in figures["sweeps"]),
     )
@@ -218,7 +221,7 @@ def main() -> None:
         runs += run_all(jobs)
         sweeps += [{"table": table, "model": "GPT-2", "text": text, "losses": losses}] if setting.sweeps else []
     which, costs = ("table", "model", "text", "row", "seed"), ("trained", "moved", "seconds", "growth_seconds")
-    needed = page.kept(runs, *which, *costs, "at_growth", "loss")
+    needed = page.kept(runs, *which, *costs, "at_growth", "loss", "cache", "forward")
     figures = {"setting": asdict(setting), "sweeps": sweeps, "runs": needed}
     page.publish("roads", figures, seeds, arguments.output, sum(run["seconds"] for run in runs))
 
