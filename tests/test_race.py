@@ -49,8 +49,9 @@ class Given:
 
 
 def raced(seeds=2, halving=True, **losses) -> tuple[Contest, Given]:
-    """A contest over 40 steps; of each method what it ends at after 10, and after all."""
-    trains = Given({(method, steps): loss for method, ends in losses.items() for steps, loss in zip((10, 40), ends)})
+    """A contest over 40 steps; of each method what it ends at after 10, after all, and after twice as many."""
+    lengths = (10, 40, 80)
+    trains = Given({(method, steps): loss for method, ends in losses.items() for steps, loss in zip(lengths, ends)})
     contest = Contest(40, run("start", 4.0))
     compete(contest, trains, dict.fromkeys(losses, (1.0, 1.5)), seeds, halving)
     return contest, trains
@@ -72,14 +73,53 @@ def test_a_lead_that_is_sure_and_lasts_wins():
 
 
 @pytest.mark.parametrize(
-    "both, winner",
-    [((3.41, 3.105), "both"), ((3.45, 3.13), "both"), ((3.42, 3.13), "growth"), ((3.42, 3.21), "growth")],
+    "both, winner, longer",
+    [
+        ((3.41, 3.105, 3.0), "both", True),  # level, then below
+        ((3.41, 3.105, 3.055), "both", True),  # level to the end
+        ((3.45, 3.13, 3.055), "both", True),  # the lead of the larger cache falls fast
+        ((3.41, 3.105, 3.09), "growth", True),  # level, then behind
+        ((3.41, 3.095, 3.07), "growth", True),  # the same, though it was below
+        ((3.42, 3.13), "growth", False),
+        ((3.42, 3.21), "growth", False),  # it does not win
+    ],
 )
-def test_a_tie_of_two_that_win_goes_to_the_smaller_cache(both, winner):
-    """Also where the lead of the larger one falls fast; not where it is sure, or the smaller one does not win."""
-    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.1), both=both)
+def test_two_that_win_and_cannot_be_told_apart_train_for_longer(both, winner, longer):
+    """If that does not tell them apart, a tie goes to the smaller cache."""
+    contest, trains = raced(lora=(3.5, 3.2), growth=(3.4, 3.1, 3.05), both=both)
     assert contest.winner == winner
-    assert f"{METHODS[winner].title} ends" in " ".join(str(contest).split())
+    said = " ".join(str(contest).split())
+    assert f"Growth pays: {METHODS[winner].title} ends" in said and ("Trained for 80" in said) == longer
+    assert {asked[0] for asked in trains.asked if asked[2] == 80} == ({"growth", "both"} if longer else set())
+
+
+@pytest.mark.parametrize("after, winner", [((3.1, 3.0), "growth"), ((3.1, 3.095), "lora"), ((3.0, 3.1), "lora")])
+def test_who_may_win_trains_for_longer(after, winner):
+    """A lead that is large enough, but not sure: over twice as many steps it is, or it is not."""
+    contest = Contest(40, run("start", 4.0))
+    ends = {("lora", 10): 3.5, ("lora", 40): 3.2, ("growth", 10): 3.5, ("growth", 40): 3.15}
+    ends |= {("lora", 80): after[0], ("growth", 80): after[1]}
+    trains = Given(ends)
+
+    def wobbling(method, rate, steps, seed):
+        trains.wobble = 0.04 if steps == 40 else 0.001
+        return trains(method, rate, steps, seed)
+
+    compete(contest, wobbling, dict.fromkeys(("lora", "growth"), (1.0, 1.5)), 1)
+    assert contest.lead("growth", "lora").steps == 80 and contest.winner == winner
+    assert contest.lead("growth", "lora").mean == pytest.approx(after[0] - after[1])
+    assert "After 40 steps these could not be told apart. Trained for 80, " in " ".join(str(contest).split())
+
+
+def test_a_winner_by_far_needs_one_seed():
+    """Not where others that win are near it: then a second seed tells more."""
+    contest, trains = raced(lora=(3.5, 3.2), growth=(3.0, 2.5), both=(3.4, 3.1))
+    assert contest.winner == "growth" and not [asked for asked in trains.asked if asked[3] == 1]
+    assert [len(contest.of(name)) for name in ("lora", "growth", "both")] == [1, 1, 1]
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.0, 2.85), both=(3.4, 3.1))  # under a tenth of the loss at the start
+    assert contest.winner == "growth" and len(contest.of("growth")) == 2
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.0, 2.5, 2.4), both=(3.0, 2.505, 2.45))
+    assert contest.winner == "growth" and len(contest.of("growth")) == len(contest.of("both")) == 2
 
 
 def test_a_few_steps_tell_nothing_of_growth():
@@ -277,6 +317,26 @@ def test_interrupted(given, tmp_path, monkeypatch):
     done = call("race", given / "model", given / "text.txt", "-o", tmp_path / "out", "--steps", 4, *OPTIONS)
     assert done.exit_code == 130 and "LoRA on all linear layers" in done.stderr and "goes on in" in done.stderr
     assert len((tmp_path / "out" / "race.jsonl").read_text().splitlines()) == 5  # setting, start, 2 rates, a seed
+
+
+def test_who_trains_for_longer_is_kept(given, tmp_path, monkeypatch):
+    """The winner's model is that of its best training, and the same command has nothing left to do."""
+    from hf_growattn.training import race
+
+    saved, save = [], race.save
+    monkeypatch.setattr(race, "save", lambda trainer, *rest: (saved.append(trainer.args), save(trainer, *rest)))
+    monkeypatch.setattr(Contest, "open", lambda self, reference: ["lora", "growth"] if reference == "lora" else [])
+    line = ("race", given / "model", given / "text.txt", "-o", tmp_path / "out", "--steps", 8, "--seeds", 1, *OPTIONS)
+    done = call(*line)
+    assert done.exit_code == 3 and "Trained for 16" in " ".join(done.stdout.split()), done.output
+    runs = json.loads((tmp_path / "out" / "race.json").read_text())["runs"]
+    assert {run["method"] for run in runs if run["steps"] == 16} == {"lora", "growth"}
+    longest = min((run for run in runs if run["method"] == "lora"), key=lambda run: run["loss"])
+    assert (
+        longest["steps"] == 16 and [args.max_steps for args in saved if Path(args.output_dir).name == "lora"][-1] == 16
+    )
+    kept = (tmp_path / "out" / "race.jsonl").read_text()
+    assert call(*line).stdout == done.stdout and (tmp_path / "out" / "race.jsonl").read_text() == kept
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own setting

@@ -17,7 +17,8 @@ _NEAR = 0.1  # of what the best learning rate gained in the short trainings: who
 TELLING = 20  # steps at least before growth can win: LoRA starts from nothing, and growth from a search
 LONGER = 5  # how many times longer the training will be that a lead has to last for
 _HOPELESS = 0.5  # of what the other gained: who is behind by more after the short training does not go on
-_FAR = 0.1  # of the loss before training: nobody is dropped for less
+_FAR = 0.1  # of the loss before training: nobody is dropped for less, and nobody wins with one seed by less
+_OVERTIME = 2  # how many times longer those train that the long trainings cannot tell apart
 _CONTESTS = {"lora": ("growth", "both"), "full": ("full+growth",)}  # what has to be beaten, and by whom
 
 
@@ -56,22 +57,22 @@ class Lead:
 
     Attributes:
         mean, error: of the lead at the end, and its standard error over rows and seeds.
-        early: the lead after the short training, from one seed.
+        early: the lead after the shorter training, from one seed.
         later: what is to be expected of a longer training; a lead that grew counts no more than it was.
+        steps, shorter: of the trainings that were compared, and of the shorter ones.
     """
 
     mean: float
     error: float
     early: float
     later: float
+    steps: int
+    shorter: int
 
     @property
     def sure(self) -> bool:
         """Whether it is a lead that is there, and will last."""
         return self.mean > SURE * self.error and min(self.mean, self.later) > MARGIN
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.4f} ± {self.error:.4f}"
 
 
 def paired(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float]:
@@ -107,25 +108,34 @@ class Contest:
         """Steps of the short trainings."""
         return max(self.steps // _SHORT, 1)
 
-    def of(self, method: str, steps: int | None = None) -> list[Run]:
-        """The trainings of a method, the best first for short ones, by seed for long ones."""
-        found = [run for run in self.runs if run.method == method and run.steps == (steps or self.steps)]
-        return sorted(found, key=lambda run: run.loss if steps else run.seed)
+    @property
+    def overtime(self) -> int:
+        """Steps of the trainings of those that the long ones cannot tell apart."""
+        return _OVERTIME * self.steps
 
-    def loss(self, method: str) -> float:
+    def of(self, method: str, steps: int | None = None) -> list[Run]:
+        """The trainings of a method, by seed, the best first; the long ones unless other steps are told."""
+        found = [run for run in self.runs if run.method == method and run.steps == (steps or self.steps)]
+        return sorted(found, key=lambda run: (run.seed, run.loss))
+
+    def loss(self, method: str, steps: int | None = None) -> float:
         """The mean over seeds."""
-        return fmean(run.loss for run in self.of(method))
+        return fmean(run.loss for run in self.of(method, steps))
 
     def lead(self, method: str, over: str) -> Lead:
-        """How much lower a method ends than another one. Both must have ended."""
-        mean, error = paired(self.of(method), self.of(over))
-        (first,), (other,) = self.of(method)[:1], self.of(over)[:1]
-        early, _ = paired(self._short_of(first), self._short_of(other))
-        slope = (paired([first], [other])[0] - early) / math.log(max(self.steps / self.short, 2))
-        return Lead(mean, error, early, mean + min(slope, 0.0) * math.log(LONGER))
+        """How much lower a method ends than another one, in the longest trainings of both. Both must have ended."""
+        longest = all(self.of(name, self.overtime) for name in (method, over))
+        steps, shorter = (self.overtime, self.steps) if longest else (self.steps, self.short)
+        own, others = self.of(method, steps), self.of(over, steps)
+        mean, error = paired(own, others)
+        early, _ = paired(self._alike(own[0], shorter), self._alike(others[0], shorter))
+        slope = (paired(own[:1], others[:1])[0] - early) / math.log(max(steps / shorter, 2))
+        later = mean + min(slope, 0.0) * math.log(LONGER * self.steps / steps)
+        return Lead(mean, error, early, later, steps, shorter)
 
-    def _short_of(self, run: Run) -> list[Run]:
-        return [short for short in self.of(run.method, self.short) if short.rate == run.rate]
+    def _alike(self, run: Run, steps: int) -> list[Run]:
+        """Trainings that differ in how long they took."""
+        return [r for r in self.of(run.method, steps) if (r.rate, r.seed) == (run.rate, run.seed)]
 
     def near(self, method: str) -> list[float]:
         """The learning rates that gained nearly as much as the best one in the short trainings, the best one first."""
@@ -150,18 +160,52 @@ class Contest:
                 return name
         return None
 
+    def _reached(self, method: str) -> tuple[int, int]:
+        """How far a method came: its trainings in overtime, and its long ones."""
+        return len(self.of(method, self.overtime)), len(self.of(method))
+
     def challenger(self, reference: str) -> str | None:
         """The best of those that came furthest of the ones that have to beat a method; None if none ended.
 
         A tie between two that do beat it goes to the smaller KV cache, as a tie with LoRA goes to none at all.
         """
-        furthest = max(len(self.of(name)) for name in _CONTESTS[reference])
-        ended = sorted((n for n in _CONTESTS[reference] if len(self.of(n)) == furthest > 0), key=self.loss)
+        furthest = max(map(self._reached, _CONTESTS[reference]))
+        steps = self.overtime if furthest[0] else self.steps
+        ended = [name for name in _CONTESTS[reference] if self._reached(name) == furthest and any(furthest)]
+        ended.sort(key=lambda name: self.loss(name, steps))
         for name in ended[1:]:
             smaller = self.of(name)[0].cache < self.of(ended[0])[0].cache
             if smaller and self.lead(name, reference).sure and not self.lead(ended[0], name).sure:
                 return name
         return ended[0] if ended else None
+
+    def _rivals(self, challenger: str, reference: str) -> list[str]:
+        """The others that came as far as the challenger."""
+        others = [name for name in _CONTESTS[reference] if name != challenger]
+        return [name for name in others if self._reached(name) == self._reached(challenger)]
+
+    def clear(self, reference: str) -> bool:
+        """Whether one seed is enough, as somebody wins by far."""
+        challenger = self.challenger(reference)
+        if challenger is None:
+            return False
+        lead, rivals = self.lead(challenger, reference), self._rivals(challenger, reference)
+        far = lead.mean > max(2 * SURE * lead.error, _FAR * self.start.loss)
+        return lead.sure and far and all(settled(*paired(self.of(challenger), self.of(n))) > 0 for n in rivals)
+
+    def open(self, reference: str) -> list[str]:
+        """Whose order the long trainings leave open, though much depends on it: two that win, or who may win."""
+        challenger = self.challenger(reference)
+        if challenger is None or self.steps < TELLING:
+            return []
+        lead = self.lead(challenger, reference)
+        if not lead.sure:
+            may_win = lead.mean > MARGIN and not settled(lead.mean, lead.error)
+            return [reference, challenger] if may_win else []
+        winning = [name for name in self._rivals(challenger, reference) if self.lead(name, reference).sure]
+        both_ways = {name: (self.lead(name, challenger), self.lead(challenger, name)) for name in winning}
+        level = [name for name, leads in both_ways.items() if not any(lead.sure for lead in leads)]
+        return [challenger, *level] if level else []
 
     def winner_over(self, reference: str) -> str:
         """Who wins against a method; a tie, or what is too short to tell, goes to the method."""
@@ -193,14 +237,27 @@ class Contest:
         for reference in filter(self.of, _CONTESTS):
             said.append(self._sentence(reference))
             said += [self.out[name] for name in _CONTESTS[reference] if name in self.out]
+            said += self._of_overtime(reference)
         return said
+
+    def _of_overtime(self, reference: str) -> list[str]:
+        """What the longer trainings of two that the long ones could not tell apart gave, if there were any."""
+        ended = [name for name in (reference, *_CONTESTS[reference]) if self.of(name, self.overtime)]
+        if len(ended) < 2:
+            return []
+        first, *others = sorted(ended, key=lambda name: self.loss(name, self.overtime))
+        gaps = [f"{_gap(self.lead(first, name))} below {METHODS[name].title}" for name in others]
+        return [
+            f"After {self.steps} steps these could not be told apart. Trained for {self.overtime}, "
+            f"{METHODS[first].title} ends {' and '.join(gaps)}."
+        ]
 
     def _sentence(self, reference: str) -> str:
         challenger, title = self.challenger(reference), METHODS[reference].title
         if challenger is None:
             return f"Train by {title}: no growth came to the end."
         lead, name = self.lead(challenger, reference), METHODS[challenger].title
-        gap = f"{abs(lead.mean):.4f} ± {lead.error:.4f} nats a token"
+        gap = _gap(lead)
         wider = self.of(challenger)[0].cache / self.start.cache - 1
         if settled(lead.mean, lead.error) > 0 and self.steps < TELLING:
             return (
@@ -214,8 +271,8 @@ class Contest:
         if settled(lead.mean, lead.error) > 0:
             return (
                 f"Growth does not pay for long: {name} ends {gap} below {title}, but led by {lead.early:.4f} after "
-                f"{self.short} steps. Trained {LONGER} times as long, {title} is expected to end as low, and it costs "
-                "nothing at inference."
+                f"{lead.shorter} steps. Trained for {LONGER * self.steps}, {title} is expected to end as low, and it "
+                "costs nothing at inference."
             )
         side = "below" if lead.mean > 0 else "above"
         return f"A tie: {name} ends {gap} {side} {title}. A tie goes to {title}, which costs nothing at inference."
@@ -226,7 +283,7 @@ class Contest:
         ended = [name for name in METHODS if self.of(name)]
         for name in sorted(ended, key=self.loss):
             first, lora = self.of(name)[0], name == "lora" or not self.of("lora")
-            beside = "" if lora else str(self.lead(name, "lora"))
+            beside = "" if lora else "{:+.4f} ± {:.4f}".format(*paired(self.of(name), self.of("lora")))
             figures = beside, f"{first.weights:,}", f"{first.cache:,}"
             rows.append([METHODS[name].title, f"{self.loss(name):.4f}", *figures])
         columns = ["trained by", "held-out loss", "lead over LoRA", "weights trained", "KV cache, bytes a token"]
@@ -274,14 +331,15 @@ def compete(
 
     A method tries its learning rates in short trainings, and smaller ones if none of them gets below the start; the
     best one goes on to a long training, with any that are near it, and the best of these counts. Who is surely behind
-    then is out; the others train with the other seeds. All start anew, so that every schedule comes to its end.
+    then is out; the others train with the other seeds, unless one seed shows a winner by far. Two whose order is still
+    open, and matters, train for longer. All start anew, so that every schedule comes to its end.
 
     Args:
         contest: gets the runs; an interrupted contest is worth what it has.
         train: runs a method with a learning rate, for so many steps, with a seed; None if it has nothing to train.
         rates: the methods by name, and the learning rates that each of them tries.
         seeds: how many.
-        halving: whether those that are surely behind are out.
+        halving: whether those that are surely behind are out, and those that cannot be told apart go on.
     """
     for method, tried in rates.items():
         runs = [train(method, rate, contest.short, 0) for rate in tried]
@@ -301,6 +359,8 @@ def compete(
         ended = [run for rate in contest.near(method) if (run := train(method, rate, contest.steps, 0))]
         contest.runs += sorted(ended, key=lambda run: run.loss)[:1]
     for reference, others in _CONTESTS.items() if seeds > 1 else ():
+        if halving and contest.clear(reference):
+            continue
         going = [reference]
         for method in filter(contest.of, others):
             ahead = contest.beaten(method, reference) if halving else None
@@ -312,6 +372,13 @@ def compete(
         for method in going if len(going) > 1 else ():
             for seed in range(1, seeds):
                 contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.steps, seed)])
+    for reference in filter(contest.of, _CONTESTS) if halving else ():
+        for method in contest.open(reference):
+            contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.overtime, 0)])
+
+
+def _gap(lead: Lead) -> str:
+    return f"{abs(lead.mean):.4f} ± {lead.error:.4f} nats a token"
 
 
 def _capital(method: str) -> str:

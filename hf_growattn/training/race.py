@@ -127,10 +127,8 @@ class _Trainings:
         _run(trainer, self.tick)
         with trainer.compute_loss_context_manager():
             run = self._measured(model, method, rate, steps, seed, time.perf_counter() - began, cache)
-        if seed == 0 and steps == self.steps:
-            others = [
-                other for other in self.done.values() if (other.method, other.steps, other.seed) == (method, steps, 0)
-            ]
+        if seed == 0 and steps >= self.steps:
+            others = [r for r in self.done.values() if (r.method, r.seed) == (method, 0) and r.steps >= self.steps]
             if all(run.loss < other.loss for other in others):
                 save(trainer, self.dense)
                 self._ready = None  # merged
@@ -208,7 +206,8 @@ def race(
     """Find out what is worth training: LoRA on all linear layers, growth, or some of both.
 
     Each trains for a short while, as many weights as the others, on the same rows in the same order; a growth looks at
-    the first of these. Who is surely behind after one seed is out. The model itself stays as it is.
+    the first of these. Who is surely behind after one seed is out, and who wins by far needs no other. Two whose order
+    is open then, and matters, train for twice as long. The model itself stays as it is.
 
     Args:
         model: a causal LM, stock or patched, not quantized.
@@ -317,8 +316,8 @@ def run_race(
     cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]) + looks * look)
     say(
         f"Racing {', '.join(METHODS[name].title for name in methods)}. About {total:,} steps of {step:.2g} s "
-        f"and {growths} growths, judged {looks} times, {cost / 60:.0f} minutes. Each method trains about "
-        f"{trains.budget.weights:,} weights."
+        f"and {growths} growths, judged {looks} times, {cost / 60:.0f} minutes; more if two cannot be told apart. "
+        f"Each method trains about {trains.budget.weights:,} weights."
     )
     trains.bar = tqdm(total=total, desc="race", unit="step", disable=None)
     with contextlib.closing(trains.bar), _table_so_far(contest, output, say):

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -229,9 +230,9 @@ def claim(runs: list[dict]) -> str:
     )
 
 
-def summary(runs: list[dict]) -> str:
+def summary(runs: list[dict], widths: Sequence[int]) -> str:
     """The table that people read first."""
-    least = min(run["parameters"] for run in runs)
+    least, cache = min(run["parameters"] for run in runs), widths[-1] / widths[0] - 1
     lines = []
     for row in ROWS:
         values = partial(of_row, runs, row)
@@ -247,10 +248,11 @@ def summary(runs: list[dict]) -> str:
                 spread(values("seconds"), 0),
                 spread([peak / 1e6 for peak in values("peak_bytes")], 0),
                 f"{values('rate')[0]:g}",
+                f"{0 if row == NARROW else cache:+.0%}",
             ]
         )
     head = ["row", "held-out loss", "added parameters", "TFLOPs", "of them growths, %", "steps", "tokens", "seconds"]
-    return page.table([*head, "peak MB", "learning rate"], lines)
+    return page.table([*head, "peak MB", "learning rate", "KV cache"], lines)
 
 
 def text(setting: Setting, name: str, tokens: int, swept: list[dict], runs: list[dict]) -> str:
@@ -307,7 +309,7 @@ def page_of(figures: dict) -> page.Page:
     return page.Page(
         title="Growing a model up",
         claim=claim(runs),
-        summary=summary(runs),
+        summary=summary(runs, figures["setting"]["widths"]),
         text=text(Setting(**figures["setting"]), figures["text"], figures["tokens"], figures["sweep"], runs),
         draw=partial(draw, runs),
     )
