@@ -15,7 +15,8 @@ LONG = bool(os.environ.get("GROWATTN_LONG"))  # the fault suite and the fuzzers 
 DATA = Path(os.environ.get("GROWATTN_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 # The files that take longest, begun first: with two workers, a long one that begins last would leave the other idle.
-LONGEST = ("attention", "benchmarks", "training", "contract", "finetune", "hub", "project", "export", "plan", "tour")
+LONGEST = ("attention", "sharded", "benchmarks", "training", "contract", "race", "finetune", "hub", "project", "export")
+LONGEST += ("plan", "probe", "tour")
 
 sys.path += [str(ROOT / "scripts" / "bench"), str(ROOT / "scripts")]  # for directions that are there to compare
 torch.set_num_threads(1)  # models this small are slower on more

@@ -299,8 +299,9 @@ def test_a_race_goes_on_where_it_was(told, given, monkeypatch):
     assert again.exit_code == done.exit_code and again.stdout == done.stdout
     kept = (folder / "race.jsonl").read_text().splitlines()
     assert kept[:4] == lines[:4] and len(kept) == len(lines)
-    other = call("race", given / "model", given / "text.txt", "-o", folder, "--steps", 12, *OPTIONS, "--budget", "5%")
-    assert other.exit_code == 1 and "holds another race" in other.stderr
+    for options in (("--steps", 12, *OPTIONS, "--budget", "5%"), ("--steps", 24, *OPTIONS)):
+        other = call("race", given / "model", given / "text.txt", "-o", folder, *options)
+        assert other.exit_code == 1 and "holds another race" in other.stderr
 
 
 def test_interrupted(given, tmp_path, monkeypatch):

@@ -96,6 +96,7 @@ class _Trainings:
             "parameters": model.num_parameters(),
             "budget": vars(self.budget),
             "growth_batches": self.growth_batches,
+            "steps": self.steps,
             "held_out": [len(self.held_out), sum(map(sum, self.held_out["input_ids"]))],
             "batch": self.batch_size,
         }

@@ -160,6 +160,7 @@ def summary(contest: Contest) -> dict:
         "winner": contest.winner,
         "challenger": challenger,
         "lead": {"mean": lead.mean, "error": lead.error} if lead else None,
+        "overtime": any(contest.of(name, contest.overtime) for name in METHODS),
         "losses": {"start": contest.start.loss, **ended},
         "cache": {name: contest.of(name)[0].cache / contest.start.cache - 1 for name in ended},
         "rates": {name: contest.of(name)[0].rate for name in ended},
@@ -168,7 +169,7 @@ def summary(contest: Contest) -> dict:
 
 def told_of(run: dict) -> dict:
     """What `summary` told of a run, and its time."""
-    names = ("winner", "challenger", "lead", "losses", "cache", "rates", "processor")
+    names = ("winner", "challenger", "lead", "overtime", "losses", "cache", "rates", "processor")
     return {name: run[name] for name in names if name in run}
 
 
@@ -210,7 +211,9 @@ def page_of(figures: dict) -> page.Page:
         "phone books": [p for p in pairs if p["pair"] in BOOKS],
         "nearest neighbours": [p for p in pairs if p["pair"] in NEIGHBOURS],
     }
-    share = [p[RACE]["processor"] / p[LONG]["processor"] for p in pairs if "processor" in p[LONG]]
+    timed = [(p[RACE]["processor"], p[LONG]["processor"]) for p in pairs if "processor" in p[LONG]]
+    share, total = [race / long for race, long in timed], sum(r for r, _ in timed) / sum(l for _, l in timed)
+    longer = sum(p[RACE].get("overtime", False) for p in pairs)
     wrong = [max(-long_lead(pair), 0.0) for pair in pairs if pair["race"]["winner"] != "lora"]
     hits, lost, near = sum(map(right, pairs)), max(map(regret, pairs)), sum(regret(p) <= MARGIN for p in pairs)
     grown = sum(pair["race"]["winner"] != "lora" for pair in pairs)
@@ -250,9 +253,10 @@ def page_of(figures: dict) -> page.Page:
             f"difference after the long training, or both under {MARGIN}. All methods train as many weights as LoRA of "
             f"rank {RANK} on all linear layers. A lead is in nats a token, with its standard error over rows and "
             "seeds; that of the better of growth and growth with LoRA. In a race, who is surely behind after one seed "
-            "is out; the long trainings have no such end. Not all pairs were run on one day, and what is not in the "
-            f"table was not run. Time is the processor's, taken in the {len(share)} pairs of which both parts were run "
-            "anew."
+            "is out, who wins by far has one seed, and two whose order is open, and matters, train for twice the steps "
+            f"({longer} pairs); the long trainings have none of this. Races and long trainings were not all run on one "
+            "day, but on machines of one kind; what is not in the table was not run. Time is the processor's, taken in "
+            f"{len(share)} pairs; all their races together took {total:.2f} of what their long trainings took."
             "\n\n" + page.table(columns, lines)
         ),
         draw=partial(draw, pairs, groups),
@@ -310,11 +314,12 @@ def llama(width: int, tokenizer) -> LlamaForCausalLM:
 
 def trained_here(tokenizer, text: str, folder: Path) -> dict[str, str]:
     """Small models, trained on a text by the first who asks; where they are, by name."""
-    from finetuning import pretrained
+    from finetuning import gpt2, pretrained
     from finetuning_run import SOURCES
     from finetuning_run import Setting as Sizes
 
     builds = {f"Llama, heads {width} wide": partial(llama, width, tokenizer) for width in WIDTHS}
+    builds["GPT-2, heads 8 wide"] = partial(gpt2, tokenizer)
     places = {}
     for name, build in builds.items():
         SOURCES.update({"pretraining": text, f"{name}'s tokenizer": tokenizer})
