@@ -1,7 +1,8 @@
-"""The command lines of the README, as they stand there, on tiny models, and its table of families."""
+"""The command lines of the README, as they stand there, on tiny models, its table of families, and its counts."""
 
 import re
 import shlex
+from collections import Counter
 
 import datasets
 from conftest import ROOT
@@ -70,3 +71,15 @@ def test_the_table_of_families_is_true():
         assert ("wider residual stream" in written) == (form.inner is not None), name
         assert ("nothing" in written) == (form.refusal(CONFIG_MAPPING[name]()) is not None), name
         assert {types[word] for word in types if word in written} - {name} == {*form.targets} - {name}, name
+
+
+def test_the_readme_counts_what_its_pages_do():
+    """Missed aims among them: the figures of a page change, and nobody may forget the line about it."""
+    bench, readme = ROOT / "scripts" / "bench", " ".join((ROOT / "README.md").read_text().split())
+    aims = Counter(re.findall(r"\| (reached|missed|undecided) \|$", (bench / "README.md").read_text(), re.MULTILINE))
+    told = re.search(r"Of (\d+) aims, (\d+) are missed and (\d+) undecided", readme).groups()
+    assert [*map(int, told)] == [aims.total(), aims["missed"], aims["undecided"]]
+    pairs, right = re.search(
+        r"Over (\d+) pairs .* is right (\d+) times", (bench / "results" / "races.md").read_text()
+    ).groups()
+    assert f"over {pairs} pairs of a model and data, a race of 40 steps was right {right} times" in readme
