@@ -125,6 +125,8 @@ def trained_at(model, rate: float, batches: list[dict], seed: int) -> None:
     """Train by AdamW, a batch a step."""
     torch.manual_seed(seed)  # of dropout
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not weights:
+        return  # a growth that finds nothing leaves nothing to train
     optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(len(batches), step))
     model.train()

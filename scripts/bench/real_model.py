@@ -168,6 +168,8 @@ def prepared(model, row: str, batches: list[dict], setting: Setting, seed: int):
 def trained_at(model, rate: float, batches: list[dict]) -> None:
     """Train by AdamW, a batch a step."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not weights:
+        return  # a growth that finds nothing leaves nothing to train
     optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(len(batches), step))
     model.train()
