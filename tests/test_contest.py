@@ -1,0 +1,223 @@
+"""What a contest says of trainings, and which it asks for; nothing is trained here."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_growattn.training.contest import Contest, Run, compete, paired, steps_of
+from hf_growattn.training.methods import METHODS
+
+COUNTS = [4, 8, 4, 6]
+
+
+def run(method: str, loss: float, rate=1.0, steps=0, seed=0, wobble=0.0) -> Run:
+    """A training whose held-out rows end at a loss, each a little off it."""
+    offs = (1, -0.5, 1.5, -1)  # together nothing, by COUNTS
+    nats = [count * loss + wobble * count * off for count, off in zip(COUNTS, offs)]
+    return Run(method, rate, steps, seed, nats, COUNTS, 100, 96 if "growth" in method else 64, 1.0)
+
+
+class Given:
+    """Trains nothing: ends where it is told to, and notes what it was asked."""
+
+    def __init__(self, losses: dict, wobble=0.001):
+        self.losses, self.wobble, self.asked = losses, wobble, []
+
+    def __call__(self, method, rate, steps, seed):
+        self.asked.append((method, rate, steps, seed))
+        loss = self.losses[method, steps]
+        if isinstance(loss, dict):
+            loss = loss[rate] - (rate - 1) ** 2
+        off = self.wobble * (1 if method == "growth" else -1)
+        return (
+            None if loss is None else run(method, loss + (rate - 1) ** 2 + seed * self.wobble, rate, steps, seed, off)
+        )
+
+
+def raced(seeds=2, halving=True, **losses) -> tuple[Contest, Given]:
+    """A contest over 40 steps; of each method what it ends at after 10, after all, and after twice as many."""
+    lengths = (10, 40, 80)
+    trains = Given({(method, steps): loss for method, ends in losses.items() for steps, loss in zip(lengths, ends)})
+    contest = Contest(40, run("start", 4.0))
+    compete(contest, trains, dict.fromkeys(losses, (1.0, 1.5)), seeds, halving)
+    return contest, trains
+
+
+def test_a_lead_that_is_sure_and_lasts_wins():
+    contest, trains = raced(lora=(3.5, 3.2), growth=(3.4, 3.1))
+    assert contest.winner == "growth" and contest.choice == {"method": "growth", "learning_rate": 1.0}
+    assert contest.lead("growth", "lora").mean == pytest.approx(0.1)
+    assert "Growth pays: growth ends 0.1000" in str(contest) and "KV cache 50% larger" in str(contest)
+    # Two rates for a quarter of the steps, then the better one on every seed.
+    assert [asked[1:] for asked in trains.asked if asked[0] == "lora"] == [
+        (1.0, 10, 0),
+        (1.5, 10, 0),
+        (1.0, 40, 0),
+        (1.0, 40, 1),
+    ]
+    assert sum(asked[2] for asked in trains.asked) == steps_of(("lora", "growth"), 40, 2)
+
+
+@pytest.mark.parametrize(
+    "both, winner, longer",
+    [
+        ((3.41, 3.105, 3.0), "both", True),  # level, then below
+        ((3.41, 3.105, 3.055), "both", True),  # level to the end
+        ((3.45, 3.13, 3.055), "both", True),  # the lead of the larger cache falls fast
+        ((3.41, 3.105, 3.09), "growth", True),  # level, then behind
+        ((3.41, 3.095, 3.07), "growth", True),  # the same, though it was below
+        ((3.42, 3.13), "growth", False),
+        ((3.42, 3.21), "growth", False),  # it does not win
+    ],
+)
+def test_two_that_win_and_cannot_be_told_apart_train_for_longer(both, winner, longer):
+    """If that does not tell them apart, a tie goes to the smaller cache."""
+    contest, trains = raced(lora=(3.5, 3.2), growth=(3.4, 3.1, 3.05), both=both)
+    assert contest.winner == winner
+    said = " ".join(str(contest).split())
+    assert f"Growth pays: {METHODS[winner].title} ends" in said and ("Trained for 80" in said) == longer
+    assert {asked[0] for asked in trains.asked if asked[2] == 80} == ({"growth", "both"} if longer else set())
+
+
+@pytest.mark.parametrize("after, winner", [((3.1, 3.0), "growth"), ((3.1, 3.095), "lora"), ((3.0, 3.1), "lora")])
+def test_who_may_win_trains_for_longer(after, winner):
+    """A lead that is large enough, but not sure: over twice as many steps it is, or it is not."""
+    contest = Contest(40, run("start", 4.0))
+    ends = {("lora", 10): 3.5, ("lora", 40): 3.2, ("growth", 10): 3.5, ("growth", 40): 3.15}
+    ends |= {("lora", 80): after[0], ("growth", 80): after[1]}
+    trains = Given(ends)
+
+    def wobbling(method, rate, steps, seed):
+        trains.wobble = 0.04 if steps == 40 else 0.001
+        return trains(method, rate, steps, seed)
+
+    compete(contest, wobbling, dict.fromkeys(("lora", "growth"), (1.0, 1.5)), 1)
+    assert contest.lead("growth", "lora").steps == 80 and contest.winner == winner
+    assert contest.lead("growth", "lora").mean == pytest.approx(after[0] - after[1])
+    assert "After 40 steps these could not be told apart. Trained for 80, " in " ".join(str(contest).split())
+
+
+def test_a_winner_by_far_needs_one_seed():
+    """Not where others that win are near it: then a second seed tells more."""
+    contest, trains = raced(lora=(3.5, 3.2), growth=(3.0, 2.5), both=(3.4, 3.1))
+    assert contest.winner == "growth" and not [asked for asked in trains.asked if asked[3] == 1]
+    assert [len(contest.of(name)) for name in ("lora", "growth", "both")] == [1, 1, 1]
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.0, 2.85), both=(3.4, 3.1))  # under a tenth of the loss at the start
+    assert contest.winner == "growth" and len(contest.of("growth")) == 2
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.0, 2.5, 2.4), both=(3.0, 2.505, 2.45))
+    assert contest.winner == "growth" and len(contest.of("growth")) == len(contest.of("both")) == 2
+
+
+def test_a_few_steps_tell_nothing_of_growth():
+    """However large the lead: after 4 steps LoRA has hardly begun."""
+    for steps, winner in ((4, "lora"), (19, "lora"), (20, "growth")):
+        contest = Contest(steps, run("start", 4.0))
+        ends = {("lora", steps // 4): 3.9, ("lora", steps): 3.5, ("growth", steps // 4): 3.0, ("growth", steps): 2.5}
+        compete(contest, Given(ends), dict.fromkeys(("lora", "growth"), (1.0,)), 2)
+        assert contest.winner == winner and ("Too short to tell: growth ends 1.0000" in str(contest)) == (steps < 20)
+
+
+@pytest.mark.parametrize(
+    "lora, growth, said",
+    [
+        ((3.5, 3.2), (3.5, 3.195), "A tie: growth ends 0.0050"),
+        ((3.5, 3.2), (3.45, 3.25), "Growth does not pay: LoRA on all linear layers ends 0.0500"),
+        # Ahead by .2 after 10 steps and by .05 after 40: by 200 nothing of that is left.
+        ((3.5, 3.2), (3.3, 3.15), "Growth does not pay for long: growth ends 0.0500"),
+        ((3.5, 3.2), (None, None), "Growth is out: nothing that it could add holds"),
+    ],
+)
+def test_what_is_no_lasting_lead_goes_to_lora(lora, growth, said):
+    contest, _ = raced(lora=lora, growth=growth)
+    assert contest.winner == "lora" and said in str(contest)
+    assert json.loads(json.dumps(contest.figures()))["winner"] == "lora"
+
+
+def test_noise_is_no_lead():
+    contest = Contest(40, run("start", 4.0))
+    for method, sign in (("lora", -1), ("growth", 1)):
+        for steps, loss in ((10, 3.5), (40, 3.2 if method == "lora" else 3.1)):
+            contest.runs.append(run(method, loss, steps=steps, wobble=0.2 * sign))
+    assert contest.lead("growth", "lora").error > 0.05 and contest.winner == "lora" and "A tie" in str(contest)
+
+
+def test_the_hopeless_do_not_go_on():
+    contest, trains = raced(lora=(3.5, 3.2), growth=(3.95, 3.0))
+    assert contest.winner == "lora" and "Growth is out: 0.4500 nats behind after 10 steps." in str(contest)
+    assert ("growth", 1.0, 40, 0) not in trains.asked
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.6, 3.0))  # behind, but not by so much: it turns out to win
+    assert contest.winner == "growth"
+
+
+def test_who_is_surely_behind_has_one_seed():
+    """Behind LoRA, or behind what beats it at no larger a cache; then nobody trains on for its sake."""
+
+    def seeds_of(contest):
+        return {name: len(contest.of(name)) for name in METHODS if contest.of(name)}
+
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.3), both=(3.4, 3.1))
+    assert seeds_of(contest) == {"lora": 2, "growth": 1, "both": 2} and contest.winner == "both"
+    assert "Growth has one seed alone: it ended 0.1000 nats behind LoRA on all linear layers." in contest.sentences()
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.15), both=(3.4, 3.1))
+    assert seeds_of(contest) == {"lora": 2, "growth": 1, "both": 2}
+    assert "Growth has one seed alone: it ended 0.0500 nats behind 1/3 growth, 2/3 LoRA." in contest.sentences()
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.1), both=(3.4, 3.15))  # behind, but cheaper
+    assert seeds_of(contest) == {"lora": 2, "growth": 2, "both": 2}
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.3), both=(3.4, 3.25))
+    assert seeds_of(contest) == {"lora": 1, "growth": 1, "both": 1} and contest.winner == "lora"
+    contest, _ = raced(halving=False, lora=(3.5, 3.2), growth=(3.4, 3.3), both=(3.4, 3.25))
+    assert seeds_of(contest) == {"lora": 2, "growth": 2, "both": 2}
+
+
+def test_rates_that_are_near_each_other_both_go_on():
+    contest, trains = raced(
+        lora=({1.0: 3.5, 1.5: 3.56}, {1.0: 3.2, 1.5: 3.0}), growth=({1.0: 3.5, 1.5: 3.52}, {1.0: 3.1, 1.5: 2.9})
+    )
+    assert [asked[1:] for asked in trains.asked if asked[0] == "lora" and asked[2] == 40] == [
+        (1.0, 40, 0),
+        (1.0, 40, 1),
+    ]
+    assert [asked[1:] for asked in trains.asked if asked[0] == "growth" and asked[2] == 40] == [
+        (1.0, 40, 0),
+        (1.5, 40, 0),
+        (1.5, 40, 1),
+    ]
+    lead = contest.lead("growth", "lora")
+    assert contest.winner == "growth" and contest.rate == 1.5
+    assert lead.mean == pytest.approx(0.3) and lead.early == pytest.approx(-0.02)  # of the rate that counts
+    assert len(contest.of("growth")) == 2  # the other rate's training counts nowhere
+
+
+def test_rates_that_are_too_large_are_not_the_end():
+    """Where no training gets below the start, smaller learning rates are tried."""
+    contest = Contest(40, run("start", 4.0))
+    asked = []
+
+    def trains(method, rate, steps, seed):
+        asked.append((method, rate, steps))
+        return run(method, 3.5 - steps / 100 if method == "lora" or rate < 0.5 else 5.0, rate, steps, seed)
+
+    compete(contest, trains, dict.fromkeys(("lora", "growth"), (1.0, 1.5)), 1)
+    assert [rate for method, rate, steps in asked if method == "growth" and steps == 10] == [1.0, 1.5, 0.33]
+    assert contest.of("growth")[0].rate == 0.33 and not contest.out
+
+
+def test_all_weights_have_a_contest_of_their_own():
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.6, 3.3), full=(3.0, 2.8), **{"full+growth": (2.9, 2.7)})
+    assert contest.winner == "full+growth" and contest.choice["method"] == "full"
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.6, 3.3), full=(3.0, 2.8), **{"full+growth": (3.0, 2.8)})
+    assert contest.choice == {"method": "full", "max_growths": 0, "learning_rate": 1.0}
+
+
+def test_the_error_of_a_lead_is_the_jackknifes():
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(5, 60, (400,), generator=generator).tolist()
+    nats = [[3 * n + n**0.5 * x for n, x in zip(counts, torch.randn(400, generator=generator).tolist())] for _ in "ab"]
+    one, other = (replace(run("lora", 3.0), nats=own, counts=counts) for own in nats)
+    mean, error = paired([one], [other])
+    without = [(sum(nats[1]) - nats[1][i] - sum(nats[0]) + nats[0][i]) / (sum(counts) - counts[i]) for i in range(400)]
+    spread = math.sqrt(399 * torch.tensor(without, dtype=torch.float64).var(correction=0).item())
+    assert mean == pytest.approx(other.loss - one.loss) and error == pytest.approx(spread, rel=0.02)  # first order
