@@ -254,9 +254,11 @@ def page_of(figures: dict) -> page.Page:
             f"rank {RANK} on all linear layers. A lead is in nats a token, with its standard error over rows and "
             "seeds; that of the better of growth and growth with LoRA. In a race, who is surely behind after one seed "
             "is out, who wins by far has one seed, and two whose order is open, and matters, train for twice the steps "
-            f"({longer} pairs); the long trainings have none of this. Races and long trainings were not all run on one "
-            "day, but on machines of one kind; what is not in the table was not run. Time is the processor's, taken in "
-            f"{len(share)} pairs; all their races together took {total:.2f} of what their long trainings took."
+            f"({longer} pairs); the long trainings have none of this. These rules were made while looking at the "
+            "pairs here, all but those of the small GPT-2, so new pairs may fare worse. Races and long trainings were "
+            "not all run on one day, nor by one command; what is not in the table was not run. Time is the processor's, "
+            f"in the {len(share)} pairs whose trainings were not resumed in between; all their races together took "
+            f"{total:.2f} of what their long trainings took."
             "\n\n" + page.table(columns, lines)
         ),
         draw=partial(draw, pairs, groups),

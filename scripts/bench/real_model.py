@@ -269,7 +269,8 @@ def page_of(figures: dict) -> page.Page:
     setting = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures["setting"].items())
     text = f"""
 Every row but "all weights" trains about as many weights as LoRA of rank {RANK} on all linear layers: {setting}.
-Each has two learning rates, and the better one counts. The seed is 0; a lead with a range has more, and is their mean.
+Each has two learning rates, and the better one counts. The seed is 0; what has a range has more, and is their mean. A
+lead is over the seeds that both rows have, so it may be another than that of the losses.
 The KV cache is that of a token, against the model before; "forward" is the time of a forward pass, grown against
 un-grown, and LoRA is merged for free. Phone books have names of two words out of {WORDS} each; "right" is the share of
 numbers that are right in every figure. What is not in the table was not run.
@@ -293,10 +294,12 @@ def line_of(group: list[dict], lead: list[float]) -> list[str]:
     """The cells of a row of the table."""
     end, first = [best(run) for run in group], group[0]
     right = f", {statistics.fmean(e['right'] for e in end):.0%} right" if "right" in end[0] else ""
+    losses = [e["loss"] for e in end]
+    over_seeds = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
     spread = f" ({min(lead):+.3f} to {max(lead):+.3f})" if len(lead) > 1 else ""
     forward = f"{first['forward']:.2f}" if "forward" in first else ""
     return [
-        f"{statistics.fmean(e['loss'] for e in end):.3f}{right}",
+        f"{statistics.fmean(losses):.3f}{over_seeds}{right}",
         f"{statistics.fmean(lead):+.3f}{spread}" if lead and first["row"] != LORA else "",
         f"{end[0]['rate']:.1e}",
         f"{first['weights']:,}",
