@@ -257,8 +257,8 @@ def page_of(figures: dict) -> page.Page:
             f"({longer} pairs); the long trainings have none of this. These rules were made while looking at the "
             "pairs here, all but those of the small GPT-2, so new pairs may fare worse. Races and long trainings were "
             "not all run on one day, nor by one command; what is not in the table was not run. Time is the "
-            f"processor's, in the {len(share)} pairs whose trainings were not resumed in between; all their races together took "
-            f"{total:.2f} of what their long trainings took."
+            f"processor's, in the {len(share)} pairs whose trainings were not resumed in between; all their races "
+            f"together took {total:.2f} of what their long trainings took."
             "\n\n" + page.table(columns, lines)
         ),
         draw=partial(draw, pairs, groups),
