@@ -21,12 +21,13 @@ class OwnAttention(nn.Module):
         self.mix = nn.Linear(config.hidden_size, 3 * inner, bias=False)
         self.back = nn.Linear(inner, config.hidden_size, bias=False)
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, cache=None, **kwargs):
+        cache = kwargs.get("past_key_values") if cache is None else cache  # its name before transformers 5.24
         shape = (*hidden_states.shape[:2], -1, 3 * self.width)
         query, key, value = self.mix(hidden_states).view(shape).transpose(1, 2).chunk(3, dim=-1)
         query, key = turn(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
         out, weights = eager_attention_forward(self, query, key, value, attention_mask, scaling=self.scale)
         return self.back(out.flatten(-2)), weights
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import FAMILIES, build, lm_batches, padded, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, GenerationConfig, LlamaConfig
+from transformers.generation import ContinuousBatchingConfig
 from transformers.integrations.executorch import convert_and_export_with_cache
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -269,12 +270,31 @@ def test_projections_keep_true_notes_of_their_size(variant):
     "implementation, fix", [("paged|sdpa", "Continuous batching.*generate"), ("vllm", "vLLM.*export_model")]
 )
 def test_what_keeps_one_width_refuses_wider_heads_by_name(implementation, fix):
-    narrow, wide = torch.zeros(2, 2, 1, 1, 1, 16), torch.zeros(2, 1, 1, 1, 20)
-    layer = attentions(widened("llama-2"))[0]
-    for query, key, value in ((*wide, narrow[0, 0]), (*narrow[0], wide[0]), (*wide, wide[0])):
+    model = patch_model(build("llama-2"))
+    layers = attentions(model)
+    layers[0].widen(qk_dims=4)
+    layers[1].widen(v_dims=4)
+    hidden_states = torch.zeros(1, 3, model.config.hidden_size)
+    positions = model.model.rotary_emb(hidden_states, torch.arange(3)[None])
+    model.config._attn_implementation = implementation
+    for layer in layers[:2]:
         with pytest.raises(ValueError, match=fix):
-            layer._padded(implementation, None, query, key, value)
-    layer._padded(implementation, None, *narrow[0], narrow[0, 0])  # a layer that has not grown
+            layer(hidden_states, position_embeddings=positions)
+
+
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+def test_continuous_batching_of_a_model_that_has_not_grown(variant):
+    model, prompts = build(variant), [[5, 6, 7, 8], [9, 10, 11]]
+    options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    size = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # else all of the memory
+
+    def batched():
+        found = model.generate_batch(prompts, options, size, progress_bar=False)
+        return sorted(output.generated_tokens for output in found.values())
+
+    expected = batched()
+    patch_model(model)
+    assert batched() == expected and all(len(generated) == 6 for generated in expected)
 
 
 def test_gpt2_with_cross_attention():

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_growattn.training.contest import Contest, Run, compete, paired, steps_of
+from hf_growattn.training.competing import compete, steps_of
+from hf_growattn.training.contest import MARGIN, SURE, Contest, Run, paired
 from hf_growattn.training.methods import METHODS
 
 COUNTS = [4, 8, 4, 6]
@@ -30,7 +31,7 @@ class Given:
         self.asked.append((method, rate, steps, seed))
         loss = self.losses[method, steps]
         if isinstance(loss, dict):
-            loss = loss[rate] - (rate - 1) ** 2
+            loss = loss.get(rate, math.inf) - (rate - 1) ** 2
         off = self.wobble * (1 if method == "growth" else -1)
         return (
             None if loss is None else run(method, loss + (rate - 1) ** 2 + seed * self.wobble, rate, steps, seed, off)
@@ -82,22 +83,26 @@ def test_two_that_win_and_cannot_be_told_apart_train_for_longer(both, winner, lo
     assert {asked[0] for asked in trains.asked if asked[2] == 80} == ({"growth", "both"} if longer else set())
 
 
+@pytest.mark.parametrize("lead, wobble", [(0.05, 0.04), (0.013, 0.004)])
 @pytest.mark.parametrize("after, winner", [((3.1, 3.0), "growth"), ((3.1, 3.095), "lora"), ((3.0, 3.1), "lora")])
-def test_who_may_win_trains_for_longer(after, winner):
-    """A lead that is large enough, but not sure: over twice as many steps it is, or it is not."""
+def test_who_may_win_trains_for_longer(lead, wobble, after, winner):
+    """A lead that may be nothing, or less than what is worth having: over twice as many steps it is, or it is not."""
     contest = Contest(40, run("start", 4.0))
-    ends = {("lora", 10): 3.5, ("lora", 40): 3.2, ("growth", 10): 3.5, ("growth", 40): 3.15}
+    ends = {("lora", 10): 3.5, ("lora", 40): 3.2, ("growth", 10): 3.5, ("growth", 40): 3.2 - lead}
     ends |= {("lora", 80): after[0], ("growth", 80): after[1]}
     trains = Given(ends)
 
     def wobbling(method, rate, steps, seed):
-        trains.wobble = 0.04 if steps == 40 else 0.001
+        trains.wobble = wobble if steps == 40 else 0.001
         return trains(method, rate, steps, seed)
 
     compete(contest, wobbling, dict.fromkeys(("lora", "growth"), (1.0, 1.5)), 1)
     assert contest.lead("growth", "lora").steps == 80 and contest.winner == winner
     assert contest.lead("growth", "lora").mean == pytest.approx(after[0] - after[1])
     assert "After 40 steps these could not be told apart. Trained for 80, " in " ".join(str(contest).split())
+    mean, error = paired(contest.of("growth"), contest.of("lora"))
+    assert mean > MARGIN > mean - error
+    assert (mean > SURE * error) == (lead == 0.013)
 
 
 def test_a_winner_by_far_needs_one_seed():
@@ -203,6 +208,30 @@ def test_rates_that_are_too_large_are_not_the_end():
     compete(contest, trains, dict.fromkeys(("lora", "growth"), (1.0, 1.5)), 1)
     assert [rate for method, rate, steps in asked if method == "growth" and steps == 10] == [1.0, 1.5, 0.33]
     assert contest.of("growth")[0].rate == 0.33 and not contest.out
+
+
+@pytest.mark.parametrize(
+    "best, tried",
+    [(1.0, [1.0, 1.5]), (1.5, [1.0, 1.5, 4.5]), (4.5, [1.0, 1.5, 4.5, 14.0]), (99, [1.0, 1.5, 4.5, 14.0])],
+)
+def test_larger_rates_are_tried_while_the_largest_is_best(best, tried):
+    contest, asked = Contest(40, run("start", 4.0)), []
+
+    def trains(method, rate, steps, seed):
+        asked.append((method, rate, steps))
+        return run(method, math.nan if rate > best else 3.5 - rate / 100, rate, steps, seed)
+
+    compete(contest, trains, {"lora": (1.0, 1.5)}, 1)
+    assert [rate for _, rate, steps in asked if steps == 10] == tried
+    assert contest.of("lora")[0].rate == max(rate for rate in tried if rate <= best)
+
+
+def test_a_rate_that_goes_wrong_after_a_while_gives_way_to_the_next():
+    """The larger one is far ahead after the short training, and ends where it began, or nowhere."""
+    for end in (4.1, math.nan):
+        contest, trains = raced(seeds=1, lora=({1.0: 3.9, 1.5: 3.2}, {1.0: 3.1, 1.5: end}))
+        assert [asked[1] for asked in trains.asked if asked[2] == 40] == [1.5, 1.0]
+        assert contest.of("lora")[0].rate == 1.0 and contest.loss("lora") == pytest.approx(3.1)
 
 
 def test_all_weights_have_a_contest_of_their_own():

@@ -152,7 +152,8 @@ def test_smoothed_losses_of_a_real_model(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated in .SFTTrainer")  # by TRL, not by users
 def test_growattn_finetune_trains_on_smoothed_losses_of_stock(tmp_path):
-    finetuning, recipes = (pytest.importorskip(f"hf_growattn.training.{name}") for name in ("finetuning", "recipe"))
+    modules = ("finetuning", "recipe", "sft")
+    finetuning, recipes, sft = (pytest.importorskip(f"hf_growattn.training.{name}") for name in modules)
     (tmp_path / "play.txt").write_text(data_path("text", "tinyshakespeare.txt").read_text()[:30_000])
     words = [str(data_path("models", "stories260K")), str(tmp_path / "play.txt"), "--output_dir", str(tmp_path / "out")]
     words += ["--max_steps", "2", "--growth_batches", "2", "--qk_dims", "1", "--max_length", "128"]
@@ -161,7 +162,7 @@ def test_growattn_finetune_trains_on_smoothed_losses_of_stock(tmp_path):
 
     data, _, tokenizer = finetuning.read_all(recipe)
     rows = finetuning.split(finetuning.prepared(data.train, data.test, tokenizer, recipe.training), recipe.training)
-    stock = finetuning.make_trainer(real_model(), tokenizer, rows, recipe.training, None)
+    stock = sft.make_trainer(real_model(), tokenizer, rows, recipe.training, None)
     assert figures["with_growth"]["held_out"][0] == [0, pytest.approx(stock.evaluate()["eval_loss"], abs=1e-6)]
 
 

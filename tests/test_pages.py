@@ -135,7 +135,7 @@ def test_what_was_not_done_stands_on_the_first_screen(grown, rolled_back, tmp_pa
         first.index(row) for row in ("growth 2.0000", "LoRA 2.0200 +0.0200 ± 0.0020", "stay 2.5000 +0.5000 ± 0.0020")
     ]
     assert rows == sorted(rows) and "Keep the grown model, if" in first
-    assert "larger: it ends 0.0200 ± 0.0020 nats a token below LoRA, the best of the others." in first
+    assert "larger: it ends 0.0200 ± 0.0020 nats a token below LoRA, the best of the others. Each had one" in first
     larger = f"{grown.cache_bytes[1] / cache - 1:.0%} larger"
     for lead, error, advised in (
         (0.02, 0.011, "It is a tie"),

@@ -11,6 +11,7 @@ from families import build, lm_batches
 from packaging.version import Version
 from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_growattn.measure.functional as F
 from hf_growattn import Grower, GrowthConfig, patch_model
@@ -257,7 +258,7 @@ def test_a_model_may_be_patched_under_its_adapters(variant):
     near(logits(model.merge_and_unload()), expected)
 
 
-@pytest.mark.skipif(Version(peft.__version__) < Version("0.19.1"), reason="transformers refuses older ones here")
+@pytest.mark.skipif(Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason="transformers asks for a newer peft")
 def test_adapters_that_transformers_itself_attaches():
     model = patch_model(build(LLAMA))
     model.add_adapter(lora(LLAMA))

@@ -8,15 +8,16 @@ import families
 import pytest
 import torch
 from datasets import Dataset
-from families import save_with_text
+from families import save_with_text, word_tokenizer
 from test_cli import call
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig
 
 import hf_growattn
 from hf_growattn import patch_model
 from hf_growattn.training.contest import Contest
-from hf_growattn.training.methods import METHODS, Budget, started, trained_weights
+from hf_growattn.training.methods import METHODS, Budget, Method, started, trained_weights
+from hf_growattn.training.sft import make_trainer
 
 OPTIONS = "--max_length 16 --growth_batches 4 --budget 20% --per_device_train_batch_size 4".split()
 
@@ -43,6 +44,38 @@ def test_every_method_trains_as_many_weights(variant):
         assert embeddings.equal(stock.get_input_embeddings().weight) and not embeddings.requires_grad
     whole, _ = started(patch_model(build(variant)), METHODS["full"], budget, [], seed=0)
     assert trained_weights(whole) == whole.num_parameters()
+
+
+@pytest.mark.parametrize("width, share", [(16, 1.0), (64, 1.0), (256, 0.125), (4096, 1 / 30)])
+def test_what_grew_beside_lora_takes_smaller_steps_in_wider_models(width, share):
+    assert METHODS["both"].grown_share(width) == share
+    assert {METHODS[name].grown_share(width) for name in METHODS if name != "both"} == {1.0}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own setting
+@pytest.mark.parametrize("name", ["both", "growth"])
+def test_a_mix_trains_at_two_learning_rates(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(Method, "grown_share", lambda self, width: 0.1 if self is METHODS["both"] else 1.0)
+    rows = Dataset.from_dict({"input_ids": [list(range(2, 18))] * 16, "labels": [list(range(2, 18))] * 16})
+    batch = {name: torch.tensor(rows[name][:4]) for name in rows.column_names}
+    training = SFTConfig(str(tmp_path), max_steps=4, learning_rate=1e-2, use_cpu=True, bf16=False, report_to=[])
+    stock, found = patch_model(families.build("llama-5-bias")), []
+    model, _ = started(stock, METHODS[name], Budget.near(stock, 0.3), [batch, batch], seed=0)
+
+    class Watch(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, optimizer, model, **kwargs):
+            adapters = {p for key, p in model.named_parameters() if "lora_" in key}
+            pairs = ((group["lr"], p in adapters) for group in optimizer.param_groups for p in group["params"])
+            found.append({(round(rate, 9), adapter) for rate, adapter in pairs})
+
+    trainer = make_trainer(model, word_tokenizer(), (rows, None), training, None, method=METHODS[name])
+    trainer.add_callback(Watch())
+    trainer.train()
+    held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert {*held} == {p for p in model.parameters() if p.requires_grad} and len({*held}) == len(held)
+    mix = name == "both"
+    for rate, rates in zip((1e-2, 7.5e-3, 5e-3, 2.5e-3), found, strict=True):  # linear, as Trainer has it
+        assert rates == ({(rate, True), (round(0.1 * rate, 9), False)} if mix else {(rate, False)})
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +137,16 @@ def test_interrupted(given, tmp_path, monkeypatch):
     monkeypatch.setattr(race._Trainings, "__call__", interrupted)
     done = call("race", given / "model", given / "text.txt", "-o", tmp_path / "out", "--steps", 4, *OPTIONS)
     assert done.exit_code == 130 and "LoRA on all linear layers" in done.stderr and "goes on in" in done.stderr
-    assert len((tmp_path / "out" / "race.jsonl").read_text().splitlines()) == 5  # setting, start, 2 rates, a seed
+    _, start, *runs = map(json.loads, (tmp_path / "out" / "race.jsonl").read_text().splitlines())
+    assert start["method"] == "start" and {run["method"] for run in runs} == {"lora"}
+    assert len({run["rate"] for run in runs}) >= 2 and runs[-1]["steps"] == 4
 
 
 def test_who_trains_for_longer_is_kept(given, tmp_path, monkeypatch):
     """The winner's model is that of its best training, and the same command has nothing left to do."""
-    from hf_growattn.training import race
+    from hf_growattn.training import competing, race
 
+    monkeypatch.setattr(competing, "_LARGER", ())  # with those twice the steps do not end lower
     saved, save = [], race.save
     monkeypatch.setattr(race, "save", lambda trainer, *rest: (saved.append(trainer.args), save(trainer, *rest)))
     monkeypatch.setattr(Contest, "open", lambda self, reference: ["lora", "growth"] if reference == "lora" else [])
@@ -181,7 +217,7 @@ def test_finetune_by_a_method(method, given, tmp_path):
     chosen = json.loads((tmp_path / "out-race" / "race.json").read_text())["winner"] if method == "auto" else method
     grew = chosen in ("growth", "both")
     assert ("growth" in figures["race"]) == (method == "auto")
-    assert ("The race before this training told" in " ".join(done.stdout.split())) == (method == "auto" and grew)
+    assert ("The race before this training told" in " ".join(done.stdout.split())) == (method == "auto")
     assert (figures["with_growth"] is not None) == grew == bool(figures["growths"])
     curve = (figures["with_growth"] or figures["without_growth"])["held_out"]
     assert curve[-1][0] == 12 and curve[-1][1] < curve[0][1]
@@ -193,7 +229,8 @@ def test_finetune_by_a_method(method, given, tmp_path):
         assert figures["growths"][0]["step"] == 0 and (output / "report.html").exists()
 
 
-def test_growth_beside_lora_is_resumed_where_it_stopped(given, tmp_path):
+def test_growth_beside_lora_is_resumed_where_it_stopped(given, tmp_path, monkeypatch):
+    monkeypatch.setattr(Method, "grown_share", lambda *_: 0.1)  # as in a wider model
     options = ["--method", "both", "--max_steps", 12, "--save_strategy", "steps", "--save_steps", 6, *OPTIONS]
     done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options)
     assert done.exit_code == 0, done.output

@@ -1,6 +1,7 @@
 """Classes of grown models are made when they are needed, and found wherever a config, a name or a pickle asks."""
 
 import dataclasses
+import logging
 import subprocess
 import sys
 
@@ -67,6 +68,20 @@ def test_classes_have_one_identity():
     for absent in ("GrowAttnAlbertModel", "GrowAttnNothing", "GrowAttnPreTrainedModel", "LlamaModel"):
         with pytest.raises(AttributeError, match=absent):
             getattr(modeling, absent)
+
+
+def test_the_class_of_a_patched_model_reads_its_base_without_a_warning(tmp_path, caplog, monkeypatch):
+    """peft asks it for the vocabulary of the base whenever it saves an adapter; that of another family is warned of."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
+    for variant in ("llama-2", "gpt2-2"):
+        build(variant).save_pretrained(tmp_path / variant)
+    patched = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "llama-2")).config
+    read = type(patched).from_pretrained(tmp_path / "llama-2")
+    assert {**read.to_dict(), "_name_or_path": patched.name_or_path} == patched.to_dict()
+    assert not caplog.messages
+    type(patched).from_pretrained(tmp_path / "gpt2-2")
+    assert "a model of type `gpt2`" in caplog.text
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

@@ -14,7 +14,8 @@ from hf_growattn.growable.models import attentions
 
 MODEL = ROOT / "hf_growattn" / "model"
 # Of the standard library: nothing that starts a process, opens a connection, or reads what a pickle holds.
-HARMLESS = {"collections", "dataclasses", "functools", "importlib", "math", "pathlib", "sys", "types", "typing"}
+HARMLESS = {"collections", "dataclasses", "functools", "importlib", "inspect", "math", "pathlib", "sys"}
+HARMLESS |= {"types", "typing"}
 LOAD = """
 import copy, sys
 from collections import OrderedDict

@@ -20,8 +20,9 @@ def cost(model) -> Cost:
     """What one more token takes in the cache that a model really fills, and how many weights it holds."""
     sizes = []
     for length in (2, 3):  # windows are longer
-        layers = model(tokens(1, length), use_cache=True).past_key_values.layers
-        sizes.append(sum(states.nbytes for layer in layers for states in (layer.keys, layer.values)))
+        outputs = model(tokens(1, length), use_cache=True)
+        cache = outputs["cache" if "cache" in outputs else "past_key_values"]  # the first since transformers 5.24
+        sizes.append(sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values)))
     return Cost(sizes[1] - sizes[0], sum(p.numel() for p in model.parameters()))
 
 

@@ -188,7 +188,8 @@ def _ready(recipe):
     from ..grow.plan import check_budget
     from ..growable.models import attentions
     from ..training.data import check_tokens, drawn
-    from ..training.finetuning import load, read_all, sft_loss
+    from ..training.finetuning import load, read_all
+    from ..training.sft import sft_loss
 
     try:
         growth_config = recipe.growth_config(default="1%")
@@ -198,8 +199,7 @@ def _ready(recipe):
     batches, ids = drawn(data, tokenizer, recipe.training, recipe.growth.growth_batches)
     check_tokens(ids, config)
     model, device = load(recipe, dtype="auto"), recipe.training.device
-    if growth_config.budget is not None:
-        check_budget(growth_config, attentions(model), model.num_parameters())
+    check_budget(growth_config, attentions(model), model.num_parameters())
     _say(f"Measuring on {len(ids)} rows of at most {recipe.training.max_length} tokens, on {device}.")
     grower = Grower(model, growth_config)  # which says so if the weights are quantized
     grower.loss = sft_loss(model.to(device), tokenizer, recipe.training)

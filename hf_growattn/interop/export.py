@@ -196,8 +196,9 @@ def _outputs(model: PreTrainedModel, inputs: Tensor) -> list[Tensor]:
     outputs = [value for value in model(inputs, return_dict=True).values() if isinstance(value, Tensor)]
     if model.can_generate():
         first, second = inputs.tensor_split(2, dim=1)
-        cache = model(first, use_cache=True).past_key_values
-        outputs.append(model(second, past_key_values=cache, use_cache=True).logits)
+        begun = model(first, use_cache=True)
+        name = next(name for name in ("cache", "past_key_values") if name in begun)  # the first since transformers 5.24
+        outputs.append(model(second, use_cache=True, **{name: begun[name]}).logits)
     return outputs
 
 
@@ -212,6 +213,8 @@ def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
 def _rounding(stock: PreTrainedModel, inputs: Tensor) -> float:
     """What the next precision would change in the outputs, and the last bit of each rotary frequency in fp32."""
     rounded = _outputs(stock, inputs)
+    if stock._can_set_experts_implementation():
+        stock.set_experts_implementation("eager")  # the grouped product of experts takes no fp64
     nn.Module.to(stock, torch.float64 if stock.dtype in (torch.float32, torch.float64) else torch.float32)
     for name, buffer in stock.named_buffers():
         if name.endswith("inv_freq"):

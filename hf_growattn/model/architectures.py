@@ -74,7 +74,6 @@ class Architecture:
         attention_dropout: attribute that holds the dropout of the attention weights, a number or an `nn.Dropout`; or
             what gives that number for a module.
         output_dropout: the same for the dropout applied after the output projection, if there is one.
-        cache: keyword by which the forward is given the cache.
         passes: keywords of the attention function, each with the path of its value (None where that is missing).
         scaling: the softmax scale, or what gives it for a module, for a family whose modules do not hold it.
         scales_query: the queries are scaled before they rotate, and the attention function scales by 1.
@@ -102,7 +101,6 @@ class Architecture:
     rotates: str | Callable[[Any], bool] | None = None
     attention_dropout: str | Callable[[nn.Module], float] = "attention_dropout"
     output_dropout: str | Callable[[nn.Module], float] | None = None
-    cache: str = "past_key_values"
     passes: tuple[tuple[str, str], ...] = ()
     scaling: float | Callable[[Any], float] | None = None
     scales_query: bool = False
@@ -235,7 +233,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "GPTNeoSelfAttention",
             **_GPT,
             output="out_proj",
-            cache="layer_past",
             scaling=1.0,
             aliases=(("layer_idx", "layer_id"),),
             eager=lambda attention: _gpt_neo_attend,
@@ -247,7 +244,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             **_fused("query_key_value"),
             output="dense",
             fused_groups=_one_for_each_head,
-            cache="layer_past",
             aliases=(("head_dim", "head_size"),),
         ),
         Architecture(
@@ -269,7 +265,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             head_dim=_share_of_hidden_size,
             rotates="config.rotary",
             attention_dropout=_falcon_dropout,
-            cache="layer_past",
             aliases=(("scaling", "inv_norm_factor"),),
             eager=lambda attention: _falcon_attend,
             refusal=_falcon_refusal,

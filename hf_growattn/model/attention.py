@@ -6,6 +6,7 @@ the family rotates, new dims never do. So the logits are `s (q_old k_old^T + q_n
 key weights are zero change nothing.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import cache, reduce
@@ -23,6 +24,8 @@ ROLES = ("query", "key", "value", "output")
 
 # Implementations that take values of another width than the keys; all others get equal widths by zero padding.
 _UNEQUAL_WIDTHS = ("eager", "flex_attention")
+# Keywords by which a family's attention may be given its cache, the newest first: transformers 5.24 renamed the others.
+_CACHES = ("cache", "past_key_values", "layer_past")
 # Implementations, by prefix, with a cache of one width, which would read wider heads as more tokens.
 _ONE_WIDTH = {
     "paged|": ("Continuous batching", "Use model.generate instead."),
@@ -41,6 +44,7 @@ class GrownAttention(nn.Module):
         v_head_dim: width `d_v` of one head's values.
         head_dim: width of one head before any growth.
         scaling: the softmax scale `s`, kept from the stock module: it never follows a width (draft 004).
+        cache_keywords: the keyword by which the stock forward takes the cache, and the one that all families had once.
         rotate: the family's rotation of `(query, key, cos, sin)`; None where the layer has none.
         kernel_scaling: what the attention function scales by, the softmax scale unless the queries carry it.
         surroundings: what the model told the module of its place, see `surroundings_of`.
@@ -53,6 +57,7 @@ class GrownAttention(nn.Module):
     v_head_dim: int
     head_dim: int
     scaling: float
+    cache_keywords: tuple[str, str]
     rotate: Any  # a function, or None
     eager_attention: Callable
     kernel_scaling: float
@@ -66,7 +71,10 @@ class GrownAttention(nn.Module):
         """Return the subclass of a family's stock attention class that has this mixin."""
         name = f"Growable{stock.__name__}"
         rotate = staticmethod(getattr(row.modeling_file, row.rotate)) if row.rotate else None
-        made = type(name, (cls, stock), {"__module__": cls.__module__, "architecture": row, "rotate": rotate})
+        parameters = inspect.signature(stock.forward).parameters
+        keyword = next((keyword for keyword in _CACHES if keyword in parameters), _CACHES[1])
+        own = {"architecture": row, "rotate": rotate, "cache_keywords": (keyword, _CACHES[1])}
+        made = type(name, (cls, stock), {"__module__": cls.__module__, **own})
         setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
         return made
 
@@ -154,18 +162,19 @@ class GrownAttention(nn.Module):
         """
         row = self.architecture
         query, key, value = self._heads(hidden_states, position_embeddings)
-        past_key_values = kwargs.pop(row.cache, None)
-        if past_key_values is not None:
-            if isinstance(past_key_values, EncoderDecoderCache):
-                past_key_values = past_key_values.self_attention_cache
-            if not key.shape[-1] == value.shape[-1] == self.head_dim:
-                self._check_cache(past_key_values, key, value)
-            key, value = past_key_values.update(key, value, self.layer_idx)
-
         implementation: Any = self.config._attn_implementation
+        kept = self._kept_width(implementation, kwargs.get("attention_instances"))  # of vLLM's own layers
+        given = [kwargs.pop(keyword, None) for keyword in self.cache_keywords]
+        cache = next((cache for cache in given if cache is not None), None)
+        if cache is not None:
+            if isinstance(cache, EncoderDecoderCache):
+                cache = cache.self_attention_cache
+            if not key.shape[-1] == value.shape[-1] == self.head_dim:
+                self._check_cache(cache, key, value)
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)
+
         v_width = value.shape[-1]
-        instances = kwargs.get("attention_instances")  # vLLM's own layers
-        query, key, value = self._padded(implementation, instances, query, key, value)
+        query, key, value = self._padded(implementation, kept, query, key, value)
         kwargs |= {keyword: self._at(path) for keyword, path in row.passes}
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self.eager_attention)
         attn_output, attn_weights = attend(
@@ -252,26 +261,32 @@ class GrownAttention(nn.Module):
                     "take the stock model that hf_growattn.export_model writes."
                 )
 
-    def _padded(self, implementation: str | None, instances, query, key, value) -> tuple[torch.Tensor, ...]:
-        """Zero-pad heads to the width that the implementation keeps, or to one width: flash would cut wider values.
+    def _kept_width(self, implementation: str | None, instances) -> int | None:
+        """The one width at which an implementation keeps keys and values; None where it keeps them as they are.
 
         vLLM's layers, `instances` by number, say their own width.
         """
-        qk_width, v_width = query.shape[-1], value.shape[-1]
-        if qk_width == v_width == self.head_dim and instances is None:
-            return query, key, value
-        width, kept = max(qk_width, v_width), None
+        width = max(self.qk_head_dim, self.v_head_dim)
+        if implementation is None or (width == self.head_dim and instances is None):
+            return None
         for prefix, (name, instead) in _ONE_WIDTH.items():
-            if implementation is not None and implementation.startswith(prefix):
+            if implementation.startswith(prefix):
                 kept = instances[self.layer_idx].head_size if instances else self.head_dim
                 if width > kept:
                     raise ValueError(
                         f"{name} keeps keys and values {kept} wide, but layer {self.layer_idx} has qk_head_dim="
                         f"{self.qk_head_dim} and v_head_dim={self.v_head_dim}. {instead}"
                     )
-        if kept is None and (qk_width == v_width or implementation in _UNEQUAL_WIDTHS):
+                return kept
+        return None
+
+    @staticmethod
+    def _padded(implementation: str | None, kept: int | None, query, key, value) -> tuple[torch.Tensor, ...]:
+        """Zero-pad heads to the width that is kept, or to one width: flash would cut wider values."""
+        widths = query.shape[-1], value.shape[-1]
+        if kept is None and (widths[0] == widths[1] or implementation in _UNEQUAL_WIDTHS):
             return query, key, value
-        return tuple(_wider(heads, kept or width) for heads in (query, key, value))
+        return tuple(_wider(heads, kept or max(widths)) for heads in (query, key, value))
 
     def _norm(self, name: str | None) -> nn.Module | None:
         return getattr(self, name, None) if name else None

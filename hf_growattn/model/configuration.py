@@ -77,6 +77,13 @@ class GrownConfigMixin(_Config):
             layer_widths(self, layer)
 
     @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """Read a stock config as one that has not grown: peft asks the class of a patched model for its base's."""
+        told, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        stock = f"{PREFIX}{told.get('model_type')}" == cls.model_type
+        return (told | {"model_type": cls.model_type} if stock else told), kwargs
+
+    @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
         """Do nothing: `save_pretrained` of the model says where the code is; transformers would say it otherwise."""
 

@@ -221,7 +221,7 @@ def _advice(other: Compared, cache: int) -> str:
     if side > 0:
         return (
             f"Keep the grown model, if that is worth a KV cache {larger:.0%} larger: it ends {gap} below {other.name}, "
-            "the best of the others."
+            "the best of the others. Each had one learning rate here; `growattn race` tries several."
         )
     if side < 0:
         return f"Use {other.name} instead. It ends {gap} below the grown model, whose KV cache is {larger:.0%} larger."

@@ -67,8 +67,8 @@ class GrowthArguments:
     total_budget: str | None = _option("the most weights to add in all growths together, written as a budget")
     method: Literal["auto", "full", "growth", "lora", "both"] = _option(
         "what to train. full: all weights, and grow on the way. growth, lora, both: only what the budget adds at the "
-        "start, as wider heads, as LoRA on all linear layers, or some of each. auto: race first, then train by the "
-        "winner",
+        "start, as wider heads, as LoRA on all linear layers, or some of each, where --learning_rate is LoRA's and "
+        "wider heads take a share of it. auto: race first, then train by the winner",
         "full",
     )
     compare: bool = _option(

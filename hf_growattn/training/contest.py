@@ -1,25 +1,25 @@
-"""A contest between ways to train: which trainings it takes, who leads by how much, and what that says.
+"""A contest between ways to train: who leads by how much, what that leaves open, and what it says.
 
 It trains nothing itself, so it is the same for any model, task and loss.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
 from ..report.words import MARGIN, SURE, lines_of, printed, settled
-from .methods import METHODS, readable
+from .methods import METHODS
 
-_SMALLER = (1 / 3, 1 / 9)  # of the least learning rate: tried where no training got below the start
-_SHORT = 4  # how many times shorter the trainings are that choose a learning rate, and show where a lead is going
+SHORT = 4  # how many times shorter the trainings are that choose a learning rate, and show where a lead is going
 _NEAR = 0.1  # of what the best learning rate gained in the short trainings: who is behind by less goes on, too
 TELLING = 20  # steps at least before growth can win: LoRA starts from nothing, and growth from a search
 LONGER = 5  # how many times longer the training will be that a lead has to last for
+_HELD = 0.5  # of what the short trainings gained: a long one that gained less has lost its way
 _HOPELESS = 0.5  # of what the other gained: who is behind by more after the short training does not go on
 _FAR = 0.1  # of the loss before training: nobody is dropped for less, and nobody wins with one seed by less
 _OVERTIME = 2  # how many times longer those train that the long trainings cannot tell apart
-_CONTESTS = {"lora": ("growth", "both"), "full": ("full+growth",)}  # what has to be beaten, and by whom
+CONTESTS = {"lora": ("growth", "both"), "full": ("full+growth",)}  # what has to be beaten, and by whom
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Run:
 
     @property
     def loss(self) -> float:
-        """Of a token."""
-        return sum(self.nats) / sum(self.counts)
+        """Of a token; without bound where the training lost all sense."""
+        loss = sum(self.nats) / sum(self.counts)
+        return math.inf if math.isnan(loss) else loss
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,13 @@ class Lead:
 
     @property
     def sure(self) -> bool:
-        """Whether it is a lead that is there, and will last."""
-        return self.mean > SURE * self.error and min(self.mean, self.later) > MARGIN
+        """Whether it is a lead that is there, is worth having by an error more than that, and will last."""
+        return self.mean > SURE * self.error and min(self.mean - self.error, self.later) > MARGIN
+
+    @property
+    def fading(self) -> bool:
+        """Whether it is there, and will not last."""
+        return settled(self.mean, self.error) > 0 and self.later <= MARGIN
 
 
 def paired(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float]:
@@ -106,7 +112,7 @@ class Contest:
     @property
     def short(self) -> int:
         """Steps of the short trainings."""
-        return max(self.steps // _SHORT, 1)
+        return max(self.steps // SHORT, 1)
 
     @property
     def overtime(self) -> int:
@@ -133,6 +139,11 @@ class Contest:
         later = mean + min(slope, 0.0) * math.log(LONGER * self.steps / steps)
         return Lead(mean, error, early, later, steps, shorter)
 
+    def failed(self, runs: Sequence[Run]) -> bool:
+        """Whether long trainings of a method all lost what its short ones had gained: too large a learning rate."""
+        gained = self.start.loss - self.of(runs[0].method, self.short)[0].loss
+        return self.start.loss - min(run.loss for run in runs) < _HELD * gained
+
     def _alike(self, run: Run, steps: int) -> list[Run]:
         """Trainings that differ in how long they took."""
         return [r for r in self.of(run.method, steps) if (r.rate, r.seed) == (run.rate, run.seed)]
@@ -154,7 +165,7 @@ class Contest:
     def beaten(self, method: str, reference: str) -> str | None:
         """Who surely ends below a method and has no larger KV cache; None if nobody does."""
         (own,) = self.of(method)[:1]
-        for name in (reference, *_CONTESTS[reference]):
+        for name in (reference, *CONTESTS[reference]):
             other = self.of(name)[:1]
             if other and other[0].cache <= own.cache and settled(*paired(self.of(method), self.of(name))) < 0:
                 return name
@@ -169,9 +180,9 @@ class Contest:
 
         A tie between two that do beat it goes to the smaller KV cache, as a tie with LoRA goes to none at all.
         """
-        furthest = max(map(self._reached, _CONTESTS[reference]))
+        furthest = max(map(self._reached, CONTESTS[reference]))
         steps = self.overtime if furthest[0] else self.steps
-        ended = [name for name in _CONTESTS[reference] if self._reached(name) == furthest and any(furthest)]
+        ended = [name for name in CONTESTS[reference] if self._reached(name) == furthest and any(furthest)]
         ended.sort(key=lambda name: self.loss(name, steps))
         for name in ended[1:]:
             smaller = self.of(name)[0].cache < self.of(ended[0])[0].cache
@@ -181,7 +192,7 @@ class Contest:
 
     def _rivals(self, challenger: str, reference: str) -> list[str]:
         """The others that came as far as the challenger."""
-        others = [name for name in _CONTESTS[reference] if name != challenger]
+        others = [name for name in CONTESTS[reference] if name != challenger]
         return [name for name in others if self._reached(name) == self._reached(challenger)]
 
     def clear(self, reference: str) -> bool:
@@ -200,8 +211,7 @@ class Contest:
             return []
         lead = self.lead(challenger, reference)
         if not lead.sure:
-            may_win = lead.mean > MARGIN and not settled(lead.mean, lead.error)
-            return [reference, challenger] if may_win else []
+            return [reference, challenger] if lead.mean > MARGIN and not lead.fading else []
         winning = [name for name in self._rivals(challenger, reference) if self.lead(name, reference).sure]
         both_ways = {name: (self.lead(name, challenger), self.lead(challenger, name)) for name in winning}
         level = [name for name, leads in both_ways.items() if not any(lead.sure for lead in leads)]
@@ -234,15 +244,15 @@ class Contest:
     def sentences(self) -> list[str]:
         """What the contest says, in words."""
         said = []
-        for reference in filter(self.of, _CONTESTS):
+        for reference in filter(self.of, CONTESTS):
             said.append(self._sentence(reference))
-            said += [self.out[name] for name in _CONTESTS[reference] if name in self.out]
+            said += [self.out[name] for name in CONTESTS[reference] if name in self.out]
             said += self._of_overtime(reference)
         return said
 
     def _of_overtime(self, reference: str) -> list[str]:
         """What the longer trainings of two that the long ones could not tell apart gave, if there were any."""
-        ended = [name for name in (reference, *_CONTESTS[reference]) if self.of(name, self.overtime)]
+        ended = [name for name in (reference, *CONTESTS[reference]) if self.of(name, self.overtime)]
         if len(ended) < 2:
             return []
         first, *others = sorted(ended, key=lambda name: self.loss(name, self.overtime))
@@ -268,7 +278,7 @@ class Contest:
             return f"Growth pays: {name} ends {gap} below {title}, for a KV cache {wider:.0%} larger."
         if settled(lead.mean, lead.error) < 0:
             return f"Growth does not pay: {title} ends {gap} below {name}, and costs nothing at inference."
-        if settled(lead.mean, lead.error) > 0:
+        if lead.fading:
             return (
                 f"Growth does not pay for long: {name} ends {gap} below {title}, but led by {lead.early:.4f} after "
                 f"{lead.shorter} steps. Trained for {LONGER * self.steps}, {title} is expected to end as low, and it "
@@ -296,7 +306,7 @@ class Contest:
         """Everything as what `json.dumps` takes."""
         leads = {
             name: vars(self.lead(name, reference)) | {"over": reference}
-            for reference, names in _CONTESTS.items()
+            for reference, names in CONTESTS.items()
             for name in names
             if self.of(name) and self.of(reference)
         }
@@ -314,73 +324,5 @@ class Contest:
         }
 
 
-def steps_of(methods: Iterable[str], steps: int, seeds: int) -> int:
-    """How many steps a contest takes, growths apart, if learning rates are not too large and everybody goes on."""
-    short = max(steps // _SHORT, 1)
-    return sum(len(METHODS[method].rates) * short + seeds * steps for method in methods)
-
-
-def compete(
-    contest: Contest,
-    train: Callable[[str, float, int, int], Run | None],
-    rates: Mapping[str, Sequence[float]],
-    seeds: int,
-    halving: bool = True,
-) -> None:
-    """Let methods compete, in the order in which they are given: what has to be beaten comes first.
-
-    A method tries its learning rates in short trainings, and smaller ones if none of them gets below the start; the
-    best one goes on to a long training, with any that are near it, and the best of these counts. Who is surely behind
-    then is out; the others train with the other seeds, unless one seed shows a winner by far. Two whose order is still
-    open, and matters, train for longer. All start anew, so that every schedule comes to its end.
-
-    Args:
-        contest: gets the runs; an interrupted contest is worth what it has.
-        train: runs a method with a learning rate, for so many steps, with a seed; None if it has nothing to train.
-        rates: the methods by name, and the learning rates that each of them tries.
-        seeds: how many.
-        halving: whether those that are surely behind are out, and those that cannot be told apart go on.
-    """
-    for method, tried in rates.items():
-        runs = [train(method, rate, contest.short, 0) for rate in tried]
-        for part in _SMALLER:
-            if None in runs or min(run.loss for run in runs if run) < contest.start.loss:
-                break  # else all were too large
-            runs.append(train(method, readable(part * min(tried)), contest.short, 0))
-        if None in runs:
-            contest.out[method] = f"{_capital(method)} is out: nothing that it could add holds on other rows."
-            continue
-        contest.runs += filter(None, runs)
-        reference = next((name for name, others in _CONTESTS.items() if method in others), None)
-        if halving and reference and contest.hopeless(method, reference):
-            behind = -paired(contest.of(method, contest.short)[:1], contest.of(reference, contest.short)[:1])[0]
-            contest.out[method] = f"{_capital(method)} is out: {behind:.4f} nats behind after {contest.short} steps."
-            continue
-        ended = [run for rate in contest.near(method) if (run := train(method, rate, contest.steps, 0))]
-        contest.runs += sorted(ended, key=lambda run: run.loss)[:1]
-    for reference, others in _CONTESTS.items() if seeds > 1 else ():
-        if halving and contest.clear(reference):
-            continue
-        going = [reference]
-        for method in filter(contest.of, others):
-            ahead = contest.beaten(method, reference) if halving else None
-            if ahead is None:
-                going.append(method)
-            else:
-                behind = f"{-paired(contest.of(method), contest.of(ahead))[0]:.4f} nats behind {METHODS[ahead].title}"
-                contest.out[method] = f"{_capital(method)} has one seed alone: it ended {behind}."
-        for method in going if len(going) > 1 else ():
-            for seed in range(1, seeds):
-                contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.steps, seed)])
-    for reference in filter(contest.of, _CONTESTS) if halving else ():
-        for method in contest.open(reference):
-            contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.overtime, 0)])
-
-
 def _gap(lead: Lead) -> str:
     return f"{abs(lead.mean):.4f} ± {lead.error:.4f} nats a token"
-
-
-def _capital(method: str) -> str:
-    title = METHODS[method].title
-    return title[0].upper() + title[1:]

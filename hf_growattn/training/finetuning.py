@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from datasets import logging as datasets_logging
 from torch import nn
 from tqdm.auto import tqdm
@@ -23,15 +22,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProgressCallback,
-    set_seed,
 )
 from transformers import logging as transformers_logging
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
 from ..grow.provenance import origin_of
-from ..growable.models import is_grown
-from ..growable.patching import patch_model, unpatch_model
+from ..growable.patching import patch_model
 from ..interop.checkpoints import load_config, load_growable, load_tokenizer
 from ..interop.figures import source_of
 from ..report.pages import save_report
@@ -40,12 +37,13 @@ from ..report.words import Compared
 from . import outcome
 from .arguments import budget_of
 from .contest import paired
-from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split, unused
+from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split
 from .judged import judged
 from .methods import METHODS, Budget, rate_of, started
-from .quantized import check_adapted, is_quantized, merged, placed
-from .recipe import Recipe, Training
-from .trainer import GROWN_BASE, GrownBase, GrowthCallback, load_grown_base, loss_of, note, twin_of
+from .quantized import check_adapted, is_quantized, placed
+from .recipe import Recipe
+from .sft import make_trainer, save, sft_loss, train
+from .trainer import GROWN_BASE, GrownBase, GrowthCallback, load_grown_base, note, twin_of
 
 
 class MeasuredGrowth(GrowthCallback):
@@ -128,58 +126,6 @@ def check_spends(recipe: Recipe, what: str) -> None:
         raise ValueError(f"{what} makes adapters of its own, by the --budget: leave out --use_peft.")
 
 
-def make_trainer(model, tokenizer, data: tuple[Rows, Rows | None], training, peft_config, growth=None) -> SFTTrainer:
-    """Make an SFTTrainer of rows that `prepared` made, that grows if asked."""
-    training = copy.copy(training)
-    training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
-    set_seed(training.seed)  # adapters begin alike; TRL 1.14 leaves that to the caller
-    unrounded = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
-    trainer = SFTTrainer(
-        model,
-        training,
-        train_dataset=data[0],
-        eval_dataset=data[1],
-        processing_class=tokenizer,
-        peft_config=copy.deepcopy(peft_config),
-        callbacks=[growth] if growth else None,
-    )
-    for parameter, data in unrounded.items():
-        parameter.data = (
-            data  # TRL rounds adapters beside quantized weights to bf16, and to move those takes large steps
-        )
-    if growth:
-        growth.trainer = trainer
-    return trainer
-
-
-def sft_loss(model, tokenizer, training: Training) -> Callable:
-    """The loss that SFTTrainer trains a model on with these options, for a growth before the training."""
-    row = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
-    return loss_of(make_trainer(model, tokenizer, (row, None), unused(training), None))
-
-
-def train(trainer: SFTTrainer) -> float:
-    """Train to the end, measure the held-out loss there, and return the seconds it took, growths included."""
-    output = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    if not evaluated or evaluated[-1] < trainer.state.global_step:
-        trainer.evaluate()
-    return output.metrics["train_runtime"]
-
-
-def save(trainer: SFTTrainer, dense: Callable[[], PreTrainedModel]) -> None:
-    """Save the model, adapters merged, as a stock one if nothing grew, and the tokenizer; every process calls this.
-
-    Those beside quantized weights are merged into the patched model that `dense` loads.
-    """
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
-    if hasattr(model, "merge_and_unload"):
-        model = merged(model, dense()) if is_quantized(model) else model.merge_and_unload()
-    vars(model).pop("forward", None)  # TRL's own, which computes a loss without logits
-    trainer.model = model if is_grown(model) else unpatch_model(model)
-    trainer.save_model()
-
-
 RELOAD = """
 import sys, torch, hf_growattn
 from transformers import AutoModelForCausalLM
@@ -246,7 +192,8 @@ def run(
             load_grown_base(untrained, grown_base)
         else:
             untrained = AutoModelForCausalLM.from_pretrained(grown_base)
-    trainer = make_trainer(untrained, tokenizer, data, training, peft_config, callback)
+    method = METHODS[recipe.growth.method] if start else None
+    trainer = make_trainer(untrained, tokenizer, data, training, peft_config, callback, method)
     quantized = is_quantized(untrained)
     if start and not quantized:  # whose base stays as it is
         trainer.add_callback(GrownBase())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from peft import LoraConfig
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from trl.trainer.sft_config import SFTConfig
@@ -34,6 +35,14 @@ class Method:
     lora: float = 0.0
     base: bool = False
     rates: tuple[float, ...] = (0.5, 1.5)
+
+    def grown_share(self, width: int) -> float:
+        """The learning rate of what grew, over that of LoRA beside it, in a model of some `hidden_size`; else 1.
+
+        LoRA bears larger steps than whole weights do, and in wide models by far. Measured at 64, 128 and 576: see
+        scripts/bench/results/mix_rates.md; what is wider takes the last of these.
+        """
+        return min(max((64 / width) ** 1.5, 1 / 30), 1.0) if self.growth and self.lora else 1.0
 
     @property
     def on_quantized(self) -> bool:
@@ -149,6 +158,24 @@ def started(
     if report and report.applied:
         freeze_old_dims(model)  # peft has frozen all of the base, the new dims too
     return wrapped, report
+
+
+def slow_what_grew(optimizer: Optimizer, model: nn.Module, share: float) -> None:
+    """Let an optimizer that has not begun take smaller steps with everything but adapters, in groups of their own.
+
+    Args:
+        optimizer: changed in place.
+        model: peft's wrapper of a model that grew.
+        share: of the optimizer's learning rate; at 1 nothing changes.
+    """
+    if share == 1:
+        return
+    adapters = {parameter for name, parameter in model.named_parameters() if "lora_" in name}
+    for group in list(optimizer.param_groups):
+        grown = [parameter for parameter in group["params"] if parameter not in adapters]
+        group["params"] = [parameter for parameter in group["params"] if parameter in adapters]
+        if grown:
+            optimizer.add_param_group(group | {"params": grown, "lr": share * group["lr"]})
 
 
 def trained_weights(model: nn.Module) -> int:

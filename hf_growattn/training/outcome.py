@@ -120,6 +120,7 @@ def summary(figures: dict, output: Path) -> str:
         told.append(("Saved", f"{figures['saved_loss']:.4f}, merged into the weights as they are before quantizing."))
     if grew:
         told.append(("Cost", cost(caches, after["parameters"] - before["parameters"], before["parameters"])))
+    if grew or figures["race"]:
         told.append(("Advice", advised(compared, figures["race"], caches)))
     parts = [printed(*beside(compared, caches[1]))] if compared else []
     parts += [text_of(told) + "\n", printed(["held-out loss", *(RUNS[name] for name in runs)], rows)]

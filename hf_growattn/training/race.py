@@ -19,13 +19,15 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from ..growable.models import cache_bytes
 from ..growable.patching import patch_model
-from .contest import LONGER, TELLING, Contest, Run, compete, steps_of
+from .competing import compete, steps_of
+from .contest import LONGER, TELLING, Contest, Run
 from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared, split
-from .finetuning import check_spends, load, make_trainer, read_all, save, sft_loss
+from .finetuning import check_spends, load, read_all
 from .judged import losses_of_rows
 from .methods import METHODS, Budget, readable, started, trained_weights
 from .quantized import asked_for, is_quantized, placed
 from .recipe import Recipe
+from .sft import make_trainer, save, sft_loss
 
 RACE = "race.json"
 _RUNS = "race.jsonl"
@@ -124,7 +126,7 @@ class _Trainings:
         if (started := self._started(method, seed)) is None:
             return None
         model, cache = started
-        trainer = self._trainer(model, self.output / method, rate, steps, seed)
+        trainer = self._trainer(model, method, rate, steps, seed)
         _run(trainer, self.tick)
         with trainer.compute_loss_context_manager():
             run = self._measured(model, method, rate, steps, seed, time.perf_counter() - began, cache)
@@ -135,11 +137,12 @@ class _Trainings:
                 self._ready = None  # merged
         return self._keep(run)
 
-    def _trainer(self, model: nn.Module, folder: Path, rate: float, steps: int, seed: int) -> SFTTrainer:
+    def _trainer(self, model: nn.Module, method: str, rate: float, steps: int, seed: int) -> SFTTrainer:
         training = copy.copy(self.training)
         training.learning_rate, training.max_steps, training.seed = rate, steps, seed
-        training.output_dir = str(folder)
-        return make_trainer(model, self.tokenizer, (self._rows(steps, seed), self.held_out), training, None)
+        training.output_dir = str(self.output / method)
+        rows = self._rows(steps, seed), self.held_out
+        return make_trainer(model, self.tokenizer, rows, training, None, method=METHODS.get(method))
 
     @property
     def batch_size(self) -> int:
@@ -149,7 +152,7 @@ class _Trainings:
     def tick(self, steps: int = 1) -> None:
         """Steps are over."""
         if self.bar is not None:
-            self.bar.total = max(self.bar.total, self.bar.n + steps)  # near learning rates both go on
+            self.bar.total = max(self.bar.total, self.bar.n + steps)  # learning rates beyond, and near ones, go on
             self.bar.update(steps)
 
     def _started(self, method: str, seed: int) -> tuple[nn.Module, int] | None:
@@ -187,7 +190,7 @@ class _Trainings:
         """How long a training step takes, from the second and third of three."""
         times: list[float] = []
         model, _ = started(self.fresh(), METHODS["lora"], self.budget, [], 0)
-        trainer = self._trainer(model, self.output, 1e-4, 3, 0)
+        trainer = self._trainer(model, "", 1e-4, 3, 0)  # a folder of its own would pass for a model
         _run(trainer, lambda: times.append(time.perf_counter()))
         return (times[2] - times[0]) / 2
 
@@ -208,7 +211,8 @@ def race(
 
     Each trains for a short while, as many weights as the others, on the same rows in the same order; a growth looks at
     the first of these. Who is surely behind after one seed is out, and who wins by far needs no other. Two whose order
-    is open then, and matters, train for twice as long. The model itself stays as it is.
+    is open then, and matters, train for twice as long. Growth wins by 0.01 nats a token and a standard
+    error at least. The model itself stays as it is.
 
     Args:
         model: a causal LM, stock or patched, not quantized.
@@ -218,8 +222,8 @@ def race(
             gets every run as soon as it ends, and the winner's model in the end; the same call goes on there.
         eval_dataset: rows to compare on; by default some of the others.
         budget: weights to train, or a share of the model's; rounded to a whole rank of LoRA.
-        steps: of the long trainings. Learning rates are tried for a quarter of that, and those near the best one for
-            all of it.
+        steps: of the long trainings. Learning rates are tried for a quarter of that, larger ones while the largest is
+            best, and those near the best one for all of it.
         seeds: long trainings of each method that is not out, with other orders of the rows.
         full: train all weights as well, with and without growth.
         growth_batches: batches to grow on.
@@ -317,7 +321,8 @@ def run_race(
     cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]) + looks * look)
     say(
         f"Racing {', '.join(METHODS[name].title for name in methods)}. About {total:,} steps of {step:.2g} s "
-        f"and {growths} growths, judged {looks} times, {cost / 60:.0f} minutes; more if two cannot be told apart. "
+        f"and {growths} growths, judged {looks} times, {cost / 60:.0f} minutes; more if larger learning rates are "
+        "better, or two cannot be told apart. "
         f"Each method trains about {trains.budget.weights:,} weights."
     )
     trains.bar = tqdm(total=total, desc="race", unit="step", disable=None)

@@ -10,7 +10,7 @@ from functools import partial
 
 import page
 from runs import collect, spread
-from tasks import TextTask, chosen, held_out, task_parser
+from tasks import TextTask, chosen, held_out, serving_cost, task_parser
 
 from hf_growattn import Grower, GrowthConfig
 
@@ -23,10 +23,11 @@ def measure(task: TextTask, seed: int, growth: str, dims: int, budget: int = 0, 
     """Grow a fresh copy of the model, and return its held-out loss and the parameters that were added."""
     model, (batches, fresh) = task.load(seed), task.data(seed)
     if growth == NONE:
-        return {"loss": held_out(model, fresh), "parameters": 0}
+        return {"loss": held_out(model, fresh), "parameters": 0, "cache": 0.0, "forward": 1.0}
     config = dict(qk_dims=dims, v_dims=dims) if growth == UNIFORM else dict(budget=budget, kinds=KINDS[growth])
     report = Grower(model, GrowthConfig(**config)).grow(batches)
-    return {"loss": held_out(model, fresh), "parameters": report.added_parameters}
+    cost = serving_cost(model, task.load(seed), fresh[0])
+    return {"loss": held_out(model, fresh), "parameters": report.added_parameters} | cost
 
 
 def losses(runs: list[dict], growth: str) -> list[float]:
@@ -68,8 +69,10 @@ def page_of(figures: dict) -> page.Page:
         cells = [[run["parameters"] for run in own], [run["seconds"] for run in own]]
         peaks = spread([run["peak_bytes"] / 1e6 for run in own], 0)
         lead = "" if row == ALLOCATED else spread(above(runs, row), 4)
-        rows.append([row, spread(losses(runs, row), 4), lead, *(spread(values, 0) for values in cells), peaks])
+        cost = [f"{max(run['cache'] for run in own):+.0%}", spread([run["forward"] for run in own], 2)]
+        rows.append([row, spread(losses(runs, row), 4), lead, *(spread(values, 0) for values in cells), peaks, *cost])
     head = ["growth", "held-out loss", "above the allocated one by", "added parameters", "seconds", "peak, MB"]
+    head += ["KV cache, at most", "forward pass"]
     return page.Page(
         title="What a budget buys",
         claim=claim(runs),
@@ -78,7 +81,7 @@ def page_of(figures: dict) -> page.Page:
             f"{setting['data']}, median (range) over the seeds. The budget is what {setting['dims']} dims of each kind "
             f"add to every head. A growth measures {setting['batches']} batches of {setting['batch_size']} x "
             f"{setting['block_size']} tokens; held out are as many. Nothing is trained. Seconds and memory count "
-            "loading the model and its held-out loss too."
+            "loading the model and its held-out loss too. KV cache and forward pass stand against the model before."
         ),
         draw=partial(draw, runs),
     )
@@ -95,7 +98,7 @@ def main() -> None:
     budget = max(run["parameters"] for run in runs)
     jobs = [setting | {"seed": seed, "growth": row, "budget": budget} for seed in arguments.seeds for row in KINDS]
     runs += one(jobs)
-    needed = page.kept(runs, "seed", "growth", "loss", "parameters", "seconds", "peak_bytes")
+    needed = page.kept(runs, "seed", "growth", "loss", "parameters", "cache", "forward", "seconds", "peak_bytes")
     seconds = sum(run["seconds"] for run in runs)
     page.publish("allocation", {"setting": setting, "runs": needed}, arguments.seeds, arguments.output, seconds)
 

@@ -4,7 +4,8 @@
 
 Same model, directions, step and training batches; only the split differs: the square root of the singular value on each
 side, but never less on the shared one than the existing weights have (what `Grower` does); that without the bound; or
-each column's rms the same multiple of its side's existing weights.
+each column's rms the same multiple of its side's existing weights. Beside them: LoRA on all linear layers with as many
+weights, which trains nothing else, at the better of a race's learning rates; and all weights without a growth.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,17 @@ from functools import partial
 
 import page
 import torch
+from compared import lora_within
+from finetuning_run import LINEAR, budget_of, projections
+from peft import LoraConfig, get_peft_model
 from runs import collect, spread
-from tasks import TextTask, chosen, held_out, task_parser, train
+from tasks import TextTask, chosen, held_out, serving_cost, task_parser, train
 from torch import Tensor
 
 from hf_growattn import Grower, GrowthConfig
 from hf_growattn.grow.trial import _Write
 from hf_growattn.measure.functional import stack_groups
+from hf_growattn.training.methods import METHODS
 
 OURS = _Write._split
 
@@ -53,16 +58,34 @@ def split_by(scale_of: Callable[[_Write, Tensor, Tensor], Tensor]) -> Callable:
 
 BOUNDED, EVEN, ALIKE = "even, bounded (ours)", "even", "alike against the existing weights"
 SPLITS = {BOUNDED: OURS, EVEN: split_by(even), ALIKE: split_by(alike)}
+LORA, PLAIN = METHODS["lora"].title, "all weights, no growth"
+ROWS = (*SPLITS, PLAIN, LORA)
 
 
 def measure(task: TextTask, seed: int, split: str, dims: int, steps: int, learning_rate: float, **_) -> dict:
     """Grow a fresh copy of the model by one split and train it on; the held-out loss after either."""
-    _Write._split = SPLITS[split]  # of this process, which ends with the run
     model, (growth, fresh) = task.load(seed), task.data(seed)
-    Grower(model, GrowthConfig(qk_dims=dims, v_dims=dims)).grow(growth)
-    at_growth = held_out(model, fresh)
+    cost = {"cache": 0.0, "forward": 1.0}
+    if split in SPLITS:
+        _Write._split = SPLITS[split]  # of this process, which ends with the run
+        Grower(model, GrowthConfig(qk_dims=dims, v_dims=dims)).grow(growth)
+        cost = serving_cost(model, task.load(seed), fresh[0])
+    start = {"at growth": held_out(model, fresh)} | cost
+    if split == LORA:
+        return start | {"trained": min(_adapted(task, seed, budget_of(model, dims), steps, fresh))}
     train(model, task, steps, seed, learning_rate)
-    return {"at growth": at_growth, "trained": held_out(model, fresh)}
+    return start | {"trained": held_out(model, fresh)}
+
+
+def _adapted(task: TextTask, seed: int, weights: int, steps: int, fresh: list[dict]):
+    """The held-out loss after training LoRA on all linear layers with each of a race's learning rates."""
+    for rate in METHODS["lora"].rates:
+        model = task.load(seed)
+        options = lora_within(projections(model, LINEAR), weights)
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, LoraConfig(**options))
+        train(adapted, task, steps, seed, rate / model.config.hidden_size)
+        yield held_out(adapted, fresh)
 
 
 def claim(runs: list[dict]) -> str:
@@ -84,7 +107,7 @@ def leads(runs: list[dict], other: str) -> list[float]:
 def draw(steps: int, runs: list[dict], plt):
     """A line from the growth to the end of training for each run."""
     figure, panel = plt.subplots(figsize=(5, 3), layout="constrained")
-    for color, split in zip(("C0", "C1", "C2"), SPLITS):
+    for color, split in zip(("C0", "C1", "C2", "C3", "C4"), ROWS):
         for number, run in enumerate(run for run in runs if run["split"] == split):
             label = split if number == 0 else None
             panel.plot([0, steps], [run["at growth"], run["trained"]], "o-", color=color, label=label)
@@ -96,21 +119,24 @@ def draw(steps: int, runs: list[dict], plt):
 def page_of(figures: dict) -> page.Page:
     """The page, out of its figures."""
     setting, runs, rows = figures["setting"], figures["runs"], []
-    for split in SPLITS:
+    for split in ROWS:
         own = [run for run in runs if run["split"] == split]
         cells = [spread([run[name] for run in own], 4) for name in ("at growth", "trained")]
         seconds, peak = spread([run["seconds"] for run in own], 0), spread([run["peak_bytes"] / 1e6 for run in own], 0)
-        rows.append([split, *cells, seconds, peak])
+        cost = [f"{own[0]['cache']:+.0%}", spread([run["forward"] for run in own], 2)]
+        rows.append([split, *cells, seconds, peak, *cost])
+    columns = ["split", "held-out loss at growth", "after training", "seconds", "peak, MB", "KV cache", "forward pass"]
     return page.Page(
         title="How to split the magnitude of new factors",
         claim=claim(runs),
-        summary=page.table(["split", "held-out loss at growth", "after training", "seconds", "peak, MB"], rows),
+        summary=page.table(columns, rows),
         text=(
             f"{setting['data']}, median (range) over the seeds: every layer grows by {setting['dims']} dims of each "
             f"kind, then all weights train for {setting['steps']} steps of {setting['batch_size']} x "
             f"{setting['block_size']} tokens (AdamW, {setting['learning_rate']}, not swept, cosine). Same model, "
-            "directions, step and batches for all rows; the product of the factors is the same, so they differ after "
-            "training alone."
+            "directions, step and batches for the splits; the product of the factors is the same, so they differ after "
+            "training alone. LoRA has as many weights as the growth adds and trains nothing else, at the better of two "
+            "learning rates. KV cache and forward pass stand against the model before; LoRA is merged."
         ),
         draw=partial(draw, setting["steps"], runs),
     )
@@ -125,9 +151,9 @@ def main() -> None:
     arguments, task = chosen(parser)
     setting = task.setting() | {"dims": arguments.dims, "learning_rate": arguments.learning_rate}
     setting |= {"steps": 2 if arguments.quick else arguments.steps}
-    jobs = [setting | {"seed": seed, "split": split} for seed in arguments.seeds for split in SPLITS]
+    jobs = [setting | {"seed": seed, "split": split} for seed in arguments.seeds for split in ROWS]
     runs = collect(partial(measure, task), jobs, arguments.output / "balance.jsonl")
-    needed = page.kept(runs, "seed", "split", "at growth", "trained", "seconds", "peak_bytes")
+    needed = page.kept(runs, "seed", "split", "at growth", "trained", "cache", "forward", "seconds", "peak_bytes")
     seconds = sum(run["seconds"] for run in runs)
     page.publish("balance", {"setting": setting, "runs": needed}, arguments.seeds, arguments.output, seconds)
 

@@ -15,7 +15,9 @@ from hf_growattn.grow.search import StepSearch
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import Block, measure_moments
 from hf_growattn.measure.gradients import Gradient, beyond_old_dims, shares, whole_gradients
+from hf_growattn.training.methods import METHODS
 
+ONE_RATE = f"{METHODS['both'].title}, at one rate"  # a mix whose growth takes as large steps as its LoRA
 ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
 
 
@@ -61,6 +63,12 @@ def ranks_within(costs: dict[str, int], weights: int) -> tuple[int, dict[str, in
         if cost <= left:
             raised[name], left = rank + 1, left - cost
     return rank, raised
+
+
+def lora_within(targets: dict[str, nn.Module], weights: int) -> dict:
+    """What makes a `LoraConfig` of some layers, by name, with so many weights; alpha is twice the rank."""
+    rank, raised = ranks_within({name: sum(module.weight.shape) for name, module in targets.items()}, weights)
+    return dict(r=rank, lora_alpha=2 * rank, target_modules=list(targets), rank_pattern=raised)
 
 
 def compared_gradients(

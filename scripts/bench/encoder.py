@@ -21,9 +21,10 @@ from pathlib import Path
 import page
 import runs
 import torch
+from compared import ONE_RATE
 from finetuning_run import cosine
 from real_model import best, lead_over
-from tasks import forward_ratio
+from tasks import forward_ratio, restore
 from texts import english, load_texts, train_tokenizer
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
@@ -34,7 +35,7 @@ from hf_growattn.training.methods import METHODS, Budget, readable, started, tra
 
 RANK = 3  # of LoRA on all linear layers: the least that a third of it is a whole rank of
 LORA = METHODS["lora"].title
-ROWS = {METHODS[name].title: METHODS[name] for name in ("lora", "growth", "both")}
+ROWS = {METHODS[name].title: METHODS[name] for name in ("lora", "growth")} | {ONE_RATE: METHODS["both"]}
 RATES = (0.15, 0.5, 1.5)  # over hidden_size: those of a race, and a smaller one
 STEP = 3  # from one to the next, and beyond the end where the best one stands there
 SCALE = 20.0  # of the cosine, as sentence-transformers has it
@@ -158,9 +159,7 @@ def measure(model: str, task: str, path: str, row: str, seed: int, rates: list[f
     at_start = {p: p.detach().clone() for p in trained.parameters() if p.requires_grad}
     told["ended"] = []
     for rate in rates:
-        with torch.no_grad():
-            for parameter, value in at_start.items():
-                parameter.copy_(value)
+        restore(at_start)
         trained_at(trained, rate, batches, seed)
         told["ended"].append({"rate": rate, **measured(trained, held_out)})
     if report:

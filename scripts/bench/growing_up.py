@@ -20,7 +20,7 @@ import page
 import torch
 from compared import grower
 from runs import collect, spread
-from tasks import texts_of
+from tasks import forward_ratio, texts_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -151,6 +151,11 @@ class Pretraining:
         """Add the loss of a quarter of the held-out blocks to the curve."""
         self.curve.append((self.spent / self.budget, self.held_out(self.setting.held_out // 4)))
 
+    def forward(self) -> float:
+        """The time of a forward pass, against the model of the first width."""
+        narrow = build(self.setting, self.setting.widths[0], self.seed).eval()
+        return forward_ratio(self.model.eval(), narrow, {"input_ids": self.fresh[: self.setting.batch_size]}, turns=21)
+
     def train(self, share: float) -> None:
         """Train until a share of the FLOPs is spent, by a warm-up and a cosine over all of them."""
         step_cost = 3 * flops_of_a_pass(self.model) * self.setting.batch_size * TOKENS
@@ -206,6 +211,7 @@ def measure(setting: dict, text: str, row: str, seed: int, rate: float) -> dict:
         "steps": pretraining.steps,
         "tokens": pretraining.tokens,
         "parameters": pretraining.model.num_parameters(),
+        "forward": pretraining.forward(),
         "gains": [report["loss_before"] - report["loss_after"] for report in reports],
         **({"report": reports[0]} if row == GUIDED else {}),
     }
@@ -249,10 +255,11 @@ def summary(runs: list[dict], widths: Sequence[int]) -> str:
                 spread([peak / 1e6 for peak in values("peak_bytes")], 0),
                 f"{values('rate')[0]:g}",
                 f"{0 if row == NARROW else cache:+.0%}",
+                spread(values("forward"), 2),
             ]
         )
     head = ["row", "held-out loss", "added parameters", "TFLOPs", "of them growths, %", "steps", "tokens", "seconds"]
-    return page.table([*head, "peak MB", "learning rate", "KV cache"], lines)
+    return page.table([*head, "peak MB", "learning rate", "KV cache", "forward pass"], lines)
 
 
 def text(setting: Setting, name: str, tokens: int, swept: list[dict], runs: list[dict]) -> str:
@@ -278,7 +285,8 @@ FLOPs of training a token: 6 for each weight (the tied embedding once, as the he
 keys and values at each of the (T + 1) / 2 tokens seen on average. Every pass of a growth is counted, at the cost of
 full width, three times where it has a backward pass. All rows stop at the FLOPs of {setting.full_steps} steps of full
 width, to within a step; the learning rate warms up and falls to zero along a cosine of the FLOPs spent. Held-out loss
-is that of {setting.held_out} blocks, medians (range) over the seeds; peak memory is over the imported libraries.
+is that of {setting.held_out} blocks, medians (range) over the seeds; peak memory is over the imported libraries. KV
+cache and the time of a forward pass stand against those of the first width.
 
 ## Learning rates
 
@@ -349,7 +357,7 @@ def main() -> None:
             wanted[row] = [ends[rate]] if rate in ends else []
     jobs = [{**shared, "row": row, "seed": seed, "rate": best[row]} for seed in seeds for row in ROWS]
     runs = collect(measure, jobs, kept, arguments.processes)
-    costs = ("budget", "flops", "growth_flops", "steps", "tokens", "parameters", "seconds", "peak_bytes")
+    costs = ("budget", "flops", "growth_flops", "steps", "tokens", "parameters", "forward", "seconds", "peak_bytes")
     figures = shared | {
         "tokens": BLOCKS[name].numel(),
         "sweep": page.kept(swept, "row", "rate", "loss"),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import memory
 import page
-from in_context_task import CHANGES, GUIDED, LORA, RANDOM, SCRATCH, STAY, Setting, Training, least_squares
+from in_context_task import CHANGES, GUIDED, LORA, RANDOM, SCRATCH, STAY, Setting, Training, forward_of, least_squares
 from runs import collect, spread
 from torch import nn
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
@@ -143,7 +143,7 @@ def claim(found: list[dict]) -> str:
     )
 
 
-def summary(found: list[dict], setting: Setting) -> str:
+def summary(found: list[dict], setting: Setting, forward: float) -> str:
     """The table that people read first."""
     base = next(row["parameters"] for row in found if row["row"] == STAY)
     lines = []
@@ -156,13 +156,15 @@ def summary(found: list[dict], setting: Setting) -> str:
                 f"{2 * setting.steps:,}",
                 *(spread([row[key] for row in rows]) for key in ("at_start", "error")),
                 f"{cache(name, setting):+.0%}",
+                f"{forward if cache(name, setting) else 1:.2f}",
                 spread([row["seconds"] for row in rows], 0),
                 spread([row["peak_bytes"] / 1e6 for row in rows], 0),
                 f"{rows[0]['first_rate']:g}, {rows[0]['rate']:g}",
             ]
         )
     head = ["row", "added parameters", "steps, measured batches among them", "error as phase two starts"]
-    return page.table([*head, "error at the end", "KV cache", "seconds", "peak MB", "learning rates"], lines)
+    costs = ["seconds", "peak MB", "learning rates"]
+    return page.table([*head, "error at the end", "KV cache", "forward pass", *costs], lines)
 
 
 def cache(name: str, setting: Setting) -> float:
@@ -208,8 +210,8 @@ phase two. GPT-2 has queries, keys and values in one matrix, so peft's LoRA on q
 have the parameters that growth adds are {ranks}, alpha = rank.
 
 Errors are of {setting.held_out:,} held-out sequences, medians (range) over the seeds. Peak memory is phase two's, over
-what the process held before it; seconds are of both phases. The KV cache is that of a token, beside narrow heads'; here
-it is most of what growth costs at inference, and LoRA is merged for free. Before phase two the error is
+what the process held before it; seconds are of both phases. The KV cache of a token and the time of a forward pass (of
+a batch, without a cache) stand against narrow heads; LoRA is merged for free. Before phase two the error is
 {spread([row["phase_one"] for row in found if row["row"] == STAY])}; a growth takes
 {spread([row["growth_seconds"] for row in found if row["row"] == GUIDED], 1)} s and finds starvation
 {spread(starved, 2)}.
@@ -259,7 +261,7 @@ def page_of(figures: dict) -> page.Page:
     return page.Page(
         title="In-context linear regression",
         claim=claim(found),
-        summary=summary(found, setting),
+        summary=summary(found, setting, figures["forward"]),
         text=text(setting, swept, found, exact),
         draw=partial(draw_page, found, exact),
         reaches=[page.Reach(aim, measured, judged)],
@@ -286,6 +288,7 @@ def main() -> None:
         "setting": dataclasses.asdict(setting),
         "sweep": page.kept(swept, "row", "rate", "error"),
         "runs": page.kept(found, "row", "seed", "first_rate", "rate", "rank", "parameters", *ends, "curve"),
+        "forward": forward_of(setting),
         "least_squares": [least_squares(setting, seed, setting.held_out) for seed in seeds],
     }
     page.publish("in_context_regression", figures, seeds, arguments.output, seconds)

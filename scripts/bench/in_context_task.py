@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from compared import grower
 from peft import LoraConfig, get_peft_model
+from tasks import forward_ratio
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -85,6 +86,14 @@ def draw(setting: Setting, rows: int, generator: torch.Generator) -> tuple[Tenso
     query = torch.cat((x, torch.zeros_like(y), torch.ones_like(y)), -1)
     example = torch.cat((x, y, torch.zeros_like(y)), -1)
     return torch.stack((query, example), 2).flatten(1, 2), y[..., 0].repeat_interleave(2, 1)
+
+
+def forward_of(setting: Setting) -> float:
+    """The time of a forward pass with wide heads, against narrow ones."""
+    wide, narrow = (build(setting, wide, 0).eval() for wide in (True, False))
+    with torch.no_grad():
+        tokens = narrow.read_in(draw(setting, setting.batch_size, torch.Generator().manual_seed(0))[0])
+    return forward_ratio(wide, narrow, {"inputs_embeds": tokens}, turns=101)
 
 
 class Training:

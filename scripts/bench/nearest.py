@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from compared import grower
 from peft import LoraConfig, get_peft_model
+from tasks import forward_ratio
 from transformers import SmolLM3Config, SmolLM3ForTokenClassification
 
 from hf_growattn import GrowthConfig, patch_model
@@ -125,6 +126,13 @@ def cosine_a_phase(done: float, change: float) -> float:
 
 
 SCHEDULES = {"one cosine": one_cosine, "a cosine a phase": cosine_a_phase}
+
+
+def forward_of(setting: Setting, heads: int, width: int) -> float:
+    """The time of a forward pass with so many heads of a width, against heads that stay at r."""
+    batch = draw(setting, torch.Generator().manual_seed(0))
+    model, narrow = (build(setting, Row(*sizes), 0) for sizes in ((heads, width), (setting.d // setting.r, setting.r)))
+    return forward_ratio(model.eval(), narrow.eval(), batch, turns=101)
 
 
 class Run:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import page
 import runs
-from nearest import LORA, SCHEDULES, Row, Setting, measure
+from nearest import LORA, SCHEDULES, Row, Setting, forward_of, measure
 
 TUNING_SEED = 9
 SCRATCH, RANDOM = "full rank from scratch", "random growth"
@@ -24,7 +24,7 @@ SCRATCH, RANDOM = "full rank from scratch", "random growth"
 GUIDED = {"guided growth": RANDOM, "guided growth after a quarter": f"{RANDOM} after a quarter"}
 COMPARED = {SCRATCH, *GUIDED, *GUIDED.values()}  # by the aims: their learning rates lie closer
 COLUMNS = ["row", "heads", "width of q and k", "parameters (added)", "batches", "learning rate, schedule"]
-COLUMNS += ["before the change", "after it", "at the end", "KV cache", "time, s", "peak, MB"]
+COLUMNS += ["before the change", "after it", "at the end", "KV cache", "forward pass", "time, s", "peak, MB"]
 COSTS = ("first_seconds", "seconds", "peak_bytes")
 
 
@@ -116,6 +116,7 @@ class Tuning:
             "rows": {name: asdict(row) for name, row in self.rows.items()},
             "tuning": {n: page.kept(done, "learning_rate", "schedule", "error") for n, done in tuning.items()},
             "runs": {name: page.kept(done, *needed) for name, done in found.items()},
+            "forward": {n: forward_of(self.setting, row.heads, found[n][0]["width"]) for n, row in self.rows.items()},
         }
         done = [run for of_row in (*tuning.values(), *found.values()) for run in of_row]
         return figures, sum(run["seconds"] for run in done)
@@ -127,6 +128,7 @@ class Table:
     def __init__(self, figures: dict):
         self.setting, self.tuning, self.runs = Setting(**figures["setting"]), figures["tuning"], figures["runs"]
         self.rows = {name: Row(**row) for name, row in figures["rows"].items()}
+        self.forward = figures["forward"]
 
     def errors(self, name: str) -> list[float]:
         """At the end, one for each seed."""
@@ -157,6 +159,7 @@ class Table:
                     runs.spread([run["at_change"] for run in of_row if "at_change" in run]),
                     f"**{runs.spread(self.errors(name))}**",
                     f"{row.heads * (of_row[0]['width'] + d) / (d // self.setting.r * (self.setting.r + d)) - 1:+.0%}",
+                    f"{self.forward[name]:.2f}",
                     runs.spread(seconds, 0),
                     runs.spread([run["peak_bytes"] / 1e6 for run in of_row], 0),
                 ]
@@ -249,11 +252,11 @@ The picture has two batches of them for most of its points, all of them at the c
 AdamW without weight decay; a batch has {setting.sequences} sequences, all fresh. With the batches that a growth
 measures ("+" in the table), every row sees {setting.steps:,} of them. Growth widens queries and keys to d. LoRA gets as
 many parameters as that adds (rank of {lora}); q, k, v, o are all linear layers that there are, since the MLP, one unit
-wide, is zeroed. The KV cache is that of a token, beside heads that stay at r; LoRA is merged for free. What changes the
-model comes after half of the steps unless the row says otherwise. Every row has a learning rate and schedule of its
-own, the best of those below on seed {TUNING_SEED}: first learning rates with one cosine over all steps, further ones
-for as long as the best is the largest or the smallest, for guided growth, random growth and "{SCRATCH}" also two in
-between, then the best with a cosine for each phase.
+wide, is zeroed. The KV cache of a token and the time of a forward pass (of a batch, without a cache) stand against
+heads that stay at r; LoRA is merged for free. What changes the model comes after half of the steps unless the row says
+otherwise. Every row has a learning rate and schedule of its own, the best of those below on seed {TUNING_SEED}: first
+learning rates with one cosine over all steps, further ones for as long as the best is the largest or the smallest, for
+guided growth, random growth and "{SCRATCH}" also two in between, then the best with a cosine for each phase.
 
 ## Narrow heads in the numbers of the theory
 

@@ -1,6 +1,6 @@
 """Whether a race tells what training five times as long would.
 
-    python scripts/bench/races.py --model stories=path/to/llama --text a.txt b.jsonl --pretrain b.jsonl
+    python scripts/bench/races.py --model path/to/llama --text a.txt b.jsonl --pretrain b.jsonl
 
 A pair is a model and something to train it on: the given models and small ones that the script trains first, on texts;
 and phone books (recall.py) and nearest neighbours (neighbour_task.py), whose models have heads of several widths. For
@@ -9,168 +9,43 @@ Nothing else is chosen by hand: learning rates, too, are the race's own, in both
 """
 
 import argparse
-import itertools
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import neighbour_task
 import page
-import recall_task
 import runs
-import torch
-from datasets import Dataset
-from finetuning_run import documents_of
-from tokenizers import Tokenizer, models
-from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import SFTConfig
+from races_run import (
+    BOOKS,
+    HELD_OUT,
+    LARGE,
+    LONG,
+    LONG_SEEDS,
+    LONGER,
+    NEIGHBOURS,
+    QUICK,
+    RACE,
+    RANK,
+    TASKS,
+    Setting,
+    measure,
+    trained_here,
+)
+from transformers import AutoTokenizer
 
-from hf_growattn import patch_model
-from hf_growattn.training.contest import MARGIN, Contest
-from hf_growattn.training.data import Prepared, prepared
-from hf_growattn.training.methods import METHODS, Budget
-from hf_growattn.training.race import run_race
+from hf_growattn.training.contest import MARGIN
+from hf_growattn.training.methods import METHODS
 
-RANK = 3  # of LoRA: the least that a third of it is a whole rank of
-LONGER, LONG_SEEDS = 5, 3
-RACE, LONG = "race", "long"  # the parts of a pair
-WIDTHS = (4, 16)  # of the heads of the Llamas that the script trains
-BOOKS = {  # width of queries and keys, names, pairs in a book
-    f"phone book, queries {width} wide, {pairs} of {names} names": recall_task.Setting(
-        head_dim=width, names=names, many=pairs
-    )
-    for width, names, pairs in itertools.product((4, 6, 8), (64, 2048), (16, 32, 64))
-}
-NEIGHBOURS = {  # width of queries and keys, points to compare with; the space has 32 dims
-    f"nearest neighbour, queries {width} wide, {points} points": neighbour_task.Setting(
-        head_dim=width, points=points, sequences=256 // points
-    )
-    for width, points in itertools.product((4, 8, 16, 32), (16, 32))
+# What the page needs of a race and of its long trainings.
+NEEDED = {
+    RACE: ("winner", "challenger", "lead", "overtime", "processor"),
+    LONG: ("lead", "losses", "cache", "processor"),
 }
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The size of everything.
-
-    Attributes:
-        steps, seeds: of the race.
-        batch_size, block_size: of a batch of text.
-        growth_batches: that a growth looks at.
-        rows: of a phone book or of nearest neighbours, in all.
-    """
-
-    steps: int = 40
-    seeds: int = 2
-    batch_size: int = 8
-    block_size: int = 64
-    growth_batches: int = 8
-    rows: int = 2400
-
-
-QUICK = Setting(steps=4, seeds=1, batch_size=4, block_size=16, growth_batches=2, rows=120)
-LARGE = Setting(steps=20, batch_size=4)  # for models of which a step takes seconds
-
-
-def config_of(setting: Setting, output: Path) -> SFTConfig:
-    """How to train."""
-    return SFTConfig(
-        output_dir=str(output),
-        max_length=setting.block_size,
-        packing=True,
-        packing_strategy="wrapped",
-        per_device_train_batch_size=setting.batch_size,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-    )
-
-
-def on_text(model: str, text: str, setting: Setting, output: Path):
-    """What a race of a model on a text takes."""
-    tokenizer, training = AutoTokenizer.from_pretrained(model), config_of(setting, output)
-    tokenizer.eos_token = tokenizer.eos_token or tokenizer.bos_token
-    pieces = [whole[at : at + 2000] for whole in documents_of(text) for at in range(0, len(whole), 2000)]
-    rows = prepared(Dataset.from_dict({"text": pieces[:1000]}), None, tokenizer, training)
-    return lambda: patch_model(AutoModelForCausalLM.from_pretrained(model)), tokenizer, rows, training
-
-
-def book_rows(books: recall_task.Setting, rows: int) -> dict[str, torch.Tensor]:
-    """Phone books with their questions, tokens and labels."""
-    drawn = recall_task.draw(books, rows, books.many, books.many, torch.Generator().manual_seed(1))
-    book = drawn["input_ids"].shape[1] - drawn["labels"].shape[1]  # its pairs are not asked for
-    return {"input_ids": drawn["input_ids"], "labels": functional.pad(drawn["labels"], (book, 0), value=-100)}
-
-
-def on_task(pair: str, setting: Setting, output: Path, folder: Path):
-    """What a race of a narrow model on phone books or nearest neighbours takes."""
-    if pair in BOOKS:
-        task = BOOKS[pair]
-        folder /= f"{task.head_dim}-{task.names}"
-        words, size = task.names + task.numbers, max(task.pairs // task.many, 1)
-        fresh, drawn = partial(recall_task.pretrained, task, False, 0, folder), book_rows(task, setting.rows)
-    else:
-        task = NEIGHBOURS[pair]
-        folder /= f"neighbours-{task.head_dim}-{task.points}"
-        words, size = task.words, task.sequences
-        fresh = partial(neighbour_task.pretrained, task, folder)
-        drawn = neighbour_task.draw(task, setting.rows, torch.Generator().manual_seed(1))
-    folder.mkdir(parents=True, exist_ok=True)
-    bare = Tokenizer(models.WordLevel({str(word): word for word in range(words)}, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="0", pad_token="0")
-    whole = Dataset.from_dict({name: column.tolist() for name, column in drawn.items()})
-    whole = whole.train_test_split(128 if setting.rows > 1000 else 20, seed=0, shuffle=False)
-
-    def collate(rows: list[dict]) -> dict:
-        return {name: torch.tensor([row[name] for row in rows]) for name in drawn}
-
-    smaller = replace(setting, batch_size=size, block_size=None)
-    return fresh, tokenizer, Prepared(whole["train"], whole["test"], collate), config_of(smaller, output)
-
-
-def measure(pair: str, model: str, text: str, part: str, setting: dict, folder: Path) -> dict:
-    """The race of a pair, or the long trainings of all its methods, for `collect`."""
-    how = Setting(**setting)
-    output = folder / "races" / pair.replace(" ", "-").replace(",", "") / part
-    given = on_text(model, text, how, output) if text else on_task(pair, how, output, folder)
-    steps, seeds = (how.steps, how.seeds) if part == RACE else (LONGER * how.steps, LONG_SEEDS)
-    budget = RANK * Budget.near(given[0](), 1).of_a_rank
-    began = time.process_time()  # other work on the machine does not count
-    contest = run_race(
-        *given,
-        full=False,
-        budget=budget,
-        steps=steps,
-        seeds=seeds,
-        growth_batches=how.growth_batches,
-        halving=part == RACE,
-    )
-    return summary(contest) | {"processor": time.process_time() - began}
-
-
-def summary(contest: Contest) -> dict:
-    """What the page needs of a contest."""
-    challenger = contest.challenger("lora")
-    lead = contest.lead(challenger, "lora") if challenger else None
-    ended = {name: contest.loss(name) for name in METHODS if contest.of(name)}
-    return {
-        "winner": contest.winner,
-        "challenger": challenger,
-        "lead": {"mean": lead.mean, "error": lead.error} if lead else None,
-        "overtime": any(contest.of(name, contest.overtime) for name in METHODS),
-        "losses": {"start": contest.start.loss, **ended},
-        "cache": {name: contest.of(name)[0].cache / contest.start.cache - 1 for name in ended},
-        "rates": {name: contest.of(name)[0].rate for name in ended},
-    }
-
-
-def told_of(run: dict) -> dict:
-    """What `summary` told of a run, and its time."""
-    names = ("winner", "challenger", "lead", "overtime", "losses", "cache", "rates", "processor")
-    return {name: run[name] for name in names if name in run}
+def told_of(run: dict, part: str) -> dict:
+    """What the page needs of what `summary` told of a run, and its time."""
+    return shortened({name: run[name] for name in NEEDED[part] if name in run})
 
 
 def shortened(value):
@@ -202,26 +77,58 @@ def regret(pair: dict) -> float:
     return losses.get(pair["race"]["winner"], max(losses.values())) - min(losses.values())
 
 
+class Told:
+    """How races of some pairs did."""
+
+    def __init__(self, pairs: list[dict]):
+        self.pairs = len(pairs)
+        self.hits = sum(map(right, pairs))
+        self.grown = [max(-long_lead(pair), 0.0) for pair in pairs if pair["race"]["winner"] != "lora"]
+        self.lost = max(map(regret, pairs), default=0.0)
+        self.near = sum(regret(pair) <= MARGIN for pair in pairs)
+
+    def cells(self) -> list[str]:
+        """Its row of the table."""
+        wrong = f"at most {max(self.grown):.3f}" if self.grown else ""
+        return [str(self.pairs), str(len(self.grown)), str(self.hits), wrong, f"at most {self.lost:.3f}"]
+
+    def right(self, aim: str) -> page.Reach:
+        """Whether nine in ten were right."""
+        return page.Reach(aim, f"{self.hits} of {self.pairs}", _reached(self.hits >= 0.9 * self.pairs))
+
+    def sound(self, aim: str) -> page.Reach:
+        """Whether growth was only advised where it is no worse."""
+        wrong = max(self.grown, default=0.0)
+        return page.Reach(aim, f"wrong by at most {wrong:.3f} in {len(self.grown)} verdicts", _reached(wrong <= MARGIN))
+
+    def close(self, aim: str) -> page.Reach:
+        """Whether every choice ends next to the best method."""
+        found = f"at most {self.lost:.3f}, within it in {self.near} of {self.pairs} pairs"
+        return page.Reach(aim, found, _reached(self.lost <= MARGIN))
+
+
+def _reached(holds: bool) -> str:
+    return "reached" if holds else "missed"
+
+
 def page_of(figures: dict) -> page.Page:
     """What the figures say."""
     pairs = figures["pairs"]
+    new, seen = [p for p in pairs if p["new"]], [p for p in pairs if not p["new"]]
     groups = {
-        "the text it was pretrained on": [p for p in pairs if p["known"]],
-        "other texts": [p for p in pairs if p["text"] and not p["known"]],
-        "phone books": [p for p in pairs if p["pair"] in BOOKS],
-        "nearest neighbours": [p for p in pairs if p["pair"] in NEIGHBOURS],
+        "the text it was pretrained on": [p for p in seen if p["known"]],
+        "other texts": [p for p in seen if p["text"] and not p["known"]],
+        "phone books": [p for p in seen if p["pair"] in BOOKS],
+        "nearest neighbours": [p for p in seen if p["pair"] in NEIGHBOURS],
+        "held out: texts": [p for p in new if p["text"]],
+        "held out: phone books and neighbours": [p for p in new if not p["text"]],
     }
-    timed = [(p[RACE]["processor"], p[LONG]["processor"]) for p in pairs if "processor" in p[LONG]]
+    whole = [p for p in pairs if all("processor" in p[part] for part in (RACE, LONG))]
+    timed = [(p[RACE]["processor"], p[LONG]["processor"]) for p in whole]
     share, total = [race / long for race, long in timed], sum(r for r, _ in timed) / sum(l for _, l in timed)
     longer = sum(p[RACE].get("overtime", False) for p in pairs)
-    wrong = [max(-long_lead(pair), 0.0) for pair in pairs if pair["race"]["winner"] != "lora"]
-    hits, lost, near = sum(map(right, pairs)), max(map(regret, pairs)), sum(regret(p) <= MARGIN for p in pairs)
-    grown = sum(pair["race"]["winner"] != "lora" for pair in pairs)
-    rows = [
-        [name, len(group), sum(p["race"]["winner"] != "lora" for p in group), sum(map(right, group))]
-        for name, group in groups.items()
-        if group
-    ]
+    rows = [[name, *Told(group).cells()] for name, group in groups.items() if group]
+    told, held_out = Told(pairs), Told(new)
     lines = [
         [
             pair["pair"],
@@ -237,25 +144,36 @@ def page_of(figures: dict) -> page.Page:
     ]
     large = sorted({pair["pair"].split(" on ")[0] for pair in pairs if pair.get("large")})
     larger = f"; for {', '.join(large)} `{asdict(LARGE)}`" if large else ""
+    beyond = [losses for pair in pairs for losses in pair.get("beyond", {}).values()]
+    before = (
+        " Most ran before a race tried larger learning rates than two, and went on under that rule: the races in "
+        "full, at the time of both runs, the long trainings where the larger rate was best, with the next one for a "
+        "quarter of the steps. "
+        f"It ended lower in {sum(further < largest for largest, further in beyond)} of {len(beyond)}."
+    ) * bool(beyond)
     columns = ["model and data", "the race says", "lead of growth in the race", "after the long training"]
     columns += ["losses after the long training", "KV cache of growth", "above the best method", ""]
     return page.Page(
         title="What a race tells",
         claim=(
-            f"Over {len(pairs)} pairs of a model and data, a race is right {hits} times; it says growth {grown} times. "
-            f"Trained {LONGER} times as long, what it chose ends within {MARGIN} nats of the best method in {near} "
-            f"pairs, and {lost:.3f} above it in the worst."
+            f"Over {len(pairs)} pairs of a model and data, a race is right {told.hits} times; it says growth "
+            f"{len(told.grown)} times. Trained {LONGER} times as long, what it chose ends within {MARGIN} nats of the "
+            f"best method in {told.near} pairs, and {told.lost:.3f} above it in the worst."
+            + (f" Of {len(new)} pairs held out while its rules were made, it is right in {held_out.hits}." * bool(new))
         ),
-        summary=page.table(["data", "pairs", "the race says growth", "it is right"], rows),
+        summary=page.table(
+            ["data", "pairs", "it says growth", "it is right", "growth wrong by", "choice above the best method"], rows
+        ),
         text=(
             f"Setting: `{figures['setting']}`{larger}. The long trainings have {LONG_SEEDS} seeds and the race's own "
-            "choice of learning rates, out of two; both train to the end where they are near. Right: the sign of the "
+            f"choice of learning rates; where two are near, both train to the end.{before} Right: the sign of the "
             f"difference after the long training, or both under {MARGIN}. All methods train as many weights as LoRA of "
-            f"rank {RANK} on all linear layers. A lead is in nats a token, with its standard error over rows and "
-            "seeds; that of the better of growth and growth with LoRA. In a race, who is surely behind after one seed "
-            "is out, who wins by far has one seed, and two whose order is open, and matters, train for twice the steps "
+            f"rank {RANK} on all linear layers. In a mix, what grew takes smaller steps than LoRA where a model is "
+            "wider than 64 (mix_rates.md). A lead is in nats a token, with its standard error over rows and seeds; "
+            "that of the better of growth and growth with LoRA. In a race, who is surely behind after one seed is "
+            "out, who wins by far has one seed, and two whose order is open, and matters, train for twice the steps "
             f"({longer} pairs); the long trainings have none of this. These rules were made while looking at the "
-            "pairs here, all but those of the small GPT-2, so new pairs may fare worse. Races and long trainings were "
+            "pairs here, all but those held out and those of the small GPT-2. Races and long trainings were "
             "not all run on one day, nor by one command; what is not in the table was not run. Time is the "
             f"processor's, in the {len(share)} pairs whose trainings were not resumed in between; all their races "
             f"together took {total:.2f} of what their long trainings took."
@@ -263,25 +181,16 @@ def page_of(figures: dict) -> page.Page:
         ),
         draw=partial(draw, pairs, groups),
         reaches=[
-            page.Reach(
-                "A race is right in at least 90 % of the pairs",
-                f"{hits} of {len(pairs)}",
-                "reached" if hits >= 0.9 * len(pairs) else "missed",
-            ),
-            page.Reach(
-                f"A race's verdict for growth is never wrong by more than {MARGIN}",
-                f"wrong by at most {max(wrong, default=0):.3f} in {len(wrong)} verdicts",
-                "reached" if max(wrong, default=0) <= MARGIN else "missed",
-            ),
-            page.Reach(
-                f"What a race chooses ends at most {MARGIN} above the best method",
-                f"at most {lost:.3f}, within it in {near} of {len(pairs)} pairs",
-                "reached" if lost <= MARGIN else "missed",
-            ),
+            told.right("A race is right in at least 90 % of the pairs"),
+            told.sound(f"A race's verdict for growth is never wrong by more than {MARGIN}"),
+            told.close(f"What a race chooses ends at most {MARGIN} above the best method"),
+            held_out.right("Held out: a race is right in at least 90 % of the pairs"),
+            held_out.sound(f"Held out: a race's verdict for growth is never wrong by more than {MARGIN}"),
+            held_out.close(f"Held out: what a race chooses ends at most {MARGIN} above the best method"),
             page.Reach(
                 "A race takes at most a fifth of the time of the long trainings",
                 f"{runs.spread(share, 2)} of it in {len(share)} pairs",
-                "reached" if max(share, default=1) <= 0.2 else "missed",
+                _reached(max(share, default=1) <= 0.2),
             ),
         ],
     )
@@ -306,37 +215,13 @@ def draw(pairs: list[dict], groups: dict[str, list[dict]], plt):
     return figure
 
 
-def llama(width: int, tokenizer) -> LlamaForCausalLM:
-    """An untrained Llama with heads of some width."""
-    sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "num_attention_heads": 8}
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    positions = {"max_position_embeddings": 256, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(head_dim=width, vocab_size=len(tokenizer), **sizes, **ends, **positions))
-
-
-def trained_here(tokenizer, text: str, folder: Path) -> dict[str, str]:
-    """Small models, trained on a text by the first who asks; where they are, by name."""
-    from finetuning import gpt2, pretrained
-    from finetuning_run import SOURCES
-    from finetuning_run import Setting as Sizes
-
-    builds = {f"Llama, heads {width} wide": partial(llama, width, tokenizer) for width in WIDTHS}
-    builds["GPT-2, heads 8 wide"] = partial(gpt2, tokenizer)
-    places = {}
-    for name, build in builds.items():
-        SOURCES.update({"pretraining": text, f"{name}'s tokenizer": tokenizer})
-        place = folder / name.replace(", ", "-").replace(" ", "-").lower()
-        places[name] = pretrained(name, build, "pretraining", place, Sizes())
-        tokenizer.save_pretrained(place)
-    return places
-
-
 def main() -> None:
     """Race every pair, train every pair, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="*", default=[], help="causal LMs, as NAME=path or Hub id")
+    parser.add_argument("--model", nargs="*", default=[], help="paths or Hub ids of causal LMs")
     parser.add_argument("--large", nargs="*", default=[], help="the same, models that race for half as many steps")
     parser.add_argument("--text", nargs="*", default=[], help="texts, as for finetuning.py")
+    parser.add_argument("--held-out", nargs="*", default=[], help="more texts, which the rules were not made on")
     parser.add_argument("--pretrain", help="the text that the given models know; small models are trained on it")
     parser.add_argument("--folder", type=Path, default=Path("scripts/output"), help="keeps models and runs")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
@@ -345,17 +230,16 @@ def main() -> None:
     arguments = parser.parse_args()
     setting = QUICK if arguments.quick else Setting()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    given = dict(name.split("=", 1) for name in arguments.model)
+    given, large = ({Path(path).name: path for path in paths} for paths in (arguments.model, arguments.large))
     if arguments.pretrain and given:
         tokenizer = AutoTokenizer.from_pretrained(next(iter(given.values())))
         given |= trained_here(tokenizer, arguments.pretrain, arguments.folder)
-    large = dict(name.split("=", 1) for name in arguments.large)
     jobs = [
         {"pair": f"{name} on {Path(text).stem}", "model": path, "text": text}
         for name, path in (given | large).items()
-        for text in arguments.text
+        for text in arguments.text + arguments.held_out
     ]
-    tasks = [next(iter(BOOKS)), next(iter(NEIGHBOURS))] if arguments.quick else [*BOOKS, *NEIGHBOURS]
+    tasks = [next(iter(BOOKS)), next(iter(NEIGHBOURS))] if arguments.quick else TASKS
     jobs += [{"pair": name, "model": "", "text": ""} for name in tasks]
     kept = arguments.output / "races.jsonl"
     for job in jobs:
@@ -363,11 +247,12 @@ def main() -> None:
     jobs = [job | {"part": part} for job in jobs for part in (RACE, LONG)]
     done = runs.collect(partial(measure, folder=arguments.folder), jobs, kept, arguments.processes)
     pairs = [
-        {"pair": run["pair"], RACE: shortened(told_of(run)), LONG: shortened(told_of(long))}
+        {"pair": run["pair"], RACE: told_of(run, RACE), LONG: told_of(long, LONG)}
         | {
             "text": Path(run["text"]).name if run["text"] else "",
             "known": bool(run["text"]) and run["text"] == arguments.pretrain,
             "large": run["model"] in large.values(),
+            "new": run["pair"] in HELD_OUT or run["text"] in arguments.held_out,
         }
         for run, long in zip(done[::2], done[1::2])
     ]

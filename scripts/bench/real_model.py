@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python scripts/bench/real_model.py --model path/to/smollm2 --text a.txt b.json
 
-Every row trains as many weights on the same batches in the same order, with two learning rates; the better one counts.
-A growth looks at the first of these batches, so no row sees more of the text than another. Runs are kept, each as soon
-as it ends; the same command goes on with those that are missing.
+Every row trains as many weights on the same batches in the same order, with two learning rates, and more for as long as
+the best is the largest or the smallest. A growth looks at the first of these batches, so no row sees more of the text
+than another. Runs are kept, each as soon as it ends; the same command goes on with those that are missing.
 """
 
 import argparse
@@ -16,25 +16,26 @@ from pathlib import Path
 import page
 import runs
 import torch
-from compared import ranks_within
+from compared import ONE_RATE, lora_within
 from finetuning_run import ALL, LINEAR, cosine, documents_of, projections
 from peft import LoraConfig, LoraGAConfig, get_peft_model, preprocess_loraga
-from tasks import blocks_of, forward_ratio
+from tasks import blocks_of, forward_ratio, restore
 from texts import english, train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import cache_bytes
-from hf_growattn.training.methods import METHODS, Budget, Method, readable, started, trained_weights
+from hf_growattn.training.methods import METHODS, Budget, Method, readable, slow_what_grew, started, trained_weights
 
 RANK = 3  # of LoRA on all linear layers: the least that a third of it is a whole rank of
+STEP = 3  # between a learning rate and the next
+KNOWN = ("model", "task", "path", "row", "seed", "setting")  # what makes a run, but for its learning rates
 CLOSE = 0.02  # nats: rows that end nearer to each other than this take more seeds
 SEEDS = (0, 1, 2)
 LORA = "LoRA on all linear layers"
 ADAPTERS = {"LoRA on q, k, v, o": (ALL, True), "LoRA-GA on all linear layers": (LINEAR, "lora_ga")}
-ROWS = {METHODS[name].title: METHODS[name] for name in ("lora", "growth", "both", "full")} | {
-    title: Method(title) for title in ADAPTERS
-}
+ROWS = {METHODS[name].title: METHODS[name] for name in ("lora", "growth", "both", "full")}
+ROWS |= {ONE_RATE: METHODS["both"]} | {title: Method(title) for title in ADAPTERS}
 BOOKS = {f"phone book of {entries}": entries for entries in (20, 50, 100)}
 WORDS, ASKED, FIGURES = 64, 8, 3  # first and second words of names, names asked for in a row, figures of a number
 
@@ -151,9 +152,7 @@ def prepared(model, row: str, batches: list[dict], setting: Setting, seed: int):
         trained, report = started(model, ROWS[row], Budget.near(model, budget), batches[: setting.growth_batches], seed)
         return trained, report.added_parameters if report else 0
     roles, start = ADAPTERS[row]
-    targets = projections(model, roles)
-    rank, raised = ranks_within({name: sum(module.weight.shape) for name, module in targets.items()}, budget)
-    options = dict(r=rank, lora_alpha=2 * rank, target_modules=list(targets), rank_pattern=raised)
+    options = lora_within(projections(model, roles), budget)
     torch.manual_seed(seed)
     model.requires_grad_(False)
     if start == "lora_ga":
@@ -165,12 +164,13 @@ def prepared(model, row: str, batches: list[dict], setting: Setting, seed: int):
     return get_peft_model(model, config), 0
 
 
-def trained_at(model, rate: float, batches: list[dict]) -> None:
-    """Train by AdamW, a batch a step."""
+def trained_at(model, rate: float, grown_share: float, batches: list[dict]) -> None:
+    """Train by AdamW, a batch a step, and what grew beside LoRA by a share of the learning rate."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not weights:
         return  # a growth that finds nothing leaves nothing to train
     optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0)
+    slow_what_grew(optimizer, model, grown_share)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(len(batches), step))
     model.train()
     for batch in batches:
@@ -199,11 +199,10 @@ def measure(model: str, task: str, path: str, row: str, seed: int, rates: list[f
         told["at_start"] = measured(trained, held_out)["loss"]
     at_start = {p: p.detach().clone() for p in trained.parameters() if p.requires_grad}
     told["ended"] = []
+    share = 1.0 if row == ONE_RATE else ROWS[row].grown_share(fresh.config.hidden_size)
     for rate in rates:
-        with torch.no_grad():
-            for parameter, value in at_start.items():
-                parameter.copy_(value)
-        trained_at(trained, rate, batches)
+        restore(at_start)
+        trained_at(trained, rate, share, batches)
         told["ended"].append({"rate": rate, **measured(trained, held_out)})
     return told
 
@@ -218,6 +217,28 @@ def best(run: dict) -> dict:
     return min(run["ended"], key=lambda end: end["loss"])
 
 
+def beyond(done: list[dict]) -> list[dict]:
+    """Runs with a learning rate beyond the best one, for rows in which that is the largest or the smallest tried."""
+    jobs = []
+    for run in done:
+        rates = sorted(end["rate"] for end in run.get("ended", []))
+        if len(rates) > 1 and (found := best(run)["rate"]) in (rates[0], rates[-1]):
+            further = readable(found * STEP if found == rates[-1] else found / STEP)
+            jobs.append({name: run[name] for name in KNOWN} | {"rates": [further]})
+    return jobs
+
+
+def joined(done: list[dict], more: list[dict]) -> list[dict]:
+    """Runs with the ends of others that differ in their learning rates alone."""
+    whole = []
+    for run in done:
+        others = [other for other in more if all(other[name] == run[name] for name in KNOWN)]
+        ended = [end for other in (run, *others) for end in other.get("ended", [])]
+        seconds = sum(other["seconds"] for other in (run, *others))
+        whole.append(run | ({"ended": ended, "seconds": seconds} if others else {}))
+    return whole
+
+
 def more_seeds(done: list[dict]) -> list[dict]:
     """Runs with the better learning rate and other seeds, where growth or both ended near to LoRA."""
     ended = {(run["task"], run["row"]): best(run) for run in done if run["row"]}
@@ -229,9 +250,8 @@ def more_seeds(done: list[dict]) -> list[dict]:
         and abs(ended[task, row]["loss"] - ended[task, LORA]["loss"]) < CLOSE
     }
     wanted = [run for run in done if run["task"] in close and (run["row"] == LORA or "growth" in run["row"])]
-    names = ("model", "task", "path", "row", "setting")
     return [
-        {name: run[name] for name in names} | {"seed": seed, "rates": [best(run)["rate"]]}
+        {name: run[name] for name in KNOWN} | {"seed": seed, "rates": [best(run)["rate"]]}
         for seed in SEEDS[1:]
         for run in wanted
     ]
@@ -269,11 +289,12 @@ def page_of(figures: dict) -> page.Page:
     setting = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in figures["setting"].items())
     text = f"""
 Every row but "all weights" trains about as many weights as LoRA of rank {RANK} on all linear layers: {setting}.
-Each has two learning rates, and the better one counts. The seed is 0; what has a range has more, and is their mean. A
-lead is over the seeds that both rows have, so it may be another than that of the losses.
-The KV cache is that of a token, against the model before; "forward" is the time of a forward pass, grown against
-un-grown, and LoRA is merged for free. Phone books have names of two words out of {WORDS} each; "right" is the share of
-numbers that are right in every figure. What is not in the table was not run.
+Each has learning rates a factor of {STEP} apart, and the best one counts; the table says of how many. The seed is 0;
+what has a range has more, and is their mean. A lead is over the seeds that both rows have, so it may be another than
+that of the losses. The KV cache is that of a token, against the model before; "forward" is the time of a forward pass,
+grown against un-grown, and LoRA is merged for free. Phone books have names of two words out of {WORDS} each; "right" is
+the share of numbers that are right in every figure. The rate of a mix is LoRA's, and what grew takes a share of it
+(mix_rates.md), but in the row "at one rate". What is not in the table was not run.
 """
     return page.Page(
         title=f"A real model: {figures['model']}",
@@ -301,7 +322,7 @@ def line_of(group: list[dict], lead: list[float]) -> list[str]:
     return [
         f"{statistics.fmean(losses):.3f}{over_seeds}{right}",
         f"{statistics.fmean(lead):+.3f}{spread}" if lead and first["row"] != LORA else "",
-        f"{end[0]['rate']:.1e}",
+        f"{end[0]['rate']:.1e} of {len(first['ended'])}",
         f"{first['weights']:,}",
         f"{first['cache']:+.0%}",
         forward,
@@ -360,16 +381,13 @@ def main() -> None:
     ]
     kept = arguments.output / "real_model.jsonl"
     done = runs.collect(measure, jobs, kept, arguments.processes)
+    while (further := beyond(done)) and not arguments.quick:
+        done = joined(done, runs.collect(measure, further, kept, arguments.processes))
     done += runs.collect(measure, more_seeds(done), kept, arguments.processes)
     names = ("task", "row", "seed", "loss", "right", "ended", "weights", "cache", "forward", "at_start")
     figures = {"model": Path(arguments.model).name, "setting": setting, "runs": page.kept(done, *names)}
-    page.publish(
-        "real_model",
-        figures,
-        sorted({run["seed"] for run in done}),
-        arguments.output,
-        sum(run["seconds"] for run in done),
-    )
+    seeds, seconds = sorted({run["seed"] for run in done}), sum(run["seconds"] for run in done)
+    page.publish("real_model", figures, seeds, arguments.output, seconds)
 
 
 if __name__ == "__main__":

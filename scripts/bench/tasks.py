@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
 
 from hf_growattn import patch_model
+from hf_growattn.growable.models import cache_bytes
 from hf_growattn.measure.passes import mean_loss, undisturbed
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -149,6 +150,19 @@ def train(model: nn.Module, task: TextTask, steps: int, seed: int, learning_rate
         optimizer.step()
         scheduler.step()
     model.eval()
+
+
+@torch.no_grad()
+def restore(at_start: dict) -> None:
+    """Give parameters the values that they started from."""
+    for parameter, value in at_start.items():
+        parameter.copy_(value)
+
+
+def serving_cost(model: nn.Module, other: nn.Module, batch: dict) -> dict:
+    """What a model costs at inference against another: the share its KV cache is larger by, and its forward passes."""
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+    return {"cache": cache_bytes(model) / cache_bytes(other) - 1, "forward": forward_ratio(model, other, inputs, 21)}
 
 
 def forward_ratio(model, other, inputs: dict, turns: int = 5) -> float:

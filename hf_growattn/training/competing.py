@@ -1,0 +1,103 @@
+"""Which trainings a contest takes: learning rates, who goes on, with how many seeds, and who trains for longer.
+
+It trains nothing itself, so it is the same for any model, task and loss.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from .contest import CONTESTS, SHORT, Contest, Run, paired
+from .methods import METHODS, readable
+
+_SMALLER = (1 / 3, 1 / 9)  # of the least learning rate: tried where no training got below the start
+_LARGER = (3, 9)  # times the largest one: tried for as long as the largest is the best
+
+Train = Callable[[str, float, int, int], Run | None]
+
+
+def steps_of(methods: Iterable[str], steps: int, seeds: int) -> int:
+    """How many steps a contest takes, growths apart, if its first learning rates do and everybody goes on."""
+    short = max(steps // SHORT, 1)
+    return sum(len(METHODS[method].rates) * short + seeds * steps for method in methods)
+
+
+def compete(
+    contest: Contest, train: Train, rates: Mapping[str, Sequence[float]], seeds: int, halving: bool = True
+) -> None:
+    """Let methods compete, in the order in which they are given: what has to be beaten comes first.
+
+    A method tries its learning rates in short trainings. The best one goes on to a long training, with any that are
+    near it, and the best of these counts. Who is surely behind then is out; the others train with the other seeds,
+    unless one seed shows a winner by far. Two whose order is still open, and matters, train for longer. All start anew,
+    so that every schedule comes to its end.
+
+    Args:
+        contest: gets the runs; an interrupted contest is worth what it has.
+        train: runs a method with a learning rate, for so many steps, with a seed; None if it has nothing to train.
+        rates: the methods by name, and the learning rates that each of them tries first.
+        seeds: how many.
+        halving: whether those that are surely behind are out, and those that cannot be told apart go on.
+    """
+    for method, first in rates.items():
+        runs = _short(contest, train, method, first)
+        if not runs:
+            contest.out[method] = f"{_capital(method)} is out: nothing that it could add holds on other rows."
+            continue
+        contest.runs += runs
+        reference = next((name for name, others in CONTESTS.items() if method in others), None)
+        if halving and reference and contest.hopeless(method, reference):
+            behind = -paired(contest.of(method, contest.short)[:1], contest.of(reference, contest.short)[:1])[0]
+            contest.out[method] = f"{_capital(method)} is out: {behind:.4f} nats behind after {contest.short} steps."
+            continue
+        contest.runs += _long(contest, train, method)
+    for reference, others in CONTESTS.items() if seeds > 1 else ():
+        if halving and contest.clear(reference):
+            continue
+        going = [reference]
+        for method in filter(contest.of, others):
+            ahead = contest.beaten(method, reference) if halving else None
+            if ahead is None:
+                going.append(method)
+            else:
+                behind = f"{-paired(contest.of(method), contest.of(ahead))[0]:.4f} nats behind {METHODS[ahead].title}"
+                contest.out[method] = f"{_capital(method)} has one seed alone: it ended {behind}."
+        for method in going if len(going) > 1 else ():
+            for seed in range(1, seeds):
+                contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.steps, seed)])
+    for reference in filter(contest.of, CONTESTS) if halving else ():
+        for method in contest.open(reference):
+            contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.overtime, 0)])
+
+
+def _short(contest: Contest, train: Train, method: str, first: Sequence[float]) -> list[Run]:
+    """Short trainings: with the first learning rates, smaller ones if none gets below the start, and larger ones."""
+    runs: list[Run] = []
+
+    def tried(rate: float) -> bool:
+        run = train(method, rate, contest.short, 0)
+        runs.extend([run] if run else [])
+        return run is not None
+
+    if not all(map(tried, first)):
+        return []
+    for part in _SMALLER:
+        if min(run.loss for run in runs) >= contest.start.loss:
+            tried(readable(part * min(first)))
+    for part in _LARGER:
+        if min(runs, key=lambda run: run.loss).rate == max(run.rate for run in runs):
+            tried(readable(part * max(first)))
+    return runs
+
+
+def _long(contest: Contest, train: Train, method: str) -> list[Run]:
+    """The best of the long trainings with the best learning rates; with further ones, where these go wrong for long."""
+    near = contest.near(method)
+    others = [run.rate for run in contest.of(method, contest.short) if run.rate not in near]
+    ended = [run for rate in near if (run := train(method, rate, contest.steps, 0))]
+    while ended and others and contest.failed(ended):
+        ended += filter(None, [train(method, others.pop(0), contest.steps, 0)])
+    return sorted(ended, key=lambda run: run.loss)[:1]
+
+
+def _capital(method: str) -> str:
+    title = METHODS[method].title
+    return title[0].upper() + title[1:]
