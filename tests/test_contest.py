@@ -49,7 +49,10 @@ def raced(seeds=2, halving=True, **losses) -> tuple[Contest, Given]:
 
 def test_a_lead_that_is_sure_and_lasts_wins():
     contest, trains = raced(lora=(3.5, 3.2), growth=(3.4, 3.1))
-    assert contest.winner == "growth" and contest.choice == {"method": "growth", "learning_rate": 1.0}
+    assert contest.winner == "growth" and contest.options_of(contest.winner) == {
+        "method": "growth",
+        "learning_rate": 1.0,
+    }
     assert contest.lead("growth", "lora").mean == pytest.approx(0.1)
     assert "Growth pays: growth ends 0.1000" in str(contest) and "KV cache 50% larger" in str(contest)
     # Two rates for a quarter of the steps, then the better one on every seed.
@@ -103,6 +106,24 @@ def test_who_may_win_trains_for_longer(lead, wobble, after, winner):
     mean, error = paired(contest.of("growth"), contest.of("lora"))
     assert mean > MARGIN > mean - error
     assert (mean > SURE * error) == (lead == 0.013)
+
+
+@pytest.mark.parametrize(
+    "methods, finalists",
+    [
+        (dict(growth=(3.5, 3.25)), ["lora", "growth"]),  # behind by a sixteenth of what LoRA gained
+        (dict(growth=(3.5, 3.29)), ["lora"]),  # by more than a tenth
+        (dict(growth=(3.5, 3.195)), ["lora", "growth"]),  # a tie
+        (dict(growth=(3.4, 3.15)), ["lora", "growth"]),  # which wins, and has the larger KV cache
+        (dict(growth=(3.4, 3.0)), ["growth"]),
+        (dict(growth=(3.4, 3.0), both=(3.4, 3.05)), ["both", "growth"]),
+        (dict(growth=(3.5, 3.25), both=(3.5, 3.24)), ["lora", "both"]),  # the nearest one alone
+        (dict(growth=(3.5, None)), ["lora"]),
+    ],
+)
+def test_who_is_near_the_winner_may_end_lower(methods, finalists):
+    contest, _ = raced(lora=(3.5, 3.2), **methods)
+    assert contest.finalists == finalists and contest.winner in finalists
 
 
 def test_a_winner_by_far_needs_one_seed():
@@ -236,9 +257,9 @@ def test_a_rate_that_goes_wrong_after_a_while_gives_way_to_the_next():
 
 def test_all_weights_have_a_contest_of_their_own():
     contest, _ = raced(lora=(3.5, 3.2), growth=(3.6, 3.3), full=(3.0, 2.8), **{"full+growth": (2.9, 2.7)})
-    assert contest.winner == "full+growth" and contest.choice["method"] == "full"
+    assert contest.winner == "full+growth" and contest.options_of(contest.winner)["method"] == "full"
     contest, _ = raced(lora=(3.5, 3.2), growth=(3.6, 3.3), full=(3.0, 2.8), **{"full+growth": (3.0, 2.8)})
-    assert contest.choice == {"method": "full", "max_growths": 0, "learning_rate": 1.0}
+    assert contest.options_of(contest.winner) == {"method": "full", "max_growths": 0, "learning_rate": 1.0}
 
 
 def test_the_error_of_a_lead_is_the_jackknifes():

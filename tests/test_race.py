@@ -208,13 +208,15 @@ def test_a_race_of_no_steps_is_refused(given, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["lora", "growth", "both", "auto"])
-def test_finetune_by_a_method(method, given, tmp_path):
+def test_finetune_by_a_method(method, given, tmp_path, monkeypatch):
+    monkeypatch.setattr(Contest, "finalists", property(lambda self: [self.winner]))
     output = tmp_path / "out"
     options = ["--method", method, "--max_steps", 12, *OPTIONS, *(["--steps", 8] if method == "auto" else [])]
     done = call("finetune", given / "model", given / "text.txt", "-o", output, *options)
     assert done.exit_code == 0, done.output
     figures = json.loads((output / "figures.json").read_text())
     chosen = json.loads((tmp_path / "out-race" / "race.json").read_text())["winner"] if method == "auto" else method
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-race"][: 2 if method == "auto" else 1]
     grew = chosen in ("growth", "both")
     assert ("growth" in figures["race"]) == (method == "auto")
     assert ("The race before this training told" in " ".join(done.stdout.split())) == (method == "auto")
@@ -227,6 +229,80 @@ def test_finetune_by_a_method(method, given, tmp_path):
     if chosen == "growth":  # what was there is there, to the bit
         assert trained.model.layers[0].mlp.up_proj.weight.equal(stock.model.layers[0].mlp.up_proj.weight)
         assert figures["growths"][0]["step"] == 0 and (output / "report.html").exists()
+
+
+def auto(given, tmp_path, *options):
+    how = ["--method", "auto", "--max_steps", 12, "--steps", 8, "--seeds", 1, *OPTIONS, *options]
+    return call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *how)
+
+
+@pytest.mark.parametrize("margin, kept, other", [(-9.0, "both", "lora"), (9.0, "lora", "both")])
+def test_two_that_are_near_train_and_the_lower_one_is_kept(margin, kept, other, given, tmp_path, monkeypatch):
+    monkeypatch.setattr(Contest, "finalists", property(lambda self: ["lora", "both"]))
+    monkeypatch.setattr("hf_growattn.training.auto.MARGIN", margin)  # what is lower by more than that
+    done = auto(given, tmp_path, "--compare")
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", f"out-{other}", "out-race"]
+    figures, others = (json.loads((tmp_path / name / "figures.json").read_text()) for name in ("out", f"out-{other}"))
+    said = f"Kept: {METHODS[kept].title}."
+    assert said in done.stdout and said in figures["race"] and f"The other model is in {tmp_path}" in done.stdout
+    assert "were near, so both trained to the end" in others["race"] and "Kept" not in others["race"]
+    of = {kept: figures, other: others}
+    assert of["lora"]["with_growth"] is None and of["both"]["growths"] and not of["both"]["compared"]
+    losses = {name: float(of[name][runs]["held_out"][-1][1]) for name, runs in
+              (("lora", "without_growth"), ("both", "with_growth"))}  # fmt: skip
+    ended = [json.loads(line) for line in (tmp_path / "out-race" / "ended.jsonl").read_text().splitlines()]
+    assert [run["method"] for run in ended] == ["lora", "both"] and ended[1]["cache"] > ended[0]["cache"]
+    for run in ended:  # what was saved is what was measured, row by row
+        assert sum(run["nats"]) / sum(run["counts"]) == pytest.approx(losses[run["method"]], abs=1e-4)  # by batches
+    sizes = {name: AutoModelForCausalLM.from_pretrained(tmp_path / folder).num_parameters()
+             for name, folder in ((kept, "out"), (other, f"out-{other}"))}  # fmt: skip
+    assert sizes["both"] > sizes["lora"]
+    again = auto(given, tmp_path, "--resume_from_checkpoint", "True")
+    assert again.exit_code == (1 if kept == "both" else 0)  # the models have changed places, or nothing is left to do
+    assert ("is there already" in again.stderr) == (kept == "both") and (said in again.stdout) == (kept == "lora")
+
+
+def test_two_that_are_near_are_resumed_where_they_stopped(given, tmp_path, monkeypatch):
+    from hf_growattn.training import finetuning
+
+    monkeypatch.setattr(Contest, "finalists", property(lambda self: ["lora", "both"]))
+    train, trained = finetuning.train, []
+
+    def stopped(trainer):
+        trained.append(Path(trainer.args.output_dir).name)
+        if len(trained) == 2:
+            trainer.add_callback(Stop())
+        return train(trainer)
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 9:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetuning, "train", stopped)
+    options = ["--save_strategy", "steps", "--save_steps", 6]
+    done = auto(given, tmp_path, *options)
+    assert done.exit_code == 130 and "--resume_from_checkpoint True" in done.stderr, done.output
+    done = auto(given, tmp_path, *options, "--resume_from_checkpoint", "True")
+    assert done.exit_code == 0 and "Kept: " in done.stdout, done.output
+    assert trained == ["out", "out-both", "out-both"]
+    curves = {}
+    for folder in (tmp_path, unbroken := tmp_path / "unbroken"):
+        if folder == unbroken:
+            monkeypatch.setattr(finetuning, "train", train)
+            unbroken.mkdir()
+            auto(given, unbroken, *options)
+        lines = (folder / "out-race" / "ended.jsonl").read_text().splitlines()
+        curves[folder] = [json.loads(line)["nats"] for line in lines]
+    assert curves[tmp_path] == curves[unbroken]
+
+
+def test_a_place_that_is_taken_is_told_before_anything_trains(given, tmp_path, monkeypatch):
+    monkeypatch.setattr(Contest, "finalists", property(lambda self: ["lora", "growth"]))
+    (tmp_path / "out-growth").mkdir()
+    done = auto(given, tmp_path, "--steps", 4)
+    assert done.exit_code == 1 and "out-growth is there already" in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_growth_beside_lora_is_resumed_where_it_stopped(given, tmp_path, monkeypatch):

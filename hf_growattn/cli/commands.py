@@ -222,8 +222,10 @@ def measure(ctx: typer.Context) -> None:
     raise typer.Exit(0 if report.found else NOTHING)
 
 
-def _raced(recipe, as_json: bool):
-    """Run a race as a recipe tells, and show what it says."""
+@_handed("race", RACE_HELP, "Find out whether growth beats LoRA on your data.")
+def race(ctx: typer.Context) -> None:
+    """Race, and say how to go on with the winner."""
+    recipe, as_json = _read(ctx, writes=True, resumes="race.jsonl")
     from ..training.methods import METHODS
     from ..training.race import race_of
 
@@ -232,17 +234,9 @@ def _raced(recipe, as_json: bool):
         _print_json(contest.figures())
     else:
         typer.echo(str(contest))
-    return contest, METHODS[contest.winner].growth > 0
-
-
-@_handed("race", RACE_HELP, "Find out whether growth beats LoRA on your data.")
-def race(ctx: typer.Context) -> None:
-    """Race, and say how to go on with the winner."""
-    recipe, as_json = _read(ctx, writes=True, resumes="race.jsonl")
-    contest, grows = _raced(recipe, as_json)
-    options = " ".join(f"--{name} {value}" for name, value in contest.choice.items())
+    options = " ".join(f"--{name} {value}" for name, value in contest.options_of(contest.winner).items())
     _say(f"Train by the winner: {_next('finetune', recipe, ctx, recipe.name)} {options}")
-    raise typer.Exit(0 if grows else NOTHING)
+    raise typer.Exit(0 if METHODS[contest.winner].growth else NOTHING)
 
 
 @_handed("grow", GROW_HELP, "Widen a model's heads where that lowers the loss on your data.")
@@ -278,21 +272,11 @@ def grow(ctx: typer.Context) -> None:
     _say(f"Train it on: {_next('finetune', recipe, ctx, output)} --max_growths 0")
 
 
-def _by_race(recipe):
-    """A recipe with the method and the learning rate that a race finds best, which stays beside the model; and why."""
-    from dataclasses import replace
-
-    training = recipe.training
-    raced = recipe._replace(training=replace(training, output_dir=f"{training.output_dir}-race"))
-    choice = (contest := _raced(raced, as_json=False)[0]).choice
-    training.learning_rate = choice.pop("learning_rate")
-    return recipe._replace(growth=replace(recipe.growth, **choice)), " ".join(contest.sentences())
-
-
 @_handed("finetune", FINETUNE_HELP, "Train a model on your data: all weights, growth, LoRA, or what a race finds best.")
 def finetune(ctx: typer.Context) -> None:
     """Train, and say how to go on where that is interrupted."""
     recipe, as_json = _read(ctx, writes=True)
+    from ..training import auto
     from ..training.finetuning import callback_of, main
     from ..training.recipe import last_checkpoint
 
@@ -300,11 +284,12 @@ def finetune(ctx: typer.Context) -> None:
         callback_of(recipe)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    recipe, verdict = _by_race(recipe) if recipe.growth.method == "auto" else (recipe, "")
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            figures = main(recipe, verdict)
-    except KeyboardInterrupt:
+            figures = auto.main(recipe, _say) if recipe.growth.method == "auto" else main(recipe)
+    except KeyboardInterrupt as stopped:
+        if stopped.args:  # a race, which says how it goes on
+            raise
         last = last_checkpoint(Path(recipe.training.output_dir))
         told = f"{last} is whole; go on with --resume_from_checkpoint True." if last else "no checkpoint was saved yet."
         raise KeyboardInterrupt(told) from None

@@ -182,6 +182,11 @@ def settled(lead: float, error: float) -> int:
     return 0 if abs(lead) <= max(SURE * error, MARGIN) else (1 if lead > 0 else -1)
 
 
+def gap_text(lead: float, error: float) -> str:
+    """How far one model ends from another."""
+    return f"{abs(lead):.4f} ± {error:.4f} nats a token"
+
+
 def loss(report) -> str:
     """What happened to the loss of the growth batches."""
     before, after = report.loss_before, report.loss_after
@@ -215,7 +220,7 @@ def advised(
 
 def _advice(other: Compared, cache: int) -> str:
     """What to do, by the lead over the best of what else was trained."""
-    gap = f"{abs(other.lead):.4f} ± {other.error:.4f} nats a token"
+    gap = gap_text(other.lead, other.error)
     larger = cache / other.cache_bytes - 1 if other.cache_bytes else 0.0  # encoders keep no keys and values
     side = settled(other.lead, other.error)
     if side > 0:

@@ -40,13 +40,15 @@ def compete(
     for method, first in rates.items():
         runs = _short(contest, train, method, first)
         if not runs:
-            contest.out[method] = f"{_capital(method)} is out: nothing that it could add holds on other rows."
+            contest.out[method] = f"{METHODS[method].capital} is out: nothing that it could add holds on other rows."
             continue
         contest.runs += runs
         reference = next((name for name, others in CONTESTS.items() if method in others), None)
         if halving and reference and contest.hopeless(method, reference):
             behind = -paired(contest.of(method, contest.short)[:1], contest.of(reference, contest.short)[:1])[0]
-            contest.out[method] = f"{_capital(method)} is out: {behind:.4f} nats behind after {contest.short} steps."
+            contest.out[method] = (
+                f"{METHODS[method].capital} is out: {behind:.4f} nats behind after {contest.short} steps."
+            )
             continue
         contest.runs += _long(contest, train, method)
     for reference, others in CONTESTS.items() if seeds > 1 else ():
@@ -59,7 +61,7 @@ def compete(
                 going.append(method)
             else:
                 behind = f"{-paired(contest.of(method), contest.of(ahead))[0]:.4f} nats behind {METHODS[ahead].title}"
-                contest.out[method] = f"{_capital(method)} has one seed alone: it ended {behind}."
+                contest.out[method] = f"{METHODS[method].capital} has one seed alone: it ended {behind}."
         for method in going if len(going) > 1 else ():
             for seed in range(1, seeds):
                 contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.steps, seed)])
@@ -96,8 +98,3 @@ def _long(contest: Contest, train: Train, method: str) -> list[Run]:
     while ended and others and contest.failed(ended):
         ended += filter(None, [train(method, others.pop(0), contest.steps, 0)])
     return sorted(ended, key=lambda run: run.loss)[:1]
-
-
-def _capital(method: str) -> str:
-    title = METHODS[method].title
-    return title[0].upper() + title[1:]

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from ..report.words import MARGIN, SURE, lines_of, printed, settled
+from ..report.words import MARGIN, SURE, gap_text, lines_of, printed, settled
 from .methods import METHODS
 
 SHORT = 4  # how many times shorter the trainings are that choose a learning rate, and show where a lead is going
-_NEAR = 0.1  # of what the best learning rate gained in the short trainings: who is behind by less goes on, too
+_NEAR = 0.1  # of what the best gained: learning rates, and in the end methods, that are behind by less go on, too
 TELLING = 20  # steps at least before growth can win: LoRA starts from nothing, and growth from a search
 LONGER = 5  # how many times longer the training will be that a lead has to last for
 _HELD = 0.5  # of what the short trainings gained: a long one that gained less has lost its way
@@ -230,16 +230,27 @@ class Contest:
         return whole if whole and paired(self.of(whole), self.of(best))[0] > MARGIN else best
 
     @property
+    def finalists(self) -> list[str]:
+        """Who may end lowest in a longer training: the winner, and the next one where it is near; small caches first.
+
+        A race sees no more than its own steps: who is a little behind then may be ahead in the end.
+        """
+        winner = self.winner
+        leads = {name: self.lead(name, winner).mean for name in METHODS if name != winner and self.of(name)}
+        second = max(leads, key=leads.__getitem__, default=winner)
+        near = second != winner and -leads[second] <= _NEAR * (self.start.loss - self.loss(winner))
+        return sorted([winner, second] if near else [winner], key=lambda name: self.of(name)[0].cache)
+
+    @property
     def rate(self) -> float:
         """The winner's learning rate."""
         return self.of(self.winner)[0].rate
 
-    @property
-    def choice(self) -> dict:
-        """The options of `finetune` that train by the winner."""
-        method, _, grown = self.winner.partition("+")
+    def options_of(self, name: str) -> dict:
+        """The options of `finetune` that train by a method, at the learning rate that was the best."""
+        method, _, grown = name.partition("+")
         plain = {"max_growths": 0} if method == "full" and not grown else {}
-        return {"method": method, **plain, "learning_rate": self.rate}
+        return {"method": method, **plain, "learning_rate": self.of(name)[0].rate}
 
     def sentences(self) -> list[str]:
         """What the contest says, in words."""
@@ -256,7 +267,8 @@ class Contest:
         if len(ended) < 2:
             return []
         first, *others = sorted(ended, key=lambda name: self.loss(name, self.overtime))
-        gaps = [f"{_gap(self.lead(first, name))} below {METHODS[name].title}" for name in others]
+        leads = {name: self.lead(first, name) for name in others}
+        gaps = [f"{gap_text(lead.mean, lead.error)} below {METHODS[name].title}" for name, lead in leads.items()]
         return [
             f"After {self.steps} steps these could not be told apart. Trained for {self.overtime}, "
             f"{METHODS[first].title} ends {' and '.join(gaps)}."
@@ -267,7 +279,7 @@ class Contest:
         if challenger is None:
             return f"Train by {title}: no growth came to the end."
         lead, name = self.lead(challenger, reference), METHODS[challenger].title
-        gap = _gap(lead)
+        gap = gap_text(lead.mean, lead.error)
         wider = self.of(challenger)[0].cache / self.start.cache - 1
         if settled(lead.mean, lead.error) > 0 and self.steps < TELLING:
             return (
@@ -322,7 +334,3 @@ class Contest:
             "out": self.out,
             "runs": kept,
         }
-
-
-def _gap(lead: Lead) -> str:
-    return f"{abs(lead.mean):.4f} ± {lead.error:.4f} nats a token"

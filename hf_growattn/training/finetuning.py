@@ -36,7 +36,7 @@ from ..report.report import GrowthReport
 from ..report.words import Compared
 from . import outcome
 from .arguments import budget_of
-from .contest import paired
+from .contest import Run, paired
 from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split
 from .judged import judged
 from .methods import METHODS, Budget, rate_of, started
@@ -158,6 +158,7 @@ def run(
     recipe: Recipe,
     start: Start | None = None,
     verdict: str = "",
+    ended: Callable[[Run], object] | None = None,
 ) -> dict:
     """Train with growth and save, then as others would where asked; leave pictures and figures beside the model.
 
@@ -168,6 +169,7 @@ def run(
         recipe: how to train and to grow.
         start: makes the patched model ready for another method than "full", as `methods.started`.
         verdict: of a race before it.
+        ended: gets what was saved gives on the held-out rows, one by one.
 
     Returns:
         What `figures.json` holds.
@@ -206,11 +208,14 @@ def run(
         save(trainer, dense)  # it never grew, and yet is trained
         raise ValueError(f"{error} It is saved in {output}.") from error
     save(trainer, dense)
-    first = trainer.is_world_process_zero()
-    saved = judged(trainer, recipe.growth.method, data[1], 0).loss if quantized else None
+    first, after = trainer.is_world_process_zero(), outcome.size_of(trainer.model)
+    after = {"cache_bytes": before["cache_bytes"]} | after  # one that did not grow is a stock model again
+    own = None
+    if quantized or twin is not None or ended:
+        own = judged(trainer, recipe.growth.method, data[1], after["cache_bytes"])
     sample = torch.tensor(data[1][0]["input_ids"])[None]
     difference = reloaded_difference(trainer.model, sample, output) if first else 0.0
-    history, after = trainer.state.log_history, outcome.size_of(trainer.model)
+    history = trainer.state.log_history
     grew = callback or report or any(outcome.AFTER in entry for entry in history)  # it may have before it stopped
     histories = {"with_growth" if grew else "without_growth": history}
     told = partial(
@@ -221,15 +226,16 @@ def run(
         seconds=seconds,
         difference=difference,
         race=verdict,
-        saved=saved,
+        saved=own.loss if own and quantized else None,
     )
     figures = told(histories, report)
     if first:
         outcome.write(figures, output)
         if reports and outcome.drawable():  # a resumed run may have grown before it stopped
             save_report(reports, output / outcome.REPORT, history, verdict=verdict)
-    if twin is not None:
-        own = judged(trainer, recipe.growth.method, data[1], figures["after"]["cache_bytes"])
+    if own and ended:
+        ended(own)
+    if own and twin is not None:
         others = _compared(twin, tokenizer, data, recipe, figures)
         histories |= {name: history for name, (history, _) in others.items()}
         compared = [
@@ -306,7 +312,7 @@ def load(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedModel:
     return patch_model(load_growable(recipe.name, True, recipe.model.model_revision, **options))
 
 
-def main(recipe: Recipe, verdict: str = "") -> dict:
+def main(recipe: Recipe, verdict: str = "", ended: Callable[[Run], object] | None = None) -> dict:
     """Read the data of a recipe, then its model, and `run` it; `verdict` is what a race before it told.
 
     Raises:
@@ -331,4 +337,4 @@ def main(recipe: Recipe, verdict: str = "") -> dict:
             batches = batches_of(first_rows(rows[0], wanted, training.seed), made.collate, training)
         loss_of = partial(sft_loss, tokenizer=tokenizer, training=training)
         start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed, loss_of=loss_of)
-    return run(model, tokenizer, rows, recipe, start, verdict)
+    return run(model, tokenizer, rows, recipe, start, verdict, ended)

@@ -45,6 +45,11 @@ class Method:
         return min(max((64 / width) ** 1.5, 1 / 30), 1.0) if self.growth and self.lora else 1.0
 
     @property
+    def capital(self) -> str:
+        """The title, as it begins a sentence."""
+        return self.title[0].upper() + self.title[1:]
+
+    @property
     def on_quantized(self) -> bool:
         """Whether quantized weights can be trained so: peft puts adapters of one kind beside them."""
         return not (self.base or (self.growth and self.lora))

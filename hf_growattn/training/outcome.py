@@ -85,7 +85,7 @@ def figures(
         **{name: loss_curves(histories[name]) if name in histories else None for name in RUNS},
         "growths": growths,
         "before": before,
-        "after": {"cache_bytes": before["cache_bytes"]} | after,
+        "after": after,
         "seconds": {"growing": sum(growth["seconds"] for growth in growths), "training": seconds},
         "reloaded_difference": difference,
         "compared": list(map(vars, compared)),
