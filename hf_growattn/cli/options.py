@@ -24,7 +24,7 @@ Four steps, none of which changes the model that you name:
 - `growattn inspect gpt2`: how wide are the heads, and how much of their width do they use?
 - `growattn measure gpt2 my_text.txt`: where does the width hold the model back on this text?
 - `growattn race gpt2 my_text.txt -o race`: does growing beat LoRA here? A tie goes to LoRA.
-- `growattn finetune gpt2 my_text.txt -o grown --method auto`: race, then train by the winner.
+- `growattn finetune gpt2 my_text.txt -o grown --method auto`: race, then train by what may end lowest.
 
 MODEL is a folder that save_pretrained wrote, or a Hub id. The model may be stock or grown.
 
@@ -71,8 +71,9 @@ FINETUNE_HELP = f"""
 Train a model on your data with TRL's SFTTrainer.
 
 By default all weights train, and the attention grows once, half-way, by 2% of the weights. `--method` trains something
-else; `--method auto` races first and trains by the winner. A tenth of the data is held out, unless they have a test
-split.
+else. `--method auto` races first, in `DIR-race`, and trains by the winner. If another one is near, it trains, too, the
+model that ends lower is kept, and the other one is left in `DIR-METHOD`. A tenth of the data is held out, unless they
+have a test split.
 
 {listed(GrowthArguments)}
 {_OF_DATA}

@@ -68,7 +68,8 @@ class GrowthArguments:
     method: Literal["auto", "full", "growth", "lora", "both"] = _option(
         "what to train. full: all weights, and grow on the way. growth, lora, both: only what the budget adds at the "
         "start, as wider heads, as LoRA on all linear layers, or some of each, where --learning_rate is LoRA's and "
-        "wider heads take a share of it. auto: race first, then train by the winner",
+        "wider heads take a share of it. auto: race first, then train by the winner, and by another one if that is "
+        "near, and keep the model that ends lower",
         "full",
     )
     compare: bool = _option(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..interop.figures import FIGURES
-from ..report.words import MARGIN, gap_text
+from ..report.words import MARGIN, gap_text, lines_of
 from . import finetuning
 from .contest import Contest, Run, paired
 from .methods import METHODS
@@ -46,7 +46,7 @@ def main(recipe: Recipe, say: Callable[[str], object]) -> dict:
         if folder.exists():
             raise ValueError(f"{folder} is there already, and a model of this training may go there: name another -o.")
     both = f"{METHODS[first].capital} and {METHODS[second].title}"
-    verdict += f" {both} were near, so both trained to the end, and the lower one was kept."
+    verdict += f" {both} were near, so both train to the end, and the lower one is kept."
     say(f"{both} are near, and either may end lower. Both train, and the lower one is kept.")
     kept = race / _ENDED
     ended = [Run(**json.loads(line)) for line in kept.read_text().splitlines()] if resumes and kept.exists() else []
@@ -63,7 +63,7 @@ def main(recipe: Recipe, say: Callable[[str], object]) -> dict:
     figures = json.loads((output / FIGURES).read_text())
     figures["race"] = f"{verdict} {told}"
     (output / FIGURES).write_text(json.dumps(figures, indent=1))
-    print(told)
+    print(lines_of(told))
     return figures
 
 

@@ -233,13 +233,15 @@ class Contest:
     def finalists(self) -> list[str]:
         """Who may end lowest in a longer training: the winner, and the next one where it is near; small caches first.
 
-        A race sees no more than its own steps: who is a little behind then may be ahead in the end.
+        A race sees no more than its own steps: who is a little behind then may be ahead in the end. Of others that are
+        near, and cannot be told apart, the one with the smallest KV cache is the next.
         """
-        winner = self.winner
-        leads = {name: self.lead(name, winner).mean for name in METHODS if name != winner and self.of(name)}
-        second = max(leads, key=leads.__getitem__, default=winner)
-        near = second != winner and -leads[second] <= _NEAR * (self.start.loss - self.loss(winner))
-        return sorted([winner, second] if near else [winner], key=lambda name: self.of(name)[0].cache)
+        winner, caches = self.winner, {name: self.of(name)[0].cache for name in METHODS if self.of(name)}
+        leads = {name: self.lead(name, winner).mean for name in caches if name != winner}
+        gained = self.start.loss - self.loss(winner)
+        near = sorted((name for name in leads if -leads[name] <= _NEAR * gained), key=leads.__getitem__, reverse=True)
+        level = [name for name in near if settled(*paired(self.of(near[0]), self.of(name))) <= 0]
+        return sorted([winner, *sorted(level, key=caches.__getitem__)[:1]], key=caches.__getitem__)
 
     @property
     def rate(self) -> float:

@@ -49,6 +49,7 @@ def cell(runs: list[dict], width: int, pairs: int, names: int) -> dict:
     shown = {"equal": leads(EQUAL), "full": leads(FULL)}
     caches = {run["row"]: sum(map(sum, run["widths"])) for run in runs if run["row"] in (recall.NONE, GROWN)}
     told = {"recall": recalled, "added": added, "leads": shown, "cache": caches[GROWN] / caches[recall.NONE] - 1}
+    told["forward"] = statistics.median(run["forward"] for run in runs if run["row"] == GROWN)
     return {"width": width, "pairs": pairs, "names": names, **told}
 
 
@@ -62,11 +63,12 @@ def page_of(figures: dict) -> page.Page:
             *(f"{one['recall'][row]:.2f}" for row in (recall.NONE, EQUAL, FULL, GROWN)),
             *(page_lead(one["leads"][kind]) for kind in ("equal", "full")),
             f"{one['cache']:+.0%}",
+            f"{one['forward']:.2f}",
         ]
         for one in cells
     ]
     head = ["queries, keys", "pairs of names", "before", EQUAL, FULL, "growth by budget"]
-    head += ["lead at equal weights", "lead over full rank", "KV cache of growth"]
+    head += ["lead at equal weights", "lead over full rank", "KV cache of growth", "forward"]
     pays = {
         kind: [one for one in cells if statistics.fmean(one["leads"][kind]) > PAYS and min(one["leads"][kind]) > 0]
         for kind in ("equal", "full")
@@ -87,7 +89,8 @@ def page_of(figures: dict) -> page.Page:
             "means over the seeds, with their range if there are several. Each row of each cell has the better of two "
             "learning rates: "
             + "; ".join(f"{row}, {' and '.join(map(str, rates))}" for row, rates in RATES.items())
-            + ". The KV cache is that of growth by budget against the model before."
+            + ". The KV cache and the CPU time of a forward pass are those of growth by budget, against those before; "
+            "LoRA is merged for free."
         ),
         draw=partial(draw, cells),
     )
