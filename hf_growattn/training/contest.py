@@ -326,7 +326,9 @@ class Contest:
         }
         rows = {"nats", "counts"}
         kept = [{k: v for k, v in vars(run).items() if k not in rows} | {"loss": run.loss} for run in self.runs]
-        said = {"winner": self.winner, "rate": self.rate} if self.of("lora") else {}
+        said = {}
+        if self.of("lora"):
+            said = {"winner": self.winner, "rate": self.rate, "finalists": self.finalists}
         return {
             **said,
             "verdict": " ".join(self.sentences()),
