@@ -46,8 +46,11 @@ NEEDED = {
 
 
 def told_of(run: dict, part: str) -> dict:
-    """What the page needs of what `summary` told of a run, and its time."""
-    return shortened({name: run[name] for name in NEEDED[part] if name in run})
+    """What the page needs of what `summary` told of a run, and its time; nothing is said of what is as it was."""
+    told = {name: run[name] for name in NEEDED[part] if name in run and run[name] is not False}
+    for name in {"losses", "cache"} & told.keys():
+        told[name] = {method: value for method, value in told[name].items() if value and method in METHODS}
+    return shortened(told)
 
 
 def shortened(value):
@@ -75,7 +78,7 @@ def right(pair: dict) -> bool:
 
 def regret(pair: dict, name: str | None = None) -> float:
     """How far a method, or else the race's choice, ends above the best one after the long trainings."""
-    losses = {name: loss for name, loss in pair["long"]["losses"].items() if name != "start"}
+    losses = pair["long"]["losses"]
     return losses.get(name or pair["race"]["winner"], max(losses.values())) - min(losses.values())
 
 
@@ -149,7 +152,7 @@ def page_of(figures: dict) -> page.Page:
             "growth" if pair["race"]["winner"] != "lora" else "LoRA",
             _lead(pair["race"]["lead"]),
             _lead(pair["long"]["lead"]),
-            ", ".join(f"{METHODS[n].title} {loss:.3f}" for n, loss in pair["long"]["losses"].items() if n in METHODS),
+            ", ".join(f"{METHODS[n].title} {loss:.3f}" for n, loss in pair["long"]["losses"].items()),
             f"{pair['long']['cache'].get(pair['race']['challenger'] or '', 0):+.0%}",
             f"{regret(pair):.3f}",
             "right" if right(pair) else "wrong",
@@ -195,7 +198,8 @@ def page_of(figures: dict) -> page.Page:
             "the winner, and the next one too if it is behind by at most a tenth of what the winner gained; it keeps "
             f"growth if that ends more than {MARGIN} lower, here by the means over the seeds. That rule came after "
             f"all pairs but {len(newest)} of those held out. Races and long trainings were "
-            "not all run on one day, nor by one command; what is not in the table was not run. Time is the "
+            "not all run on one day, nor by one command, and most of them with transformers 5.23; what is not in the "
+            "table was not run. Time is the "
             f"processor's, in the {len(share)} pairs whose trainings were not resumed in between; all their races "
             f"together took {total:.2f} of what their long trainings took."
             "\n\n" + page.table(columns, lines)

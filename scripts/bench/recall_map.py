@@ -44,11 +44,10 @@ def cell(runs: list[dict], width: int, pairs: int, names: int) -> dict:
     def leads(row: str) -> list[float]:
         return [ends[GROWN, found[GROWN][1], seed] - ends[row, found[row][1], seed] for seed in seeds]
 
-    added = {row: next(run["added"] for run in runs if run["row"] == row) for row in (EQUAL, FULL, GROWN)}
     recalled = {row: value for row, (value, _) in found.items()}
     shown = {"equal": leads(EQUAL), "full": leads(FULL)}
     caches = {run["row"]: sum(map(sum, run["widths"])) for run in runs if run["row"] in (recall.NONE, GROWN)}
-    told = {"recall": recalled, "added": added, "leads": shown, "cache": caches[GROWN] / caches[recall.NONE] - 1}
+    told = {"recall": recalled, "leads": shown, "cache": caches[GROWN] / caches[recall.NONE] - 1}
     told["forward"] = statistics.median(run["forward"] for run in runs if run["row"] == GROWN)
     return {"width": width, "pairs": pairs, "names": names, **told}
 
