@@ -126,7 +126,7 @@ def test_runs_in_columns_are_the_same_runs():
     assert page.in_rows(columns) == runs
 
 
-def test_figures_are_rounded_to_seven_digits():
+def test_figures_are_rounded_to_what_an_fp32_holds():
     import page
 
     values = {
@@ -135,8 +135,10 @@ def test_figures_are_rounded_to_seven_digits():
         "spread": (math.inf, True),
         "row": "0.333333333333",
     }
-    kept = {"loss": [0.3333333, 123456800.0], "tokens": 123456789123, "spread": [math.inf, True]}
+    kept = {"loss": [0.333333333, 123456789.0], "tokens": 123456789123, "spread": [math.inf, True]}
     assert page.rounded(values) == kept | {"row": "0.333333333333"}
+    fp32 = torch.rand(1000)
+    assert torch.equal(torch.tensor(page.rounded(fp32.tolist())), fp32)
 
 
 def test_a_run_takes_a_line_and_a_long_one_fills_some():

@@ -57,7 +57,7 @@ PAGES = (
 )
 VERDICTS = ("reached", "missed", "undecided")
 POINTS = 40  # of a curve: more than a picture shows
-DIGITS = 7  # of a figure: more than a page prints
+DIGITS = 9  # of a figure: those of an fp32, so that rounding moves nothing that a page prints
 WIDTH = 360  # of a line of JSON, which holds all of most runs
 
 _START = time.monotonic()

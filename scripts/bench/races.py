@@ -130,15 +130,15 @@ def _reached(holds: bool) -> str:
 def page_of(figures: dict) -> page.Page:
     """What the figures say."""
     pairs = figures["pairs"]
-    new, seen = [p for p in pairs if p["new"]], [p for p in pairs if not p["new"]]
+    new, seen = [p for p in pairs if "new" in p], [p for p in pairs if "new" not in p]
     newest = [p for p in new if p["new"] == AUTO]
     groups = {
-        "the text it was pretrained on": [p for p in seen if p["known"]],
-        "other texts": [p for p in seen if p["text"] and not p["known"]],
+        "the text it was pretrained on": [p for p in seen if "known" in p],
+        "other texts": [p for p in seen if "text" in p and "known" not in p],
         "phone books": [p for p in seen if p["pair"] in BOOKS],
         "nearest neighbours": [p for p in seen if p["pair"] in NEIGHBOURS],
-        "held out: texts": [p for p in new if p["text"]],
-        "held out: phone books and neighbours": [p for p in new if not p["text"]],
+        "held out: texts": [p for p in new if "text" in p],
+        "held out: phone books and neighbours": [p for p in new if "text" not in p],
     }
     whole = [p for p in pairs if all("processor" in p[part] for part in (RACE, LONG))]
     timed = [(p[RACE]["processor"], p[LONG]["processor"]) for p in whole]
@@ -161,7 +161,7 @@ def page_of(figures: dict) -> page.Page:
         ]
         for pair in sorted(pairs, key=long_lead, reverse=True)
     ]
-    large = sorted({pair["pair"].split(" on ")[0] for pair in pairs if pair.get("large")})
+    large = sorted({pair["pair"].split(" on ")[0] for pair in pairs if "large" in pair})
     larger = f"; for {', '.join(large)} `{asdict(LARGE)}`" if large else ""
     beyond = [losses for pair in pairs for losses in pair.get("beyond", {}).values()]
     before = (
@@ -225,11 +225,18 @@ def _lead(lead: dict | None) -> str:
     return f"{lead['mean']:+.3f} ± {lead['error']:.3f}" if lead else "out"
 
 
-def held_out_of(run: dict, arguments: argparse.Namespace) -> str:
-    """While which rules were made nobody looked at a pair: all, those of auto included, or all but these; or none."""
+def group_of(run: dict, arguments: argparse.Namespace, large: dict[str, str]) -> dict:
+    """What sets a pair apart: that it has a text, one the model knows, or a large model; or what it was held out of.
+
+    While the rules of a race were made nobody looked at what is "new", and at AUTO not while auto's was, either.
+    """
+    apart = {"text": Path(run["text"]).name, "known": run["text"] and run["text"] == arguments.pretrain}
+    apart["large"] = run["model"] in large.values()
     if run["pair"] in HELD_OUT_OF_AUTO or run["text"] in arguments.held_out_of_auto:
-        return AUTO
-    return RACE if run["pair"] in HELD_OUT or run["text"] in arguments.held_out else ""
+        apart["new"] = AUTO
+    elif run["pair"] in HELD_OUT or run["text"] in arguments.held_out:
+        apart["new"] = RACE
+    return {name: value for name, value in apart.items() if value}
 
 
 def draw(pairs: list[dict], groups: dict[str, list[dict]], plt):
@@ -280,13 +287,7 @@ def main() -> None:
     jobs = [job | {"part": part} for job in jobs for part in (RACE, LONG)]
     done = runs.collect(partial(measure, folder=arguments.folder), jobs, kept, arguments.processes)
     pairs = [
-        {"pair": run["pair"], RACE: told_of(run, RACE), LONG: told_of(long, LONG)}
-        | {
-            "text": Path(run["text"]).name if run["text"] else "",
-            "known": bool(run["text"]) and run["text"] == arguments.pretrain,
-            "large": run["model"] in large.values(),
-            "new": held_out_of(run, arguments),
-        }
+        {"pair": run["pair"], RACE: told_of(run, RACE), LONG: told_of(long, LONG)} | group_of(run, arguments, large)
         for run, long in zip(done[::2], done[1::2])
     ]
     figures = {"setting": asdict(setting), "pairs": pairs}
