@@ -240,8 +240,9 @@ def auto(given, tmp_path, *options):
 def test_two_that_are_near_train_and_the_lower_one_is_kept(margin, kept, other, given, tmp_path, monkeypatch):
     monkeypatch.setattr(Contest, "finalists", property(lambda self: ["lora", "both"]))
     monkeypatch.setattr("hf_growattn.training.auto.MARGIN", margin)  # what is lower by more than that
-    done = auto(given, tmp_path, "--compare")
+    done = auto(given, tmp_path, "--compare", "--push_to_hub", "--hub_model_id", "me/mine")  # there is no Hub here
     assert done.exit_code == 0, done.output
+    assert f"growattn push {tmp_path / 'out'} me/mine" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", f"out-{other}", "out-race"]
     figures, others = (json.loads((tmp_path / name / "figures.json").read_text()) for name in ("out", f"out-{other}"))
     said = f"Kept: {METHODS[kept].title}."

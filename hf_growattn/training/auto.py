@@ -64,6 +64,9 @@ def main(recipe: Recipe, say: Callable[[str], object]) -> dict:
     figures["race"] = f"{verdict} {told}"
     (output / FIGURES).write_text(json.dumps(figures, indent=1))
     print(lines_of(told))
+    if recipe.training.push_to_hub:
+        name = recipe.training.hub_model_id or "YOU/NAME"
+        say(f"Nothing was pushed, as two trained. To push what was kept: growattn push {output} {name}")
     return figures
 
 
@@ -71,7 +74,7 @@ def _recipe(recipe: Recipe, contest: Contest, folders: dict[str, Path], name: st
     """How to train by one of those that go on, in its folder; beside LoRA there is no need to compare with it."""
     training, options = copy.copy(recipe.training), contest.options_of(name)
     training.learning_rate, training.output_dir = options.pop("learning_rate"), str(folders[name])
-    resumes = training.resume_from_checkpoint
+    resumes, training.push_to_hub = training.resume_from_checkpoint, training.push_to_hub and len(folders) == 1
     if len(folders) > 1 and resumes and Path(resumes).resolve().parent != folders[name].resolve():
         training.resume_from_checkpoint = last_checkpoint(folders[name])
     compare = recipe.growth.compare and METHODS[name].growth > 0 and "lora" not in folders
