@@ -49,7 +49,9 @@ def main(recipe: Recipe, say: Callable[[str], object]) -> dict:
     verdict += f" {both} were near, so both train to the end, and the lower one is kept."
     say(f"{both} are near, and either may end lower. Both train, and the lower one is kept.")
     kept = race / _ENDED
-    ended = [Run(**json.loads(line)) for line in kept.read_text().splitlines()] if resumes and kept.exists() else []
+    if not resumes:
+        kept.unlink(missing_ok=True)  # of an earlier training after the same race
+    ended = [Run(**json.loads(line)) for line in kept.read_text().splitlines()] if kept.exists() else []
     for name in finalists[len(ended) :]:
         finetuning.main(_recipe(recipe, contest, folders, name), verdict, ended.append)
         ended[-1] = replace(ended[-1], method=name)

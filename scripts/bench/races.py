@@ -22,7 +22,6 @@ from races_run import (
     LARGE,
     LONG,
     LONG_SEEDS,
-    LONGER,
     NEIGHBOURS,
     QUICK,
     RACE,
@@ -34,7 +33,7 @@ from races_run import (
 )
 from transformers import AutoTokenizer
 
-from hf_growattn.training.contest import MARGIN
+from hf_growattn.training.contest import LONGER, MARGIN
 from hf_growattn.training.methods import METHODS
 
 AUTO = "auto"
@@ -48,8 +47,9 @@ NEEDED = {
 def told_of(run: dict, part: str) -> dict:
     """What the page needs of what `summary` told of a run, and its time; nothing is said of what is as it was."""
     told = {name: run[name] for name in NEEDED[part] if name in run and run[name] is not False}
-    for name in {"losses", "cache"} & told.keys():
-        told[name] = {method: value for method, value in told[name].items() if value and method in METHODS}
+    if part == LONG:
+        told["losses"] = {name: loss for name, loss in told["losses"].items() if name in METHODS}
+        told["cache"] = {name: more for name, more in told["cache"].items() if more}
     return shortened(told)
 
 

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from trl import SFTConfig
 
 from hf_growattn import patch_model
-from hf_growattn.training.contest import Contest
+from hf_growattn.training.contest import LONGER, Contest
 from hf_growattn.training.data import Prepared, prepared
 from hf_growattn.training.methods import METHODS, Budget
 from hf_growattn.training.race import run_race
 
 RANK = 3  # of LoRA: the least that a third of it is a whole rank of
-LONGER, LONG_SEEDS = 5, 3
+LONG_SEEDS = 3
 RACE, LONG = "race", "long"  # the parts of a pair
 WIDTHS = (4, 16)  # of the heads of the Llamas that the script trains
 
