@@ -26,9 +26,9 @@ def compete(
     """Let methods compete, in the order in which they are given: what has to be beaten comes first.
 
     A method tries its learning rates in short trainings. The best one goes on to a long training, with any that are
-    near it, and the best of these counts. Who is surely behind then is out; the others train with the other seeds,
-    unless one seed shows a winner by far. Two whose order is still open, and matters, train for longer. All start anew,
-    so that every schedule comes to its end.
+    near it, and the best of these counts. Two whose order is open then, and matters, train for longer. Otherwise who
+    wins, and not by far, has to do so with the other seeds as well. All start anew, so that every schedule comes to its
+    end.
 
     Args:
         contest: gets the runs; an interrupted contest is worth what it has.
@@ -37,9 +37,11 @@ def compete(
         seeds: how many.
         halving: whether those that are surely behind are out, and those that cannot be told apart go on.
     """
+    nothing_held = False
     for method, first in rates.items():
-        runs = _short(contest, train, method, first)
+        runs = [] if nothing_held and METHODS[method].growth else _short(contest, train, method, first)
         if not runs:
+            nothing_held |= method == "growth"  # with the old dims frozen, which leaves most for new ones to gain
             contest.out[method] = f"{METHODS[method].capital} is out: nothing that it could add holds on other rows."
             continue
         contest.runs += runs
@@ -51,23 +53,38 @@ def compete(
             )
             continue
         contest.runs += _long(contest, train, method)
-    for reference, others in CONTESTS.items() if seeds > 1 else ():
-        if halving and contest.clear(reference):
+    for reference in filter(contest.of, CONTESTS):
+        if halving and (_overtime(contest, train, reference) or contest.clear(reference)):
             continue
-        going = [reference]
-        for method in filter(contest.of, others):
-            ahead = contest.beaten(method, reference) if halving else None
-            if ahead is None:
-                going.append(method)
-            else:
-                behind = f"{-paired(contest.of(method), contest.of(ahead))[0]:.4f} nats behind {METHODS[ahead].title}"
-                contest.out[method] = f"{METHODS[method].capital} has one seed alone: it ended {behind}."
-        for method in going if len(going) > 1 else ():
-            for seed in range(1, seeds):
-                contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.steps, seed)])
-    for reference in filter(contest.of, CONTESTS) if halving else ():
-        for method in contest.open(reference):
-            contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.overtime, 0)])
+        _other_seeds(contest, train, reference, seeds, halving)
+        if halving:
+            _overtime(contest, train, reference)
+
+
+def _other_seeds(contest: Contest, train: Train, reference: str, seeds: int, halving: bool) -> None:
+    """Long trainings with the other seeds, of a method and of those that win over it: they might by one seed alone."""
+    others = list(filter(contest.of, CONTESTS[reference] if seeds > 1 else ()))
+    if halving:
+        going = [name for name in others if contest.lead(name, reference).sure and not contest.beaten(name, reference)]
+    else:
+        going = others
+    for method in others if going else ():
+        if method not in going:
+            ahead = contest.beaten(method, reference) or reference
+            gap = paired(contest.of(method), contest.of(ahead))[0]
+            ended = f"{abs(gap):.4f} nats {'below' if gap > 0 else 'behind'} {METHODS[ahead].title}"
+            contest.out[method] = f"{METHODS[method].capital} has one seed alone: it ended {ended}."
+    for method in [reference, *going] if going or not halving else ():
+        for seed in range(1, seeds):
+            contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.steps, seed)])
+
+
+def _overtime(contest: Contest, train: Train, reference: str) -> list[Run]:
+    """Longer trainings of those whose order is open; none where it is not."""
+    open_between = [(method, contest.of(method)[0].rate) for method in contest.open(reference)]
+    ended = [run for method, rate in open_between if (run := train(method, rate, contest.overtime, 0))]
+    contest.runs += ended
+    return ended
 
 
 def _short(contest: Contest, train: Train, method: str, first: Sequence[float]) -> list[Run]:

@@ -33,6 +33,7 @@ class Run:
         weights: how many trained.
         cache: bytes of a token's keys and values.
         seconds: how long it took, with its growth.
+        forward: how long a forward pass takes once it is merged, over what it took before; None if nobody timed it.
     """
 
     method: str
@@ -44,6 +45,7 @@ class Run:
     weights: int
     cache: int
     seconds: float
+    forward: float | None = None
 
     @property
     def loss(self) -> float:
@@ -303,14 +305,22 @@ class Contest:
 
     def table(self) -> str:
         """A row for each method that ended, the lowest loss first."""
-        rows = [["before training", f"{self.start.loss:.4f}", "", "", f"{self.start.cache:,}"]]
+        rows = [["before training", f"{self.start.loss:.4f}", "", "", f"{self.start.cache:,}", ""]]
         ended = [name for name in METHODS if self.of(name)]
         for name in sorted(ended, key=self.loss):
             first, lora = self.of(name)[0], name == "lora" or not self.of("lora")
             beside = "" if lora else "{:+.4f} ± {:.4f}".format(*paired(self.of(name), self.of("lora")))
-            figures = beside, f"{first.weights:,}", f"{first.cache:,}"
+            forward = "" if first.forward is None else f"{first.forward - 1:+.0%}"
+            figures = beside, f"{first.weights:,}", f"{first.cache:,}", forward
             rows.append([METHODS[name].title, f"{self.loss(name):.4f}", *figures])
-        columns = ["trained by", "held-out loss", "lead over LoRA", "weights trained", "KV cache, bytes a token"]
+        columns = [
+            "trained by",
+            "held-out loss",
+            "lead over LoRA",
+            "weights trained",
+            "KV cache, bytes a token",
+            "forward pass",
+        ]
         return printed(columns, rows)
 
     def __str__(self) -> str:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from trl.trainer.sft_config import SFTConfig
 
+from ..grow.again import Added
 from ..grow.frozen import freeze_old_dims
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, weights_of
@@ -127,6 +128,7 @@ def started(
     batches: list[dict],
     seed: int,
     loss_of: Callable[[nn.Module], Callable] | None = None,
+    added: Added | None = None,
 ) -> tuple[nn.Module, GrowthReport | None]:
     """Make a patched model ready to be trained by a method; it is changed in place.
 
@@ -137,6 +139,7 @@ def started(
         batches: to grow on, as for `Grower.grow`.
         seed: of LoRA's weights and of growth.
         loss_of: gives for what will train what growth lowers, as `loss` of `Grower`.
+        added: what an earlier growth by the same method, budget, batches and seed has found, which takes no batches.
 
     Returns:
         What to train, the model or peft's wrapper of it, and what growth reports if there was one.
@@ -151,7 +154,9 @@ def started(
     model.requires_grad_(method.base)
     if weights and is_quantized(model):
         return grown_beside(model, weights, batches, seed, loss_of)
-    if weights:
+    if weights and added:
+        report = added.give(model)
+    elif weights:
         # LoRA, too, moves the old dims: new ones need not do what those can.
         config = GrowthConfig(budget=weights, seed=seed, old_dims_train=method.base or rank > 0)
         report = Grower(model, config, loss=loss_of and loss_of(model)).grow(batches)

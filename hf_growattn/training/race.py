@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import json
 import shutil
 import time
@@ -17,6 +18,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl.trainer.sft_trainer import SFTTrainer
 
+from ..grow.again import Added
 from ..growable.models import cache_bytes
 from ..growable.patching import patch_model
 from .competing import compete, steps_of
@@ -86,10 +88,11 @@ class _Trainings:
         model = fresh()
         self.budget, self.quantized = Budget.near(model, budget), is_quantized(model)
         self._ready: tuple | None = None  # what to train by a method with a seed, and how it starts
+        self._added: dict[tuple[str, int], Added] = {}  # what growths found, for when a method starts again
         output.mkdir(parents=True, exist_ok=True)
         self.done = self._read(model)
         self.start = self.done.get(("start", 0.0, 0, 0)) or self._keep(
-            self._measured(model, "start", 0.0, 0, 0, 0.0, cache_bytes(model))
+            self._measured(model, "start", 0.0, 0, 0, 0.0, cache_bytes(model), 1.0)
         )
 
     def _read(self, model: PreTrainedModel) -> dict[tuple, Run]:
@@ -125,16 +128,17 @@ class _Trainings:
         began = time.perf_counter()
         if (started := self._started(method, seed)) is None:
             return None
-        model, cache = started
+        model, *costs = started
         trainer = self._trainer(model, method, rate, steps, seed)
         _run(trainer, self.tick)
         with trainer.compute_loss_context_manager():
-            run = self._measured(model, method, rate, steps, seed, time.perf_counter() - began, cache)
+            run = self._measured(model, method, rate, steps, seed, time.perf_counter() - began, *costs)
         if seed == 0 and steps >= self.steps:
             others = [r for r in self.done.values() if (r.method, r.seed) == (method, 0) and r.steps >= self.steps]
             if all(run.loss < other.loss for other in others):
                 save(trainer, self.dense)
-                self._ready = None  # merged
+                if METHODS[method].lora or not METHODS[method].growth:
+                    self._ready = None  # merged, or a stock model again
         return self._keep(run)
 
     def _trainer(self, model: nn.Module, method: str, rate: float, steps: int, seed: int) -> SFTTrainer:
@@ -155,36 +159,39 @@ class _Trainings:
             self.bar.total = max(self.bar.total, self.bar.n + steps)  # learning rates beyond, and near ones, go on
             self.bar.update(steps)
 
-    def _started(self, method: str, seed: int) -> tuple[nn.Module, int] | None:
-        """What to train by a method, as it starts, and the bytes of a token's cache; grown once for all rates."""
+    def _started(self, method: str, seed: int) -> tuple[nn.Module, int, float | None] | None:
+        """What to train by a method, as it starts, its `cache` and `forward` as in `Run`; grown once for all rates."""
         if self._ready is None or self._ready[:2] != (method, seed):
             self._ready = None  # makes room
-            model, batches = placed(self.fresh(), self.training.device), []
-            if METHODS[method].growth:
+            patched, batches, added = placed(self.fresh(), self.training.device), [], self._added.get((method, seed))
+            if METHODS[method].growth and not added:
                 batches = batches_of(self._rows(self.growth_batches, seed), self.prepared.collate, self.training)
                 batches = batches[: max(self.growth_batches, 2)]
             loss_of = partial(sft_loss, tokenizer=self.tokenizer, training=self.training)
-            model, report = started(model, METHODS[method], self.budget, batches, seed, loss_of)
+            model, report = started(patched, METHODS[method], self.budget, batches, seed, loss_of, added)
             if report is not None and not report.applied:
                 return None
+            if report is not None and seed == 0 and not self.quantized:  # other seeds train once
+                self._added[method, seed] = Added.to(patched, report)
             at_start = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
             cache = report.cache_bytes[1] if report else cache_bytes(model)  # new dims may be beside the weights
-            self._ready = method, seed, model, cache, at_start
-        *_, model, cache, at_start = self._ready
+            timed = report.forward_seconds if report else (1.0, 1.0)
+            self._ready = method, seed, model, cache, timed and timed[1] / timed[0], at_start
+        *_, model, cache, forward, at_start = self._ready
         with torch.no_grad():
             for parameter, value in at_start.items():
                 parameter.copy_(value)
-        return model, cache
+        return model, cache, forward
 
     def _rows(self, steps: int, seed: int) -> Dataset:
         """The rows that so many steps train on, in an order of the seed's."""
         return first_rows(self.rows, steps * self.batch_size, seed)
 
-    def _measured(self, model, method: str, rate: float, steps: int, seed: int, seconds: float, cache: int) -> Run:
+    def _measured(self, model, method: str, rate: float, steps: int, seed: int, seconds: float, cache, forward) -> Run:
         """Measure a model on every held-out row."""
         nats, counts = losses_of_rows(model, self.held_out, self.prepared.collate, self.training)
         weights = trained_weights(model) if steps else 0
-        return Run(method, rate, steps, seed, nats, counts, weights, cache, seconds)
+        return Run(method, rate, steps, seed, nats, counts, weights, cache, seconds, forward)
 
     def seconds_of_a_step(self) -> float:
         """How long a training step takes, from the second and third of three."""
@@ -210,9 +217,9 @@ def race(
     """Find out what is worth training: LoRA on all linear layers, growth, or some of both.
 
     Each trains for a short while, as many weights as the others, on the same rows in the same order; a growth looks at
-    the first of these. Who is surely behind after one seed is out, and who wins by far needs no other. Two whose order
-    is open then, and matters, train for twice as long. Growth wins by 0.01 nats a token and a standard
-    error at least. The model itself stays as it is.
+    the first of these. Two whose order is open after one seed, and matters, train for twice as long. A growth that wins
+    after one seed, and not by far, has to win over all of them. Growth wins by 0.01 nats a token and a standard error
+    at least. The model itself stays as it is.
 
     Args:
         model: a causal LM, stock or patched, not quantized.
@@ -224,7 +231,7 @@ def race(
         budget: weights to train, or a share of the model's; rounded to a whole rank of LoRA.
         steps: of the long trainings. Learning rates are tried for a quarter of that, larger ones while the largest is
             best, and those near the best one for all of it.
-        seeds: long trainings of each method that is not out, with other orders of the rows.
+        seeds: long trainings, with other orders of the rows, of a growth that wins, and of what it has to beat.
         full: train all weights as well, with and without growth.
         growth_batches: batches to grow on.
 
@@ -282,6 +289,21 @@ def race_of(recipe: Recipe, say: Callable[[str], object] = print) -> Contest:
     )
 
 
+@contextlib.contextmanager
+def _old_objects_uncollected():
+    """Spare the garbage collector what is there already: accelerate has it look at everything before each training."""
+    if gc.get_freeze_count():  # somebody else's, who would lose it
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_old_objects_uncollected()
 def run_race(
     fresh: Callable[[], PreTrainedModel],
     tokenizer,
