@@ -62,7 +62,7 @@ def test_a_lead_that_is_sure_and_lasts_wins():
         (1.0, 40, 0),
         (1.0, 40, 1),
     ]
-    assert sum(asked[2] for asked in trains.asked) == steps_of(("lora", "growth"), 40, 2)
+    assert sum(asked[2] for asked in trains.asked) == steps_of(("lora", "growth"), 40) + 2 * 40
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The race: real trainings, by each method and through the command line."""
 
 import json
+import re
 from pathlib import Path
 
 import encoders
@@ -116,7 +117,10 @@ def test_a_race_goes_on_where_it_was(told, given, monkeypatch):
     lines = (folder / "race.jsonl").read_text().splitlines()
     (folder / "race.jsonl").write_text("\n".join(lines[:4]) + "\n")
     again = call("race", given / "model", given / "text.txt", "-o", folder, "--steps", 12, *OPTIONS)
-    assert again.exit_code == done.exit_code and again.stdout == done.stdout
+    assert again.exit_code == done.exit_code
+    assert [re.sub(r"[+-]\d+%$", "", line) for line in again.stdout.splitlines()] == [  # how long a pass takes varies
+        re.sub(r"[+-]\d+%$", "", line) for line in done.stdout.splitlines()
+    ]
     kept = (folder / "race.jsonl").read_text().splitlines()
     assert kept[:4] == lines[:4] and len(kept) == len(lines)
     for options in (("--steps", 12, *OPTIONS, "--budget", "5%"), ("--steps", 24, *OPTIONS)):

@@ -88,7 +88,7 @@ class RaceArguments:
         "auto a fifth of --max_steps if that is less, but 20 at least"
     )
     seeds: int = _option(
-        "how often each method trains, each time with another order of the rows; once if that tells who wins", 2
+        "how often a growth that leads has to win, each time with another order of the rows; once if it is far ahead", 2
     )
     full: bool = _option("also train all weights, with growth and without", False)
 

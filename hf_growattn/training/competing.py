@@ -14,10 +14,10 @@ _LARGER = (3, 9)  # times the largest one: tried for as long as the largest is t
 Train = Callable[[str, float, int, int], Run | None]
 
 
-def steps_of(methods: Iterable[str], steps: int, seeds: int) -> int:
-    """How many steps a contest takes, growths apart, if its first learning rates do and everybody goes on."""
+def steps_of(methods: Iterable[str], steps: int) -> int:
+    """How many steps a contest takes, growths apart, if its first learning rates do and one seed does."""
     short = max(steps // SHORT, 1)
-    return sum(len(METHODS[method].rates) * short + seeds * steps for method in methods)
+    return sum(len(METHODS[method].rates) * short + steps for method in methods)
 
 
 def compete(

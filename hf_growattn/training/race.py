@@ -336,15 +336,15 @@ def run_race(
         methods = [name for name in methods if METHODS[name].on_quantized]
     rates = {name: [readable(rate / trains.budget.width) for rate in METHODS[name].rates] for name in methods}
     contest = Contest(steps, trains.start)
-    step, total = trains.seconds_of_a_step(), steps_of(methods, steps, seeds)
-    growths = seeds * sum(METHODS[name].growth > 0 for name in methods)
-    looks = sum(len(of_method) + seeds for of_method in rates.values())  # at all held-out rows, forward alone
+    step, total = trains.seconds_of_a_step(), steps_of(methods, steps)
+    growths = sum(METHODS[name].growth > 0 for name in methods)
+    looks = sum(len(of_method) + 1 for of_method in rates.values())  # at all held-out rows, forward alone
     look = len(trains.held_out) / trains.batch_size / _FORWARD
     cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]) + looks * look)
     say(
         f"Racing {', '.join(METHODS[name].title for name in methods)}. About {total:,} steps of {step:.2g} s "
-        f"and {growths} growths, judged {looks} times, {cost / 60:.0f} minutes; more if larger learning rates are "
-        "better, or two cannot be told apart. "
+        f"and {growths} growths, judged {looks} times, {cost / 60:.0f} minutes; more if growth leads, if larger "
+        "learning rates are better, or if two cannot be told apart. "
         f"Each method trains about {trains.budget.weights:,} weights."
     )
     trains.bar = tqdm(total=total, desc="race", unit="step", disable=None)
