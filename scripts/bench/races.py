@@ -182,7 +182,8 @@ def page_of(figures: dict) -> page.Page:
             f"{len(told.grown)} times. Trained {LONGER} times as long, what it chose ends within {MARGIN} nats of the "
             f"best method in {told.near} pairs, and {told.lost:.3f} above it in the worst; `finetune --method auto`, "
             f"which trains two where they are near, at most {max(told.by_auto):.3f} above it."
-            f" Of {len(unseen)} pairs held out of all of its rules, it is right in {never_seen.hits}."
+            + f" Of {len(unseen)} pairs held out of all of its rules, it is right in {never_seen.hits}."
+            * bool(unseen)
         ),
         summary=page.table(heads, rows),
         text=(
@@ -194,10 +195,10 @@ def page_of(figures: dict) -> page.Page:
             "over rows alone where a race has one seed; that of the better of growth and growth with LoRA. In a race, "
             "two whose order is open after one seed, and matters, train for twice the steps "
             f"({longer} pairs); a growth that wins after one seed, and not by far, has a second one; the long "
-            "trainings have none of this. The first rules were made while looking at the pairs here that are not called held "
-            f"out; in the {len(new)} others a race is right {held_out.hits} times. The rule of one seed came after all "
-            f"but {len(unseen)} of these. `finetune --method auto` (auto) trains "
-            "the winner, and the next one too if it is behind by at most a tenth of what the winner gained; it keeps "
+            "trainings have none of this. The first rules were made while looking at the pairs here that are not "
+            f"called held out; in the {len(new)} others a race is right {held_out.hits} times. The rule of one seed "
+            f"came after all but {len(unseen)} of these. `finetune --method auto` (auto) trains the winner, and "
+            "the next one too if it is behind by at most a tenth of what the winner gained; it keeps "
             f"growth if that ends more than {MARGIN} lower, here by the means over the seeds. The forward pass is that "
             "of a grown model against the un-grown one, the median over the seeds: of models this small it takes "
             "milliseconds, and is off by a few hundredths. What is not in the table was not run. Time is the "
