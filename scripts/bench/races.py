@@ -275,6 +275,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one phone book, a few steps: shows that it runs")
     arguments = parser.parse_args()
     setting = QUICK if arguments.quick else Setting()
+    if arguments.quick:
+        arguments.folder = arguments.output  # beside another setting's runs it would be refused
     arguments.output.mkdir(parents=True, exist_ok=True)
     given, large = ({Path(path).name: path for path in paths} for paths in (arguments.model, arguments.large))
     if arguments.pretrain and given:
