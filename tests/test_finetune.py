@@ -70,6 +70,7 @@ def test_with_and_without_growth(compared):
     added = figures["after"]["parameters"] - figures["before"]["parameters"]
     assert added == growth["added_parameters"] > 0 and [grew["width"] for grew in growth["layers"]] == [20, 20]
     assert f"{growth['held_out'][0]:.4f}" in out and "16 16 -> 20 20" in out and "without growth" in out
+    assert growth["forward"] > 0 and "A forward pass took" in " ".join(out.split())
     assert "Reloaded in a fresh process: largest difference of the logits 0.00e+00" in out
     assert (output / "growth.png").read_bytes().startswith(b"\x89PNG") and not (output / "sample.pt").exists()
     assert "Grown at step 12." in (page := (output / "report.html").read_text())

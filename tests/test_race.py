@@ -104,6 +104,7 @@ def test_a_race_ends_in_a_sentence_and_a_model(told, given):
     assert "--steps" not in done.stderr and "--budget 20%" in done.stderr  # which training has no use for
     weights = {run["weights"] for run in figures["runs"] if run["method"] == "lora"}
     assert len(weights) == 1 and all(run["weights"] <= max(weights) for run in figures["runs"])
+    assert all((run["forward"] == 1) == (run["method"] == "lora") and run["forward"] > 0 for run in figures["runs"])
     assert sorted(path.name for path in folder.iterdir()) == ["model", "race.json", "race.jsonl"]
     ended = next(run for run in figures["runs"] if run["method"] == figures["winner"] and run["steps"] == 12)
     assert ended["loss"] < figures["loss_before"]

@@ -140,6 +140,12 @@ class GrowthReport:
         """First-order decrease of the loss that new batches should show at the steps that were taken."""
         return sum(layer.predicted_gain for layer in self.layers)
 
+    @property
+    def forward_ratio(self) -> float | None:
+        """How long a pass takes after the growth, over what it took before; None for what was not kept."""
+        before, after = self.forward_seconds or (0.0, 0.0)
+        return after / before if before else None
+
     def figures(self) -> dict[str, float]:
         """What the growth did, as flat numbers for a tracker, as in `accelerator.log(report.figures(), step=step)`."""
         figures = {

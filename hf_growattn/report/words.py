@@ -71,7 +71,8 @@ def facts(
         return [*told, ("Advice", "Do not grow here: train the model as it is, or by LoRA on all linear layers.")]
     caches, kept = (growths[0].cache_bytes[0], growths[-1].cache_bytes[1]), growths[0].kept
     added = sum(report.added_parameters for report in growths)
-    told.append(("Cost", cost(caches, added, growths[0].parameters, kept) + _slower(growths)))
+    time = slower([growth.forward_ratio for growth in growths])
+    told.append(("Cost", cost(caches, added, growths[0].parameters, kept) + time))
     return [*told, ("Advice", advised(compared, verdict, caches, kept, race))]
 
 
@@ -89,12 +90,12 @@ def cost(caches: tuple[int, int], added: int, parameters: int, kept: bool = True
     return f"{larger}{added:,} weights {'added' if kept else 'would be added'} ({added / parameters:+.1%})."
 
 
-def _slower(growths: Sequence) -> str:
-    """How much longer a batch takes to go through the model, where every growth was timed."""
-    timed = [growth.forward_seconds for growth in growths]
-    if None in timed:
+def slower(ratios: Sequence[float | None]) -> str:
+    """How much longer a batch takes to go through the model after some growths, where each of them was timed."""
+    timed = [ratio for ratio in ratios if ratio is not None]
+    if len(timed) < len(ratios):
         return ""
-    ratio = math.prod(after / before for before, after in timed)
+    ratio = math.prod(timed)
     return f" A forward pass took {abs(ratio - 1):.0%} {'longer' if ratio >= 1 else 'less time'}."
 
 

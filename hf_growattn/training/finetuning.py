@@ -63,8 +63,9 @@ class MeasuredGrowth(GrowthCallback):
             before = self._held_out()
             super().on_step_end(args, state, control, **kwargs)
             after, due = self._held_out(), control.should_log
-            seconds = sum(self.reports[-1].seconds.values())
-            note(self.trainer, {outcome.BEFORE: before, outcome.AFTER: after, outcome.SECONDS: seconds})
+            report = self.reports[-1]
+            measured = {outcome.BEFORE: before, outcome.AFTER: after, outcome.SECONDS: sum(report.seconds.values())}
+            note(self.trainer, measured | ({outcome.FORWARD: report.forward_ratio} if report.forward_ratio else {}))
             control.should_log = due  # logging takes this back
             if state.is_world_process_zero:
                 tqdm.write(f"Held-out loss {before:.4f} -> {after:.4f} at the growth.")

@@ -14,10 +14,10 @@ from ..measure.kinds import KINDS
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
 from ..report.pictures import BLUE, GREY, HELD_OUT, ORANGE, draw_gains, draw_lead, draw_losses, drawn, loss_curves
 from ..report.report import GrowthReport, grown_layers
-from ..report.words import Compared, advised, beside, cost, printed, text_of
+from ..report.words import Compared, advised, beside, cost, printed, slower, text_of
 
 BEFORE, AFTER, _ = HELD_OUT
-SECONDS = "growth_seconds"
+SECONDS, FORWARD = "growth_seconds", "growth_forward_ratio"
 RUNS = {"with_growth": "with growth", "without_growth": "without growth", "lora": "LoRA, all linear layers"}
 OTHERS = {"without_growth": "training without growth", "lora": "LoRA on all linear layers"}
 REPORT = "report.html"
@@ -65,9 +65,10 @@ def figures(
         race: what a race before it told.
         saved: the held-out loss of what was saved, where that is not what was trained: dense weights, not quantized.
     """
-    growths = (
-        [] if started is None else [{"step": 0, **growth_figures(started), "seconds": sum(started.seconds.values())}]
-    )
+    growths = []
+    if started is not None:
+        timed = {"seconds": sum(started.seconds.values()), "forward": started.forward_ratio}
+        growths.append({"step": 0, **growth_figures(started), **timed})
     growths += [
         {
             "step": entry["step"],
@@ -76,6 +77,7 @@ def figures(
             "added_parameters": entry["growth_added_parameters"],
             "layers": grown_layers(entry),
             "seconds": measured[SECONDS],
+            "forward": measured.get(FORWARD),
         }
         for entry, measured in pairwise(histories.get("with_growth", []))
         if AFTER in measured
@@ -114,12 +116,14 @@ def summary(figures: dict, output: Path) -> str:
         rows.append([f"step {step}, {when}", f"{loss:.4f}", *theirs])
     before, after, seconds = figures["before"], figures["after"], figures["seconds"]
     compared = [Compared(**other) for other in figures["compared"]]
-    caches, grew = (before["cache_bytes"], after["cache_bytes"]), any(growth["layers"] for growth in figures["growths"])
+    caches = before["cache_bytes"], after["cache_bytes"]
+    grew = [growth["forward"] for growth in figures["growths"] if growth["layers"]]
     told = [("Loss", f"{first[0][1]:.4f} -> {first[-1][1]:.4f} on held-out rows.")]
     if figures["saved_loss"] is not None:
         told.append(("Saved", f"{figures['saved_loss']:.4f}, merged into the weights as they are before quantizing."))
     if grew:
-        told.append(("Cost", cost(caches, after["parameters"] - before["parameters"], before["parameters"])))
+        added = after["parameters"] - before["parameters"]
+        told.append(("Cost", cost(caches, added, before["parameters"]) + slower(grew)))
     if grew or figures["race"]:
         told.append(("Advice", advised(compared, figures["race"], caches)))
     parts = [printed(*beside(compared, caches[1]))] if compared else []

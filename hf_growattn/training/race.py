@@ -175,8 +175,8 @@ class _Trainings:
                 self._added[method, seed] = Added.to(patched, report)
             at_start = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
             cache = report.cache_bytes[1] if report else cache_bytes(model)  # new dims may be beside the weights
-            timed = report.forward_seconds if report else (1.0, 1.0)
-            self._ready = method, seed, model, cache, timed and timed[1] / timed[0], at_start
+            forward = report.forward_ratio if report else 1.0
+            self._ready = method, seed, model, cache, forward, at_start
         *_, model, cache, forward, at_start = self._ready
         with torch.no_grad():
             for parameter, value in at_start.items():
