@@ -296,6 +296,7 @@ def test_two_that_are_near_are_resumed_where_they_stopped(at, given, tmp_path, m
     options = ["--save_strategy", "steps", "--save_steps", 6]
     done = auto(given, tmp_path, *options)
     assert done.exit_code == 130 and "--resume_from_checkpoint True" in done.stderr, done.output
+    assert ("LoRA on all linear layers is trained: " in done.stderr) == (at == 2)
     done = auto(given, tmp_path, *options, "--resume_from_checkpoint", "True")
     assert done.exit_code == 0 and "Kept: " in done.stdout, done.output
     assert trained == [["out", "out", "out-both"], ["out", "out-both", "out-both"]][at - 1]

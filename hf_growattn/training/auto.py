@@ -53,6 +53,8 @@ def main(recipe: Recipe, say: Callable[[str], object]) -> dict:
         kept.unlink(missing_ok=True)  # of an earlier training after the same race
     ended = [Run(**json.loads(line)) for line in kept.read_text().splitlines()] if kept.exists() else []
     for name in finalists[len(ended) :]:
+        if ended:
+            say(f"{METHODS[first].capital} is trained: {output} holds its model. Next: {METHODS[second].title}.")
         finetuning.main(_recipe(recipe, contest, folders, name), verdict, ended.append)
         ended[-1] = replace(ended[-1], method=name)
         kept.write_text("".join(f"{json.dumps(vars(run))}\n" for run in ended))
