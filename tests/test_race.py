@@ -1,5 +1,6 @@
 """The race: real trainings, by each method and through the command line."""
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -176,7 +177,9 @@ def test_from_python(given, tmp_path):
     words = (given / "text.txt").read_text().split()
     rows = Dataset.from_dict({"text": [" ".join(words[at : at + 24]) for at in range(0, len(words), 24)]})
     training = SFTConfig(str(tmp_path / "out"), max_length=16, packing=True, use_cpu=True, bf16=False, report_to=[])
+    frozen = gc.get_freeze_count()
     contest = hf_growattn.race(model, tokenizer, rows, training, budget=0.2, steps=4, seeds=1, growth_batches=4)
+    assert gc.get_freeze_count() == frozen
     assert contest.winner in ("lora", "growth", "both") and contest.sentences()[0] in " ".join(str(contest).split())
     assert type(model).__name__ == "LlamaForCausalLM" and all(p.requires_grad for p in model.parameters())
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
