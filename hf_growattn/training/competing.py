@@ -35,7 +35,7 @@ def compete(
         train: runs a method with a learning rate, for so many steps, with a seed; None if it has nothing to train.
         rates: the methods by name, and the learning rates that each of them tries first.
         seeds: how many.
-        halving: whether those that are surely behind are out, those that cannot be told apart go on, and one seed may do.
+        halving: whether who is surely behind is out, who cannot be told apart goes on, and one seed may do.
     """
     nothing_held = False
     for method, first in rates.items():
