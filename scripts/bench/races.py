@@ -37,33 +37,35 @@ from hf_growattn.training.contest import LONGER, MARGIN
 from hf_growattn.training.methods import METHODS
 
 EARLIER, ALL = "earlier rules", "all rules"  # what a pair is held out of
-# What the page needs of a race and of its long trainings.
-NEEDED = {
-    RACE: ("winner", "challenger", "finalists", "lead", "overtime", "processor"),
-    LONG: ("lead", "losses", "cache", "forward", "processor"),
-}
 
 
-def told_of(run: dict, part: str) -> dict:
-    """What the page needs of what `summary` told of a run, and its time; nothing is said of what is as it was."""
-    told = {name: run[name] for name in NEEDED[part] if name in run and run[name] is not False}
-    if part == LONG:
-        told["losses"] = {name: loss for name, loss in told["losses"].items() if name in METHODS}
-        told["cache"] = {name: more for name, more in told["cache"].items() if more}
-        told["forward"] = {name: ratio for name, ratio in told.get("forward", {}).items() if METHODS[name].growth}
-    return shortened(told)
+def told_of(race: dict, long: dict) -> dict:
+    """What the page needs of what `summary` told of a race and of its long trainings, and their times.
+
+    A lead is a mean and an error; the KV cache and the forward pass are those of the growth that the race compares.
+    """
+    grown = race["challenger"]
+    told = {name: race[name] for name in ("winner", "challenger", "finalists", "lead", "overtime", "processor")}
+    longer = {name: long[name] for name in ("lead", "losses", "processor")}
+    longer["losses"] = {name: loss for name, loss in long["losses"].items() if name in METHODS}
+    longer |= {name: long[name][grown] for name in ("cache", "forward") if grown in long[name]}
+    for part in (told, longer):
+        part["lead"] = list(part["lead"].values()) if part["lead"] else None
+    return {RACE: shortened(told), LONG: shortened(longer)}
 
 
 def shortened(value):
-    """The same with all numbers at five digits, which is more than a page shows."""
+    """The same with all numbers at five digits, which is more than a page shows, and nothing said of what is not."""
     if isinstance(value, dict):
-        return {name: shortened(one) for name, one in value.items()}
+        return {name: shortened(one) for name, one in value.items() if one is not False}
+    if isinstance(value, list):
+        return [shortened(one) for one in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def lead_of(told: dict) -> float:
     """How far growth ends below LoRA; where it was out, it is behind by enough."""
-    return told["lead"]["mean"] if told["lead"] else -1.0
+    return told["lead"][0] if told["lead"] else -1.0
 
 
 def long_lead(pair: dict) -> float:
@@ -124,6 +126,11 @@ class Told:
         )
 
 
+def on_text(pair: dict) -> bool:
+    """Whether the data of a pair is a text."""
+    return pair["pair"] not in TASKS
+
+
 def _reached(holds: bool) -> str:
     return "reached" if holds else "missed"
 
@@ -135,15 +142,15 @@ def page_of(figures: dict) -> page.Page:
     unseen = [p for p in new if p["new"] == ALL]
     groups = {
         "the text it was pretrained on": [p for p in seen if "known" in p],
-        "other texts": [p for p in seen if "text" in p and "known" not in p],
+        "other texts": [p for p in seen if on_text(p) and "known" not in p],
         "phone books": [p for p in seen if p["pair"] in BOOKS],
         "nearest neighbours": [p for p in seen if p["pair"] in NEIGHBOURS],
-        "held out of earlier rules: texts": [p for p in new if p["new"] == EARLIER and "text" in p],
+        "held out of earlier rules: texts": [p for p in new if p["new"] == EARLIER and on_text(p)],
         "held out of earlier rules: phone books and neighbours": [
-            p for p in new if p["new"] == EARLIER and "text" not in p
+            p for p in new if p["new"] == EARLIER and not on_text(p)
         ],
-        "held out of all rules: texts": [p for p in unseen if "text" in p],
-        "held out of all rules: phone books and neighbours": [p for p in unseen if "text" not in p],
+        "held out of all rules: texts": [p for p in unseen if on_text(p)],
+        "held out of all rules: phone books and neighbours": [p for p in unseen if not on_text(p)],
     }
     whole = [p for p in pairs if all("processor" in p[part] for part in (RACE, LONG))]
     timed = [(p[RACE]["processor"], p[LONG]["processor"]) for p in whole]
@@ -158,8 +165,8 @@ def page_of(figures: dict) -> page.Page:
             _lead(pair["race"]["lead"]),
             _lead(pair["long"]["lead"]),
             ", ".join(f"{METHODS[n].title} {loss:.3f}" for n, loss in pair["long"]["losses"].items()),
-            f"{pair[LONG]['cache'].get(pair[RACE]['challenger'] or '', 0):+.0%}",
-            _times(pair[LONG].get("forward", {}).get(pair[RACE]["challenger"] or "")),
+            f"{pair[LONG].get('cache', 0):+.0%}",
+            f"{pair[LONG]['forward']:.2f}" if "forward" in pair[LONG] else "",
             f"{regret(pair):.3f}",
             "right" if right(pair) else "wrong",
             " and ".join(METHODS[name].title for name in pair["race"]["finalists"]),
@@ -223,21 +230,17 @@ def page_of(figures: dict) -> page.Page:
     )
 
 
-def _lead(lead: dict | None) -> str:
-    return f"{lead['mean']:+.3f} ± {lead['error']:.3f}" if lead else "out"
-
-
-def _times(ratio: float | None) -> str:
-    return f"{ratio:.2f}" if ratio else ""
+def _lead(lead: list[float] | None) -> str:
+    return f"{lead[0]:+.3f} ± {lead[1]:.3f}" if lead else "out"
 
 
 def group_of(run: dict, arguments: argparse.Namespace, large: dict[str, str]) -> dict:
-    """What sets a pair apart: that it has a text, one the model knows, or a large model; or what it is held out of.
+    """What sets a pair apart: a text that the model knows, a large model, or what it is held out of.
 
     Nobody looked at what is "new" while rules of a race were made: the earlier ones, or all.
     """
-    apart = {"text": Path(run["text"]).name, "known": run["text"] and run["text"] == arguments.pretrain}
-    apart["large"] = run["model"] in large.values()
+    known = run["text"] != "" and run["text"] == arguments.pretrain
+    apart = {"known": known, "large": run["model"] in large.values()}
     if run["pair"] in NEVER_SEEN or run["text"] in arguments.never_seen:
         apart["new"] = ALL
     elif run["pair"] in HELD_OUT or run["text"] in arguments.held_out:
@@ -250,7 +253,7 @@ def draw(pairs: list[dict], groups: dict[str, list[dict]], plt):
     figure, panel = plt.subplots(figsize=(5.6, 4.2), layout="constrained")
     for name, group in groups.items():
         shown = [pair for pair in group if pair["race"]["lead"] and pair["long"]["lead"]]
-        errors = [pair["race"]["lead"]["error"] for pair in shown]
+        errors = [pair["race"]["lead"][1] for pair in shown]
         points = [lead_of(pair["race"]) for pair in shown], [long_lead(pair) for pair in shown]
         panel.errorbar(*points, xerr=errors, fmt="o", markersize=4, label=name)
     panel.axhline(0, color="0.6", linewidth=1)
@@ -295,7 +298,7 @@ def main() -> None:
     jobs = [job | {"part": part} for job in jobs for part in (RACE, LONG)]
     done = runs.collect(partial(measure, folder=arguments.folder), jobs, kept, arguments.processes)
     pairs = [
-        {"pair": run["pair"], RACE: told_of(run, RACE), LONG: told_of(long, LONG)} | group_of(run, arguments, large)
+        {"pair": run["pair"]} | told_of(run, long) | group_of(run, arguments, large)
         for run, long in zip(done[::2], done[1::2])
     ]
     figures = {"setting": asdict(setting), "pairs": pairs}
