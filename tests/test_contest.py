@@ -39,8 +39,8 @@ class Given:
 
 
 def raced(seeds=2, halving=True, **losses) -> tuple[Contest, Given]:
-    """A contest over 40 steps; of each method what it ends at after 10, after all, and after twice as many."""
-    lengths = (10, 40, 80)
+    """A contest over 40 steps; of each method what it ends at after 10, after all, and after half as many again."""
+    lengths = (10, 40, 60)
     trains = Given({(method, steps): loss for method, ends in losses.items() for steps, loss in zip(lengths, ends)})
     contest = Contest(40, run("start", 4.0))
     compete(contest, trains, dict.fromkeys(losses, (1.0, 1.5)), seeds, halving)
@@ -82,17 +82,17 @@ def test_two_that_win_and_cannot_be_told_apart_train_for_longer(both, winner, lo
     contest, trains = raced(lora=(3.5, 3.2), growth=(3.4, 3.1, 3.05), both=both)
     assert contest.winner == winner
     said = " ".join(str(contest).split())
-    assert f"Growth pays: {METHODS[winner].title} ends" in said and ("Trained for 80" in said) == longer
-    assert {asked[0] for asked in trains.asked if asked[2] == 80} == ({"growth", "both"} if longer else set())
+    assert f"Growth pays: {METHODS[winner].title} ends" in said and ("Trained for 60" in said) == longer
+    assert {asked[0] for asked in trains.asked if asked[2] == 60} == ({"growth", "both"} if longer else set())
 
 
 @pytest.mark.parametrize("lead, wobble", [(0.05, 0.04), (0.013, 0.004)])
 @pytest.mark.parametrize("after, winner", [((3.1, 3.0), "growth"), ((3.1, 3.095), "lora"), ((3.0, 3.1), "lora")])
 def test_who_may_win_trains_for_longer(lead, wobble, after, winner):
-    """A lead that may be nothing, or less than what is worth having: over twice as many steps it is, or it is not."""
+    """A lead that may be nothing, or less than what is worth having: after half as many steps again it is."""
     contest = Contest(40, run("start", 4.0))
     ends = {("lora", 10): 3.5, ("lora", 40): 3.2, ("growth", 10): 3.5, ("growth", 40): 3.2 - lead}
-    ends |= {("lora", 80): after[0], ("growth", 80): after[1]}
+    ends |= {("lora", 60): after[0], ("growth", 60): after[1]}
     trains = Given(ends)
 
     def wobbling(method, rate, steps, seed):
@@ -100,9 +100,9 @@ def test_who_may_win_trains_for_longer(lead, wobble, after, winner):
         return trains(method, rate, steps, seed)
 
     compete(contest, wobbling, dict.fromkeys(("lora", "growth"), (1.0, 1.5)), 1)
-    assert contest.lead("growth", "lora").steps == 80 and contest.winner == winner
+    assert contest.lead("growth", "lora").steps == 60 and contest.winner == winner
     assert contest.lead("growth", "lora").mean == pytest.approx(after[0] - after[1])
-    assert "After 40 steps these could not be told apart. Trained for 80, " in " ".join(str(contest).split())
+    assert "After 40 steps these could not be told apart. Trained for 60, " in " ".join(str(contest).split())
     mean, error = paired(contest.of("growth"), contest.of("lora"))
     assert mean > MARGIN > mean - error
     assert (mean > SURE * error) == (lead == 0.013)
@@ -136,7 +136,7 @@ def test_a_winner_by_far_needs_one_seed():
     contest, _ = raced(lora=(3.5, 3.2), growth=(3.0, 2.85), both=(3.4, 3.1))  # under a tenth of the loss at the start
     assert contest.winner == "growth" and len(contest.of("growth")) == 2
     contest, trains = raced(lora=(3.5, 3.2), growth=(3.0, 2.5, 2.4), both=(3.0, 2.505, 2.45))
-    assert contest.winner == "growth" and len(contest.of("growth", 80)) == len(contest.of("both", 80)) == 1
+    assert contest.winner == "growth" and len(contest.of("growth", 60)) == len(contest.of("both", 60)) == 1
     assert not [asked for asked in trains.asked if asked[3] == 1]
 
 
@@ -182,23 +182,16 @@ def test_the_hopeless_do_not_go_on():
 
 
 def test_a_growth_that_wins_has_to_win_with_all_seeds():
-    """And what it has to beat; nobody trains for the sake of one that does not win, or that another one beats."""
+    """And LoRA beside it; nobody trains for the sake of who does not win."""
 
     def seeds_of(contest):
         return {name: len(contest.of(name)) for name in METHODS if contest.of(name)}
 
     contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.3), both=(3.4, 3.1))
     assert seeds_of(contest) == {"lora": 2, "growth": 1, "both": 2} and contest.winner == "both"
-    assert "Growth has one seed alone: it ended 0.1000 nats behind LoRA on all linear layers." in contest.sentences()
-    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.15), both=(3.4, 3.1))
-    assert seeds_of(contest) == {"lora": 2, "growth": 1, "both": 2}
-    assert "Growth has one seed alone: it ended 0.0500 nats behind 1/3 growth, 2/3 LoRA." in contest.sentences()
-    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.1), both=(3.45, 3.15))  # behind, but cheaper
-    assert seeds_of(contest) == {"lora": 2, "growth": 2, "both": 2}
-    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.1), both=(3.3, 3.15))  # its lead fades
-    assert seeds_of(contest) == {"lora": 2, "growth": 2, "both": 1}
-    fading = "1/3 growth, 2/3 LoRA has one seed alone: it ended 0.0500 nats below LoRA on all linear layers."
-    assert fading in contest.sentences()
+    assert "Growth has one seed alone: it ended 0.2000 nats behind 1/3 growth, 2/3 LoRA." in contest.sentences()
+    contest, _ = raced(lora=(3.5, 3.2), growth=(3.4, 3.1), both=(3.45, 3.15))  # it wins as well, behind
+    assert seeds_of(contest) == {"lora": 2, "growth": 2, "both": 1} and contest.winner == "growth"
     for lead in (-0.05, 0.005):  # LoRA wins
         contest, _ = raced(lora=(3.5, 3.2), growth=(3.5, 3.2 - lead), both=(3.4, 3.25))
         assert seeds_of(contest) == {"lora": 1, "growth": 1, "both": 1} and contest.winner == "lora"
@@ -218,7 +211,7 @@ def test_a_second_seed_may_take_a_verdict_back():
         return run(method, ends.get(steps, 3.0), rate, steps, seed)
 
     compete(contest, trains, dict.fromkeys(("lora", "growth"), (1.0,)), 2)
-    assert contest.lead("growth", "lora").steps == 80 and contest.winner == "lora"  # open, so both trained for longer
+    assert contest.lead("growth", "lora").steps == 60 and contest.winner == "lora"  # open, so both trained for longer
 
 
 def test_what_holds_nowhere_is_not_looked_for_again():

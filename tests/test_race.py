@@ -152,18 +152,18 @@ def test_who_trains_for_longer_is_kept(given, tmp_path, monkeypatch):
     """The winner's model is that of its best training, and the same command has nothing left to do."""
     from hf_growattn.training import competing, race
 
-    monkeypatch.setattr(competing, "_LARGER", ())  # with those twice the steps do not end lower
+    monkeypatch.setattr(competing, "_LARGER", ())  # with those more steps do not end lower
     saved, save = [], race.save
     monkeypatch.setattr(race, "save", lambda trainer, *rest: (saved.append(trainer.args), save(trainer, *rest)))
     monkeypatch.setattr(Contest, "open", lambda self, reference: ["lora", "growth"] if reference == "lora" else [])
     line = ("race", given / "model", given / "text.txt", "-o", tmp_path / "out", "--steps", 8, "--seeds", 1, *OPTIONS)
     done = call(*line)
-    assert done.exit_code == 3 and "Trained for 16" in " ".join(done.stdout.split()), done.output
+    assert done.exit_code == 3 and "Trained for 12" in " ".join(done.stdout.split()), done.output
     runs = json.loads((tmp_path / "out" / "race.json").read_text())["runs"]
-    assert {run["method"] for run in runs if run["steps"] == 16} == {"lora", "growth"}
+    assert {run["method"] for run in runs if run["steps"] == 12} == {"lora", "growth"}
     longest = min((run for run in runs if run["method"] == "lora"), key=lambda run: run["loss"])
     assert (
-        longest["steps"] == 16 and [args.max_steps for args in saved if Path(args.output_dir).name == "lora"][-1] == 16
+        longest["steps"] == 12 and [args.max_steps for args in saved if Path(args.output_dir).name == "lora"][-1] == 12
     )
     kept = (tmp_path / "out" / "race.jsonl").read_text()
     assert call(*line).stdout == done.stdout and (tmp_path / "out" / "race.jsonl").read_text() == kept

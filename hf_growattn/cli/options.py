@@ -91,11 +91,11 @@ Find out what to train on your data: LoRA on all linear layers, growth, or one t
 
 Each of them trains for a short while. All train as many weights, on the same rows in the same order, and each takes the
 best of two learning rates, and of larger ones if the larger of these is better. They are compared row by row on
-held-out data. What is clearly behind does not go on. Two that cannot be told apart train twice as long, if much depends
-on it. A growth that leads has to do so again with the rows in another order, unless it is far ahead. Growth wins if its
-lead is more than twice its standard error, lasts, and is over 0.01 nats a token even when the error is taken off. Less
-is a tie, and a tie goes to LoRA: it is merged at the end and costs nothing at inference, while wider heads make the KV
-cache larger.
+held-out data. What is clearly behind does not go on. Two that cannot be told apart train half as long again, if much
+depends on it. A growth that leads has to do so again with the rows in another order, unless it is far ahead. Growth
+wins if its lead is more than twice its standard error, lasts, and is over 0.01 nats a token even when the error is
+taken off. Less is a tie, and a tie goes to LoRA: it is merged at the end and costs nothing at inference, while wider
+heads make the KV cache larger.
 
 Every training is kept in `-o DIR` as soon as it ends, so after an interruption the same command goes on. At the end the
 folder holds `race.json` and the winner's `model`. The exit code is 0 if growth wins, and 3 if it does not.

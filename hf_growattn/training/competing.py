@@ -62,19 +62,16 @@ def compete(
 
 
 def _other_seeds(contest: Contest, train: Train, reference: str, seeds: int, halving: bool) -> None:
-    """Long trainings with the other seeds, of a method and of those that win over it: they might by one seed alone."""
-    others = list(filter(contest.of, CONTESTS[reference] if seeds > 1 else ()))
-    if halving:
-        going = [name for name in others if contest.lead(name, reference).sure and not contest.beaten(name, reference)]
-    else:
-        going = others
-    for method in others if going else ():
+    """Long trainings with the other seeds, of a method and of what wins over it: it might by one seed alone."""
+    others, winner = list(filter(contest.of, CONTESTS[reference])), contest.winner_over(reference)
+    if halving and winner == reference:
+        return
+    going = [winner] if halving else others
+    for method in others if seeds > 1 else ():
         if method not in going:
-            ahead = contest.beaten(method, reference) or reference
-            gap = paired(contest.of(method), contest.of(ahead))[0]
-            ended = f"{abs(gap):.4f} nats {'below' if gap > 0 else 'behind'} {METHODS[ahead].title}"
-            contest.out[method] = f"{METHODS[method].capital} has one seed alone: it ended {ended}."
-    for method in [reference, *going] if going or not halving else ():
+            behind = f"{paired(contest.of(winner), contest.of(method))[0]:.4f} nats behind {METHODS[winner].title}"
+            contest.out[method] = f"{METHODS[method].capital} has one seed alone: it ended {behind}."
+    for method in [reference, *going]:
         for seed in range(1, seeds):
             contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.steps, seed)])
 

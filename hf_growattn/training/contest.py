@@ -18,7 +18,7 @@ LONGER = 5  # how many times longer the training will be that a lead has to last
 _HELD = 0.5  # of what the short trainings gained: a long one that gained less has lost its way
 _HOPELESS = 0.5  # of what the other gained: who is behind by more after the short training does not go on
 _FAR = 0.1  # of the loss before training: nobody is dropped for less, and nobody wins with one seed by less
-_OVERTIME = 2  # how many times longer those train that the long trainings cannot tell apart
+_OVERTIME = 1.5  # how many times longer those train that the long trainings cannot tell apart
 CONTESTS = {"lora": ("growth", "both"), "full": ("full+growth",)}  # what has to be beaten, and by whom
 
 
@@ -119,7 +119,7 @@ class Contest:
     @property
     def overtime(self) -> int:
         """Steps of the trainings of those that the long ones cannot tell apart."""
-        return _OVERTIME * self.steps
+        return round(_OVERTIME * self.steps)
 
     def of(self, method: str, steps: int | None = None) -> list[Run]:
         """The trainings of a method, by seed, the best first; the long ones unless other steps are told."""
@@ -137,7 +137,7 @@ class Contest:
         own, others = self.of(method, steps), self.of(over, steps)
         mean, error = paired(own, others)
         early, _ = paired(self._alike(own[0], shorter), self._alike(others[0], shorter))
-        slope = (paired(own[:1], others[:1])[0] - early) / math.log(max(steps / shorter, 2))
+        slope = (paired(own[:1], others[:1])[0] - early) / math.log(max(steps / shorter, _OVERTIME))
         later = mean + min(slope, 0.0) * math.log(LONGER * self.steps / steps)
         return Lead(mean, error, early, later, steps, shorter)
 
@@ -163,15 +163,6 @@ class Contest:
             return False
         lead, error = paired(own, other)
         return -lead > max(_HOPELESS * (self.start.loss - other[0].loss), 2 * SURE * error, _FAR * self.start.loss)
-
-    def beaten(self, method: str, reference: str) -> str | None:
-        """Who surely ends below a method and has no larger KV cache; None if nobody does."""
-        (own,) = self.of(method)[:1]
-        for name in (reference, *CONTESTS[reference]):
-            other = self.of(name)[:1]
-            if other and other[0].cache <= own.cache and settled(*paired(self.of(method), self.of(name))) < 0:
-                return name
-        return None
 
     def _reached(self, method: str) -> tuple[int, int]:
         """How far a method came: its trainings in overtime, and its long ones."""
