@@ -208,7 +208,8 @@ def page_of(figures: dict) -> page.Page:
             "the next one too if it is behind by at most a tenth of what the winner gained; it keeps "
             f"growth if that ends more than {MARGIN} lower, here by the means over the seeds. The forward pass is that "
             "of a grown model against the un-grown one, the median over the seeds: of models this small it takes "
-            "milliseconds, and is off by a few hundredths. What is not in the table was not run. Time is the "
+            "milliseconds, and is off by a few hundredths. What is not in the table was not run. Two ran at "
+            "a time, now and then with other work beside them, and not all on one version of the code. Time is the "
             f"processor's, in the {len(share)} pairs whose trainings were not resumed in between; all their races "
             f"together took {total:.2f} of what their long trainings took."
             "\n\n" + page.table(columns, lines)
@@ -250,7 +251,7 @@ def group_of(run: dict, arguments: argparse.Namespace, large: dict[str, str]) ->
 
 def draw(pairs: list[dict], groups: dict[str, list[dict]], plt):
     """The lead in the race against that after the long training."""
-    figure, panel = plt.subplots(figsize=(5.6, 4.2), layout="constrained")
+    figure, panel = plt.subplots(figsize=(6.4, 5.4), layout="constrained")
     for name, group in groups.items():
         shown = [pair for pair in group if pair["race"]["lead"] and pair["long"]["lead"]]
         errors = [pair["race"]["lead"][1] for pair in shown]
@@ -259,7 +260,7 @@ def draw(pairs: list[dict], groups: dict[str, list[dict]], plt):
     panel.axhline(0, color="0.6", linewidth=1)
     panel.axvline(0, color="0.6", linewidth=1)
     panel.set(xlabel="lead of growth over LoRA in the race, nats", ylabel=f"trained {LONGER} times as long, nats")
-    panel.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7)  # within it would cover points
     return figure
 
 

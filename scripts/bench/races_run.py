@@ -53,7 +53,7 @@ NEIGHBOURS = nearest_neighbours((4, 8, 16, 32), (16, 32))
 HELD_OUT = phone_books((4, 6, 8), (512,), (24, 48)) | nearest_neighbours((6, 12, 20), (24,))
 HELD_OUT |= phone_books((4, 6, 8), (256,), (20,)) | nearest_neighbours((10,), (20,))
 # nor at these while any were
-NEVER_SEEN = phone_books((4, 6, 8), (1024,), (28,)) | nearest_neighbours((14, 24), (28,))
+NEVER_SEEN = phone_books((4, 6, 8), (1024,), (16, 28)) | nearest_neighbours((14, 24), (28,))
 TASKS = BOOKS | NEIGHBOURS | HELD_OUT | NEVER_SEEN
 
 
