@@ -171,7 +171,7 @@ class _Trainings:
             model, report = started(patched, METHODS[method], self.budget, batches, seed, loss_of, added)
             if report is not None and not report.applied:
                 return None
-            if report is not None and seed == 0 and not self.quantized:  # other seeds train once
+            if report is not None and not added and seed == 0 and not self.quantized:  # other seeds train once
                 self._added[method, seed] = Added.to(patched, report)
             at_start = {p: p.detach().clone() for p in model.parameters() if p.requires_grad}
             cache = report.cache_bytes[1] if report else cache_bytes(model)  # new dims may be beside the weights

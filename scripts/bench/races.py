@@ -178,8 +178,7 @@ def page_of(figures: dict) -> page.Page:
     larger = f"; for {', '.join(large)} `{asdict(LARGE)}`" if large else ""
     columns = ["model and data", "the race says", "lead of growth in the race", "after the long training"]
     columns += ["losses after the long training", "KV cache of growth", "forward pass", "choice above the best method"]
-    columns += [""]
-    columns += ["auto trains", "auto above the best method"]
+    columns += ["", "auto trains", "auto above the best method"]
     heads = ["data", "pairs", "it says growth", "it is right", "growth wrong by", "choice above the best method"]
     heads += ["auto trains two", "auto above the best method"]
     return page.Page(
