@@ -152,6 +152,39 @@ def in_rows(groups: list[dict], by: str = "seed") -> list[dict]:
     ]
 
 
+def in_table(runs: list[dict]) -> dict:
+    """Runs as the names of their figures and a row for each, for JSON; what is within a figure has its name before."""
+    plain = [_plain(run) for run in runs]
+    columns = list(dict.fromkeys(name for run in plain for name in run))
+    ends = [max(place for place, name in enumerate(columns) if run.get(name) is not None) for run in plain]
+    rows = [[run.get(name) for name in columns[: end + 1]] for run, end in zip(plain, ends)]
+    return {"columns": columns, "rows": rows}
+
+
+def out_of_table(table: dict) -> list[dict]:
+    """The runs that `in_table` put together; a figure that is None is left out."""
+    runs: list[dict] = []
+    for row in table["rows"]:
+        run: dict = {}
+        for name, value in zip(table["columns"], row):
+            *within, last = name.split(".")
+            place = run
+            for part in within if value is not None else ():
+                place = place.setdefault(part, {})
+            if value is not None:
+                place[last] = value
+        runs.append(run)
+    return runs
+
+
+def _plain(run: dict, begin: str = "") -> dict:
+    """The same without dicts inside."""
+    plain: dict = {}
+    for name, value in run.items():
+        plain |= _plain(value, f"{begin}{name}.") if isinstance(value, dict) else {begin + name: value}
+    return plain
+
+
 def thinned(curve: list) -> list:
     """At most `POINTS` points of a curve, as far apart as can be, the first and the last among them."""
     last = len(curve) - 1

@@ -21,6 +21,8 @@ from races_run import (
     LARGE,
     LONG,
     LONG_SEEDS,
+    MODELS,
+    MODELS_NEVER_SEEN,
     NEIGHBOURS,
     NEVER_SEEN,
     QUICK,
@@ -57,7 +59,7 @@ def told_of(race: dict, long: dict) -> dict:
 def shortened(value):
     """The same with all numbers at five digits, which is more than a page shows, and nothing said of what is not."""
     if isinstance(value, dict):
-        return {name: shortened(one) for name, one in value.items() if one is not False}
+        return {name: shortened(one) for name, one in value.items() if one not in (False, None)}
     if isinstance(value, list):
         return [shortened(one) for one in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
@@ -65,12 +67,12 @@ def shortened(value):
 
 def lead_of(told: dict) -> float:
     """How far growth ends below LoRA; where it was out, it is behind by enough."""
-    return told["lead"][0] if told["lead"] else -1.0
+    return told["lead"][0] if "lead" in told else -1.0
 
 
 def long_lead(pair: dict) -> float:
     """How far what the race took for the better growth ends below LoRA after the long training."""
-    losses, name = pair["long"]["losses"], pair["race"]["challenger"]
+    losses, name = pair["long"]["losses"], pair["race"].get("challenger")
     return losses["lora"] - losses[name] if name in losses else lead_of(pair["long"])
 
 
@@ -137,7 +139,7 @@ def _reached(holds: bool) -> str:
 
 def page_of(figures: dict) -> page.Page:
     """What the figures say."""
-    pairs = figures["pairs"]
+    pairs = page.out_of_table(figures["pairs"])
     new, seen = [p for p in pairs if "new" in p], [p for p in pairs if "new" not in p]
     unseen = [p for p in new if p["new"] == ALL]
     groups = {
@@ -162,8 +164,8 @@ def page_of(figures: dict) -> page.Page:
         [
             pair["pair"],
             "growth" if pair["race"]["winner"] != "lora" else "LoRA",
-            _lead(pair["race"]["lead"]),
-            _lead(pair["long"]["lead"]),
+            _lead(pair["race"].get("lead")),
+            _lead(pair["long"].get("lead")),
             ", ".join(f"{METHODS[n].title} {loss:.3f}" for n, loss in pair["long"]["losses"].items()),
             f"{pair[LONG].get('cache', 0):+.0%}",
             f"{pair[LONG]['forward']:.2f}" if "forward" in pair[LONG] else "",
@@ -252,7 +254,7 @@ def draw(pairs: list[dict], groups: dict[str, list[dict]], plt):
     """The lead in the race against that after the long training."""
     figure, panel = plt.subplots(figsize=(6.4, 5.4), layout="constrained")
     for name, group in groups.items():
-        shown = [pair for pair in group if pair["race"]["lead"] and pair["long"]["lead"]]
+        shown = [pair for pair in group if "lead" in pair["race"] and "lead" in pair["long"]]
         errors = [pair["race"]["lead"][1] for pair in shown]
         points = [lead_of(pair["race"]) for pair in shown], [long_lead(pair) for pair in shown]
         panel.errorbar(*points, xerr=errors, fmt="o", markersize=4, label=name)
@@ -282,13 +284,16 @@ def main() -> None:
         arguments.folder = arguments.output  # beside another setting's runs it would be refused
     arguments.output.mkdir(parents=True, exist_ok=True)
     given, large = ({Path(path).name: path for path in paths} for paths in (arguments.model, arguments.large))
+    never_seen = {}
     if arguments.pretrain and given:
         tokenizer = AutoTokenizer.from_pretrained(next(iter(given.values())))
-        given |= trained_here(tokenizer, arguments.pretrain, arguments.folder)
+        given |= trained_here(MODELS, tokenizer, arguments.pretrain, arguments.folder)
+        never_seen = trained_here(MODELS_NEVER_SEEN, tokenizer, arguments.pretrain, arguments.folder)
+    known_texts = arguments.text + arguments.held_out
     jobs = [
         {"pair": f"{name} on {Path(text).stem}", "model": path, "text": text}
-        for name, path in (given | large).items()
-        for text in arguments.text + arguments.held_out + arguments.never_seen
+        for name, path in (given | large | never_seen).items()
+        for text in (known_texts if name not in never_seen else []) + arguments.never_seen
     ]
     tasks = [next(iter(BOOKS)), next(iter(NEIGHBOURS))] if arguments.quick else TASKS
     jobs += [{"pair": name, "model": "", "text": ""} for name in tasks]
@@ -301,7 +306,7 @@ def main() -> None:
         {"pair": run["pair"]} | told_of(run, long) | group_of(run, arguments, large)
         for run, long in zip(done[::2], done[1::2])
     ]
-    figures = {"setting": asdict(setting), "pairs": pairs}
+    figures = {"setting": asdict(setting), "pairs": page.in_table(pairs)}
     page.publish("races", figures, list(range(LONG_SEEDS)), arguments.output, sum(run["seconds"] for run in done))
 
 

@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import finetuning
+import finetuning_run
 import neighbour_task
 import recall_task
 import torch
 from datasets import Dataset
-from finetuning_run import documents_of
+from finetuning_run import SOURCES, documents_of
 from tokenizers import Tokenizer, models
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -26,7 +28,6 @@ from hf_growattn.training.race import run_race
 RANK = 3  # of LoRA: the least that a third of it is a whole rank of
 LONG_SEEDS = 3
 RACE, LONG = "race", "long"  # the parts of a pair
-WIDTHS = (4, 16)  # of the heads of the Llamas that the script trains
 
 
 def phone_books(widths: tuple, names: tuple, pairs: tuple) -> dict[str, recall_task.Setting]:
@@ -54,6 +55,7 @@ HELD_OUT = phone_books((4, 6, 8), (512,), (24, 48)) | nearest_neighbours((6, 12,
 HELD_OUT |= phone_books((4, 6, 8), (256,), (20,)) | nearest_neighbours((10,), (20,))
 # nor at these while any were
 NEVER_SEEN = phone_books((4, 6, 8), (1024,), (16, 28)) | nearest_neighbours((14, 24), (28,))
+NEVER_SEEN |= phone_books((4, 6, 8), (128, 4096), (40,)) | nearest_neighbours((6, 18), (20,))
 TASKS = BOOKS | NEIGHBOURS | HELD_OUT | NEVER_SEEN
 
 
@@ -174,26 +176,35 @@ def summary(contest: Contest) -> dict:
     }
 
 
-def llama(width: int, tokenizer) -> LlamaForCausalLM:
-    """An untrained Llama with heads of some width."""
+def llama(width: int, tokenizer, groups: int = 8) -> LlamaForCausalLM:
+    """An untrained Llama with heads of some width, whose keys and values are shared by groups of them."""
     sizes = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"head_dim": width, "num_key_value_heads": groups, "vocab_size": len(tokenizer)}
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     positions = {"max_position_embeddings": 256, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(head_dim=width, vocab_size=len(tokenizer), **sizes, **ends, **positions))
+    return LlamaForCausalLM(LlamaConfig(**sizes, **ends, **positions))
 
 
-def trained_here(tokenizer, text: str, folder: Path) -> dict[str, str]:
+MODELS = {
+    "Llama, heads 4 wide": partial(llama, 4),
+    "Llama, heads 16 wide": partial(llama, 16),
+    "GPT-2, heads 8 wide": finetuning.gpt2,
+}
+# for texts alone that nobody looked at while rules of a race were made
+MODELS_NEVER_SEEN = {
+    "Llama, heads 8 wide, in 2 groups": partial(llama, 8, groups=2),
+    "Llama, heads 32 wide": partial(llama, 32),
+    "GPT-2, heads 16 wide": partial(finetuning.gpt2, heads=4),
+}
+
+
+def trained_here(builds: dict, tokenizer, text: str, folder: Path) -> dict[str, str]:
     """Small models, trained on a text by the first who asks; where they are, by name."""
-    from finetuning import gpt2, pretrained
-    from finetuning_run import SOURCES
-    from finetuning_run import Setting as Sizes
-
-    builds = {f"Llama, heads {width} wide": partial(llama, width, tokenizer) for width in WIDTHS}
-    builds["GPT-2, heads 8 wide"] = partial(gpt2, tokenizer)
     places = {}
     for name, build in builds.items():
         SOURCES.update({"pretraining": text, f"{name}'s tokenizer": tokenizer})
         place = folder / name.replace(", ", "-").replace(" ", "-").lower()
-        places[name] = pretrained(name, build, "pretraining", place, Sizes())
+        build_it = partial(build, tokenizer=tokenizer)
+        places[name] = finetuning.pretrained(name, build_it, "pretraining", place, finetuning_run.Setting())
         tokenizer.save_pretrained(place)
     return places
