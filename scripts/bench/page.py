@@ -167,11 +167,11 @@ def out_of_table(table: dict) -> list[dict]:
     for row in table["rows"]:
         run: dict = {}
         for name, value in zip(table["columns"], row):
-            *within, last = name.split(".")
-            place = run
-            for part in within if value is not None else ():
-                place = place.setdefault(part, {})
             if value is not None:
+                *within, last = name.split(".")
+                place = run
+                for part in within:
+                    place = place.setdefault(part, {})
                 place[last] = value
         runs.append(run)
     return runs

@@ -273,7 +273,9 @@ def main() -> None:
     parser.add_argument("--large", nargs="*", default=[], help="the same, models that race for half as many steps")
     parser.add_argument("--text", nargs="*", default=[], help="texts, as for finetuning.py")
     parser.add_argument("--held-out", nargs="*", default=[], help="more texts, which the first rules were not made on")
-    parser.add_argument("--never-seen", nargs="*", default=[], help="more texts, which no rule was made on")
+    parser.add_argument(
+        "--never-seen", nargs="*", default=[], help="more, which no rule was made on; new models race here"
+    )
     parser.add_argument("--pretrain", help="the text that the given models know; small models are trained on it")
     parser.add_argument("--folder", type=Path, default=Path("scripts/output"), help="keeps models and runs")
     parser.add_argument("--output", type=Path, default=page.RESULTS)

@@ -190,7 +190,7 @@ MODELS = {
     "Llama, heads 16 wide": partial(llama, 16),
     "GPT-2, heads 8 wide": finetuning.gpt2,
 }
-# for texts alone that nobody looked at while rules of a race were made
+# nor did anybody see these race while rules were made; they race on texts that no rule saw either
 MODELS_NEVER_SEEN = {
     "Llama, heads 8 wide, in 2 groups": partial(llama, 8, groups=2),
     "Llama, heads 32 wide": partial(llama, 32),
@@ -204,7 +204,7 @@ def trained_here(builds: dict, tokenizer, text: str, folder: Path) -> dict[str, 
     for name, build in builds.items():
         SOURCES.update({"pretraining": text, f"{name}'s tokenizer": tokenizer})
         place = folder / name.replace(", ", "-").replace(" ", "-").lower()
-        build_it = partial(build, tokenizer=tokenizer)
-        places[name] = finetuning.pretrained(name, build_it, "pretraining", place, finetuning_run.Setting())
+        untrained, sizes = partial(build, tokenizer=tokenizer), finetuning_run.Setting()
+        places[name] = finetuning.pretrained(name, untrained, "pretraining", place, sizes)
         tokenizer.save_pretrained(place)
     return places
