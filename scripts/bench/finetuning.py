@@ -119,7 +119,7 @@ def page_of(figures: dict) -> page.Page:
 
 
 def gpt2(tokenizer, heads: int = 8) -> GPT2LMHeadModel:
-    """An untrained small GPT-2, 64 wide, with heads 8 wide or fewer and wider ones."""
+    """An untrained small GPT-2, 64 wide, with so many heads: the fewer, the wider."""
     sizes = {"n_embd": 64, "n_layer": 4, "n_head": heads, "n_positions": 256, "vocab_size": len(tokenizer)}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}

@@ -156,8 +156,10 @@ def in_table(runs: list[dict]) -> dict:
     """Runs as the names of their figures and a row for each, for JSON; what is within a figure has its name before."""
     plain = [_plain(run) for run in runs]
     columns = list(dict.fromkeys(name for run in plain for name in run))
-    ends = [max(place for place, name in enumerate(columns) if run.get(name) is not None) for run in plain]
-    rows = [[run.get(name) for name in columns[: end + 1]] for run, end in zip(plain, ends)]
+    rows = [[run.get(name) for name in columns] for run in plain]
+    for row in rows:
+        while row[-1] is None:
+            row.pop()
     return {"columns": columns, "rows": rows}
 
 

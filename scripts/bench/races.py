@@ -11,6 +11,7 @@ Nothing else is chosen by hand: learning rates, too, are the race's own, in both
 import argparse
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import page
@@ -59,7 +60,7 @@ def told_of(race: dict, long: dict) -> dict:
 def shortened(value):
     """The same with all numbers at five digits, which is more than a page shows, and nothing said of what is not."""
     if isinstance(value, dict):
-        return {name: shortened(one) for name, one in value.items() if one not in (False, None)}
+        return {name: shortened(one) for name, one in value.items() if one is not False}
     if isinstance(value, list):
         return [shortened(one) for one in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
@@ -205,8 +206,8 @@ def page_of(figures: dict) -> page.Page:
             f"again ({longer} pairs); a growth that wins after one seed, and not by far, has a second one; the long "
             "trainings have none of this. The first rules were made while looking at the pairs here that are not "
             f"called held out; in the {len(new)} others a race is right {held_out.hits} times. The rule of one seed "
-            f"came after all but {len(unseen)} of these, which were named in three steps, each before "
-            "it ran, and none was left out. `finetune --method auto` (auto) trains the winner, and "
+            f"came after all but {len(unseen)} of these, which were named in three steps, each before a "
+            "result of it was read; none that ran was left out. `finetune --method auto` (auto) trains the winner, and "
             "the next one too if it is behind by at most a tenth of what the winner gained; it keeps "
             f"growth if that ends more than {MARGIN} lower, here by the means over the seeds. The forward pass is that "
             "of a grown model against the un-grown one, the median over the seeds: of models this small it takes "
@@ -292,12 +293,9 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(next(iter(given.values())))
         given |= trained_here(MODELS, tokenizer, arguments.pretrain, arguments.folder)
         never_seen = trained_here(MODELS_NEVER_SEEN, tokenizer, arguments.pretrain, arguments.folder)
-    known_texts = arguments.text + arguments.held_out
-    jobs = [
-        {"pair": f"{name} on {Path(text).stem}", "model": path, "text": text}
-        for name, path in (given | large | never_seen).items()
-        for text in (known_texts if name not in never_seen else []) + arguments.never_seen
-    ]
+    texts = arguments.text + arguments.held_out + arguments.never_seen
+    on_texts = [*product((given | large).items(), texts), *product(never_seen.items(), arguments.never_seen)]
+    jobs = [{"pair": f"{name} on {Path(text).stem}", "model": path, "text": text} for (name, path), text in on_texts]
     tasks = [next(iter(BOOKS)), next(iter(NEIGHBOURS))] if arguments.quick else TASKS
     jobs += [{"pair": name, "model": "", "text": ""} for name in tasks]
     kept = arguments.output / "races.jsonl"

@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import median
 
 import finetuning
-import finetuning_run
 import neighbour_task
 import recall_task
 import torch
 from datasets import Dataset
 from finetuning_run import SOURCES, documents_of
+from finetuning_run import Setting as Sizes
 from tokenizers import Tokenizer, models
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -204,7 +204,7 @@ def trained_here(builds: dict, tokenizer, text: str, folder: Path) -> dict[str, 
     for name, build in builds.items():
         SOURCES.update({"pretraining": text, f"{name}'s tokenizer": tokenizer})
         place = folder / name.replace(", ", "-").replace(" ", "-").lower()
-        untrained, sizes = partial(build, tokenizer=tokenizer), finetuning_run.Setting()
-        places[name] = finetuning.pretrained(name, untrained, "pretraining", place, sizes)
+        untrained = partial(build, tokenizer=tokenizer)
+        places[name] = finetuning.pretrained(name, untrained, "pretraining", place, Sizes())
         tokenizer.save_pretrained(place)
     return places
