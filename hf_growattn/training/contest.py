@@ -61,7 +61,10 @@ class Lead:
     Attributes:
         mean, error: of the lead at the end, and its standard error over rows and seeds.
         early: the lead after the shorter training, from one seed.
-        later: what is to be expected of a longer training; a lead that grew counts no more than it was.
+        later: what is to be expected of a longer training; a lead that grew counts no more than it was. What was lost
+            since the short training is lost again with as many times more steps; after overtime a lead is taken for a
+            head start, which falls as one over the steps.
+        lasting: whether that is worth having; after overtime, which is nearer to it, whether it is there at all.
         steps, shorter: of the trainings that were compared, and of the shorter ones.
     """
 
@@ -69,18 +72,19 @@ class Lead:
     error: float
     early: float
     later: float
+    lasting: bool
     steps: int
     shorter: int
 
     @property
     def sure(self) -> bool:
         """Whether it is a lead that is there, is worth having by an error more than that, and will last."""
-        return self.mean > SURE * self.error and min(self.mean - self.error, self.later) > MARGIN
+        return self.mean > SURE * self.error and self.mean - self.error > MARGIN and self.lasting
 
     @property
     def fading(self) -> bool:
         """Whether it is there, and will not last."""
-        return settled(self.mean, self.error) > 0 and self.later <= MARGIN
+        return settled(self.mean, self.error) > 0 and not self.lasting
 
 
 def paired(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float]:
@@ -137,9 +141,13 @@ class Contest:
         own, others = self.of(method, steps), self.of(over, steps)
         mean, error = paired(own, others)
         early, _ = paired(self._alike(own[0], shorter), self._alike(others[0], shorter))
-        slope = (paired(own[:1], others[:1])[0] - early) / math.log(max(steps / shorter, _OVERTIME))
-        later = mean + min(slope, 0.0) * math.log(LONGER * self.steps / steps)
-        return Lead(mean, error, early, later, steps, shorter)
+        lost, end = min(paired(own[:1], others[:1])[0] - early, 0.0), LONGER * self.steps
+        if longest:
+            again = (1 / steps - 1 / end) / (1 / shorter - 1 / steps)
+        else:
+            again = math.log(end / steps) / math.log(max(steps / shorter, _OVERTIME))
+        later = mean + again * lost
+        return Lead(mean, error, early, later, later > (0 if longest else MARGIN), steps, shorter)
 
     def failed(self, runs: Sequence[Run]) -> bool:
         """Whether long trainings of a method all lost what its short ones had gained: too large a learning rate."""
@@ -204,7 +212,7 @@ class Contest:
             return []
         lead = self.lead(challenger, reference)
         if not lead.sure:
-            return [reference, challenger] if lead.mean > MARGIN and not lead.fading else []
+            return [reference, challenger] if lead.mean > MARGIN else []
         winning = [name for name in self._rivals(challenger, reference) if self.lead(name, reference).sure]
         both_ways = {name: (self.lead(name, challenger), self.lead(challenger, name)) for name in winning}
         level = [name for name, leads in both_ways.items() if not any(lead.sure for lead in leads)]
@@ -265,7 +273,7 @@ class Contest:
         leads = {name: self.lead(first, name) for name in others}
         gaps = [f"{gap_text(lead.mean, lead.error)} below {METHODS[name].title}" for name, lead in leads.items()]
         return [
-            f"After {self.steps} steps these could not be told apart. Trained for {self.overtime}, "
+            f"After {self.steps} steps it was open which of these ends lowest. Trained for {self.overtime}, "
             f"{METHODS[first].title} ends {' and '.join(gaps)}."
         ]
 

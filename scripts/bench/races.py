@@ -20,6 +20,7 @@ from races_run import (
     BOOKS,
     HELD_OUT,
     LARGE,
+    LATER_MODELS,
     LONG,
     LONG_SEEDS,
     MODELS,
@@ -205,9 +206,9 @@ def page_of(figures: dict) -> page.Page:
             "two whose order is open after one seed, and matters, train for half as many steps "
             f"again ({longer} pairs); a growth that wins after one seed, and not by far, has a second one; the long "
             "trainings have none of this. The first rules were made while looking at the pairs here that are not "
-            f"called held out; in the {len(new)} others a race is right {held_out.hits} times. The rule of one seed "
-            f"came after all but {len(unseen)} of these, which were named in three steps, each before a "
-            "result of it was read; none that ran was left out. `finetune --method auto` (auto) trains the winner, and "
+            f"called held out; in the {len(new)} others a race is right {held_out.hits} times. The last rule, that a lead "
+            f"which falls is looked at again in longer trainings, came after all but {len(unseen)} of these, which were "
+            "named before a result of any was read; none that ran was left out. `finetune --method auto` (auto) trains the winner, and "
             "the next one too if it is behind by at most a tenth of what the winner gained; it keeps "
             f"growth if that ends more than {MARGIN} lower, here by the means over the seeds. The forward pass is that "
             "of a grown model against the un-grown one, the median over the seeds: of models this small it takes "
@@ -247,7 +248,7 @@ def group_of(run: dict, arguments: argparse.Namespace, large: dict[str, str]) ->
     apart = {"known": known, "large": run["model"] in large.values()}
     if run["pair"] in NEVER_SEEN or run["text"] in arguments.never_seen:
         apart["new"] = ALL
-    elif run["pair"] in HELD_OUT or run["text"] in arguments.held_out:
+    elif run["pair"] in HELD_OUT or run["text"] in arguments.held_out + arguments.later:
         apart["new"] = EARLIER
     return {name: value for name, value in apart.items() if value}
 
@@ -275,8 +276,9 @@ def main() -> None:
     parser.add_argument("--text", nargs="*", default=[], help="texts, as for finetuning.py")
     parser.add_argument("--held-out", nargs="*", default=[], help="more texts, which the first rules were not made on")
     parser.add_argument(
-        "--never-seen", nargs="*", default=[], help="more, which no rule was made on; new models race here"
+        "--later", nargs="*", default=[], help="more, from before the last rule; later models race here"
     )
+    parser.add_argument("--never-seen", nargs="*", default=[], help="more, from after all rules; all models race here")
     parser.add_argument("--pretrain", help="the text that the given models know; small models are trained on it")
     parser.add_argument("--folder", type=Path, default=Path("scripts/output"), help="keeps models and runs")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
@@ -288,13 +290,18 @@ def main() -> None:
         arguments.folder = arguments.output  # beside another setting's runs it would be refused
     arguments.output.mkdir(parents=True, exist_ok=True)
     given, large = ({Path(path).name: path for path in paths} for paths in (arguments.model, arguments.large))
-    never_seen = {}
+    later, never_seen = {}, {}
     if arguments.pretrain and given:
         tokenizer = AutoTokenizer.from_pretrained(next(iter(given.values())))
         given |= trained_here(MODELS, tokenizer, arguments.pretrain, arguments.folder)
+        later = trained_here(LATER_MODELS, tokenizer, arguments.pretrain, arguments.folder)
         never_seen = trained_here(MODELS_NEVER_SEEN, tokenizer, arguments.pretrain, arguments.folder)
-    texts = arguments.text + arguments.held_out + arguments.never_seen
-    on_texts = [*product((given | large).items(), texts), *product(never_seen.items(), arguments.never_seen)]
+    texts = arguments.text + arguments.held_out + arguments.later + arguments.never_seen
+    on_texts = [
+        *product((given | large).items(), texts),
+        *product(later.items(), arguments.later + arguments.never_seen),
+        *product(never_seen.items(), arguments.never_seen),
+    ]
     jobs = [{"pair": f"{name} on {Path(text).stem}", "model": path, "text": text} for (name, path), text in on_texts]
     tasks = [next(iter(BOOKS)), next(iter(NEIGHBOURS))] if arguments.quick else TASKS
     jobs += [{"pair": name, "model": "", "text": ""} for name in tasks]
