@@ -172,18 +172,6 @@ def test_a_lead_that_fades_is_looked_at_again():
     assert not [asked for asked in trains.asked if asked[3] == 1]
 
 
-def test_a_contest_takes_at_most_twice_the_steps_that_it_told():
-    """Where learning rates that are near all train to the end, none are left to look again."""
-    near = {1.0: 3.5, 1.5: 3.5}, {1.0: 3.2, 1.5: 3.2}
-    ends = {
-        "lora": near,
-        "growth": tuple({rate: loss - 0.2 / steps for rate, loss in end.items()} for steps, end in zip((1, 4), near)),
-    }
-    contest, trains = raced(**ends)
-    assert sum(asked[2] for asked in trains.asked) + 2 * 60 > 2 * steps_of(ends, 40)
-    assert contest.winner == "lora" and "Growth does not pay for long: growth ends 0.0500" in str(contest)
-
-
 def test_noise_is_no_lead():
     contest = Contest(40, run("start", 4.0))
     for method, sign in (("lora", -1), ("growth", 1)):

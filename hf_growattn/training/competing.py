@@ -4,7 +4,6 @@ It trains nothing itself, so it is the same for any model, task and loss.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from .contest import CONTESTS, SHORT, Contest, Run, paired
 from .methods import METHODS, readable
@@ -12,21 +11,7 @@ from .methods import METHODS, readable
 _SMALLER = (1 / 3, 1 / 9)  # of the least learning rate: tried where no training got below the start
 _LARGER = (3, 9)  # times the largest one: tried for as long as the largest is the best
 
-_AT_MOST = 2  # times the steps that it told: nobody goes into overtime where a contest would then take more
-
 Train = Callable[[str, float, int, int], Run | None]
-
-
-@dataclass
-class _Counted:
-    """Trains, and counts the steps that are left."""
-
-    train: Train
-    left: int
-
-    def __call__(self, method: str, rate: float, steps: int, seed: int) -> Run | None:
-        self.left -= steps
-        return self.train(method, rate, steps, seed)
 
 
 def steps_of(methods: Iterable[str], steps: int) -> int:
@@ -41,9 +26,9 @@ def compete(
     """Let methods compete, in the order in which they are given: what has to be beaten comes first.
 
     A method tries its learning rates in short trainings. The best one goes on to a long training, with any that are
-    near it, and the best of these counts. Two whose order is open then, and matters, train for longer, unless there
-    were so many learning rates that a contest would take more than twice the steps of `steps_of`. Otherwise who wins,
-    and not by far, has to do so with the other seeds as well. All start anew, so that every schedule comes to its end.
+    near it, and the best of these counts. Two whose order is open then, and matters, train for longer. Otherwise who
+    wins, and not by far, has to do so with the other seeds as well. All start anew, so that every schedule comes to its
+    end.
 
     Args:
         contest: gets the runs; an interrupted contest is worth what it has.
@@ -52,7 +37,7 @@ def compete(
         seeds: how many.
         halving: whether who is surely behind is out, who cannot be told apart goes on, and one seed may do.
     """
-    nothing_held, train = False, _Counted(train, _AT_MOST * steps_of(rates, contest.steps))
+    nothing_held = False
     for method, first in rates.items():
         runs = [] if nothing_held and METHODS[method].growth else _short(contest, train, method, first)
         if not runs:
@@ -70,7 +55,7 @@ def compete(
         contest.runs += _long(contest, train, method)
     for reference in filter(contest.of, CONTESTS):
         if halving and (_overtime(contest, train, reference) or contest.clear(reference)):
-            continue
+            continue  # never both: with two seeds and overtime a race takes over a fifth of what it foretells
         _other_seeds(contest, train, reference, seeds, halving)
 
 
@@ -89,11 +74,9 @@ def _other_seeds(contest: Contest, train: Train, reference: str, seeds: int, hal
             contest.runs += filter(None, [train(method, contest.of(method)[0].rate, contest.steps, seed)])
 
 
-def _overtime(contest: Contest, train: _Counted, reference: str) -> list[Run]:
-    """Longer trainings of those whose order is open; none where it is not, or too few steps are left."""
+def _overtime(contest: Contest, train: Train, reference: str) -> list[Run]:
+    """Longer trainings of those whose order is open; none where it is not."""
     open_between = [(method, contest.of(method)[0].rate) for method in contest.open(reference)]
-    if train.left < len(open_between) * contest.overtime:
-        return []
     ended = [run for method, rate in open_between if (run := train(method, rate, contest.overtime, 0))]
     contest.runs += ended
     return ended

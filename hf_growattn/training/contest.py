@@ -12,7 +12,8 @@ from ..report.words import MARGIN, SURE, gap_text, lines_of, printed, settled
 from .methods import METHODS
 
 SHORT = 4  # how many times shorter the trainings are that choose a learning rate, and show where a lead is going
-_NEAR = 0.1  # of what the best gained: learning rates, and in the end methods, that are behind by less go on, too
+_NEAR_RATE = 0.05  # of what the best learning rate gained: those that are behind by less go on, too
+_NEAR = 0.1  # of what the winner gained: methods that are behind by less may end lower
 TELLING = 20  # steps at least before growth can win: LoRA starts from nothing, and growth from a search
 LONGER = 5  # how many times longer the training will be that a lead has to last for
 _HELD = 0.5  # of what the short trainings gained: a long one that gained less has lost its way
@@ -162,7 +163,7 @@ class Contest:
         """The learning rates that gained nearly as much as the best one in the short trainings, the best one first."""
         tried = self.of(method, self.short)
         gains = [self.start.loss - run.loss for run in tried]
-        return [run.rate for run, gain in zip(tried, gains) if gain >= (1 - _NEAR) * gains[0] or run is tried[0]]
+        return [run.rate for run, gain in zip(tried, gains) if gain >= (1 - _NEAR_RATE) * gains[0] or run is tried[0]]
 
     def hopeless(self, method: str, reference: str) -> bool:
         """Whether a method is so far behind after the short training that it need not go on."""

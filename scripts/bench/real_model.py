@@ -8,6 +8,7 @@ than another. Runs are kept, each as soon as it ends; the same command goes on w
 """
 
 import argparse
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -240,16 +241,13 @@ def joined(done: list[dict], more: list[dict]) -> list[dict]:
 
 
 def more_seeds(done: list[dict]) -> list[dict]:
-    """Runs with the better learning rate and other seeds, where growth or both ended near to LoRA."""
-    ended = {(run["task"], run["row"]): best(run) for run in done if run["row"]}
-    close = {
-        task
-        for task, row in ended
-        if "growth" in row
-        and (task, LORA) in ended
-        and abs(ended[task, row]["loss"] - ended[task, LORA]["loss"]) < CLOSE
-    }
-    wanted = [run for run in done if run["task"] in close and (run["row"] == LORA or "growth" in run["row"])]
+    """Runs with the better rate and other seeds, of LoRA and what ended near to it; if growth did, of all growth."""
+    ended = {(run["task"], run["row"]): best(run)["loss"] for run in done if run["row"]}
+    near = {key for key in ended if abs(ended[key] - ended.get((key[0], LORA), math.inf)) < CLOSE}
+    compared = {task for task, row in near if row != LORA}
+    growing = {task for task, row in near if "growth" in row}
+    near |= {(task, row) for task, row in ended if "growth" in row and task in growing}
+    wanted = [run for run in done if run["task"] in compared and (run["task"], run["row"]) in near]
     return [
         {name: run[name] for name in KNOWN} | {"seed": seed, "rates": [best(run)["rate"]]}
         for seed in SEEDS[1:]
