@@ -26,9 +26,9 @@ def compete(
     """Let methods compete, in the order in which they are given: what has to be beaten comes first.
 
     A method tries its learning rates in short trainings. The best one goes on to a long training, with any that are
-    near it, and the best of these counts. Two whose order is open then, and matters, train for longer. Otherwise who
-    wins, and not by far, has to do so with the other seeds as well. All start anew, so that every schedule comes to its
-    end.
+    near it, and the best of these counts. Two whose order is open then, and matters, train for longer; so do two if the
+    lead of one falls. Otherwise who wins, and not by far, has to do so with the other seeds as well. All start anew, so
+    that every schedule comes to its end.
 
     Args:
         contest: gets the runs; an interrupted contest is worth what it has.

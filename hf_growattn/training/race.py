@@ -217,9 +217,9 @@ def race(
     """Find out what is worth training: LoRA on all linear layers, growth, or some of both.
 
     Each trains for a short while, as many weights as the others, on the same rows in the same order; a growth looks at
-    the first of these. Two whose order is open after one seed, and matters, train for half as long again. A growth that
-    wins after one seed, and not by far, has to win over all of them. Growth wins by 0.01 nats a token and a standard
-    error at least. The model itself stays as it is.
+    the first of these. Two whose order is open after one seed, and matters, train for half as long again; so do two
+    if the lead of one falls. A growth that wins after one seed, and not by far, has to win over all of them. Growth
+    wins by 0.01 nats a token and a standard error at least. The model itself stays as it is.
 
     Args:
         model: a causal LM, stock or patched, not quantized.

@@ -20,7 +20,6 @@ from races_run import (
     BOOKS,
     HELD_OUT,
     LARGE,
-    LATER_MODELS,
     LONG,
     LONG_SEEDS,
     MODELS,
@@ -89,6 +88,16 @@ def regret(pair: dict, name: str | None = None) -> float:
     return losses.get(name or pair["race"]["winner"], max(losses.values())) - min(losses.values())
 
 
+def when_new(pair: dict) -> dict:
+    """The same with what a race said by the rules of before anybody saw the pair, if it has raced again since."""
+    return pair | {RACE: pair.get("then", pair[RACE])}
+
+
+def verdict(race: dict) -> str:
+    """What a race says."""
+    return "growth" if race["winner"] != "lora" else "LoRA"
+
+
 def kept(pair: dict) -> str:
     """What `finetune --method auto` keeps: of two, the one with the larger KV cache if it ends lower by a margin."""
     first, *others = pair["race"]["finalists"]
@@ -142,7 +151,7 @@ def _reached(holds: bool) -> str:
 def page_of(figures: dict) -> page.Page:
     """What the figures say."""
     pairs = page.out_of_table(figures["pairs"])
-    new, seen = [p for p in pairs if "new" in p], [p for p in pairs if "new" not in p]
+    new, seen = [when_new(p) for p in pairs if "new" in p], [p for p in pairs if "new" not in p]
     unseen = [p for p in new if p["new"] == ALL]
     groups = {
         "the text it was pretrained on": [p for p in seen if "known" in p],
@@ -165,7 +174,7 @@ def page_of(figures: dict) -> page.Page:
     lines = [
         [
             pair["pair"],
-            "growth" if pair["race"]["winner"] != "lora" else "LoRA",
+            verdict(pair[RACE]) + (f", {verdict(pair['then'])} at first" if "then" in pair else ""),
             _lead(pair["race"].get("lead")),
             _lead(pair["long"].get("lead")),
             ", ".join(f"{METHODS[n].title} {loss:.3f}" for n, loss in pair["long"]["losses"].items()),
@@ -192,7 +201,7 @@ def page_of(figures: dict) -> page.Page:
             f"{len(told.grown)} times. Trained {LONGER} times as long, what it chose ends within {MARGIN} nats of the "
             f"best method in {told.near} pairs, and {told.lost:.3f} above it in the worst; `finetune --method auto`, "
             f"which trains two where they are near, at most {max(told.by_auto):.3f} above it."
-            + f" Of {len(unseen)} pairs held out of all of its rules, it is right in {never_seen.hits}."
+            + f" Of {len(unseen)} pairs held out of all of its rules, it was right in {never_seen.hits}."
             * bool(unseen)
         ),
         summary=page.table(heads, rows),
@@ -206,16 +215,17 @@ def page_of(figures: dict) -> page.Page:
             "two whose order is open after one seed, and matters, train for half as many steps "
             f"again ({longer} pairs); a growth that wins after one seed, and not by far, has a second one; the long "
             "trainings have none of this. The first rules were made while looking at the pairs here that are not "
-            f"called held out; in the {len(new)} others a race is right {held_out.hits} times. The last rule, that a "
-            f"lead which falls is looked at again in longer trainings, came after all but {len(unseen)} of these, "
-            "which were named before a result of any was read; none that ran was left out. `finetune --method auto` "
-            "(auto) trains the winner, and the next one too if it is behind by at most a tenth of what the winner "
-            f"gained; it keeps growth if that ends more than {MARGIN} lower, here by the means over the seeds. The "
-            "forward pass is that of a grown model against the un-grown one, the median over the seeds: of models this "
-            "small it takes milliseconds, and is off by a few hundredths. What is not in the table was not run. Two "
-            "ran at a time, now and then with other work beside them, and not all on one version of the code. Time is "
-            f"the processor's, in the {len(share)} pairs whose trainings were not resumed in between; all their races "
-            f"together took {total:.2f} of what their long trainings took."
+            f"called held out; in the {len(new)} others a race was right {held_out.hits} times. Of these, "
+            f"{len(unseen)} are held out of all rules: they were named, in four steps, before any result was read, "
+            "none that ran was left out, and what counts is what the race said by the rules of that time, though "
+            f"{sum('then' in p for p in pairs)} have raced again since, by rules made in their sight. "
+            "`finetune --method auto` (auto) trains the winner, and the next one too if it is behind by at most a "
+            f"tenth of what the winner gained; it keeps growth if that ends more than {MARGIN} lower, here by the "
+            "means over the seeds. The forward pass is that of a grown model against the un-grown one, the median over "
+            "the seeds: of models this small it takes milliseconds, and is off by a few hundredths. What is not in the "
+            "table was not run. Two ran at a time, now and then with other work beside them, and not all on one "
+            f"version of the code. Time is the processor's, in the {len(share)} pairs whose trainings were not resumed "
+            f"in between; all their races together took {total:.2f} of what their long trainings took."
             "\n\n" + page.table(columns, lines)
         ),
         draw=partial(draw, pairs, groups),
@@ -248,7 +258,7 @@ def group_of(run: dict, arguments: argparse.Namespace, large: dict[str, str]) ->
     apart = {"known": known, "large": run["model"] in large.values()}
     if run["pair"] in NEVER_SEEN or run["text"] in arguments.never_seen:
         apart["new"] = ALL
-    elif run["pair"] in HELD_OUT or run["text"] in arguments.held_out + arguments.later:
+    elif run["pair"] in HELD_OUT or run["text"] in arguments.held_out:
         apart["new"] = EARLIER
     return {name: value for name, value in apart.items() if value}
 
@@ -276,9 +286,8 @@ def main() -> None:
     parser.add_argument("--text", nargs="*", default=[], help="texts, as for finetuning.py")
     parser.add_argument("--held-out", nargs="*", default=[], help="more texts, which the first rules were not made on")
     parser.add_argument(
-        "--later", nargs="*", default=[], help="more, from before the last rule; later models race here"
+        "--never-seen", nargs="*", default=[], help="more, which no rule was made on; new models race here"
     )
-    parser.add_argument("--never-seen", nargs="*", default=[], help="more, from after all rules; all models race here")
     parser.add_argument("--pretrain", help="the text that the given models know; small models are trained on it")
     parser.add_argument("--folder", type=Path, default=Path("scripts/output"), help="keeps models and runs")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
@@ -290,18 +299,13 @@ def main() -> None:
         arguments.folder = arguments.output  # beside another setting's runs it would be refused
     arguments.output.mkdir(parents=True, exist_ok=True)
     given, large = ({Path(path).name: path for path in paths} for paths in (arguments.model, arguments.large))
-    later, never_seen = {}, {}
+    never_seen = {}
     if arguments.pretrain and given:
         tokenizer = AutoTokenizer.from_pretrained(next(iter(given.values())))
         given |= trained_here(MODELS, tokenizer, arguments.pretrain, arguments.folder)
-        later = trained_here(LATER_MODELS, tokenizer, arguments.pretrain, arguments.folder)
         never_seen = trained_here(MODELS_NEVER_SEEN, tokenizer, arguments.pretrain, arguments.folder)
-    texts = arguments.text + arguments.held_out + arguments.later + arguments.never_seen
-    on_texts = [
-        *product((given | large).items(), texts),
-        *product(later.items(), arguments.later + arguments.never_seen),
-        *product(never_seen.items(), arguments.never_seen),
-    ]
+    texts = arguments.text + arguments.held_out + arguments.never_seen
+    on_texts = [*product((given | large).items(), texts), *product(never_seen.items(), arguments.never_seen)]
     jobs = [{"pair": f"{name} on {Path(text).stem}", "model": path, "text": text} for (name, path), text in on_texts]
     tasks = [next(iter(BOOKS)), next(iter(NEIGHBOURS))] if arguments.quick else TASKS
     jobs += [{"pair": name, "model": "", "text": ""} for name in tasks]
