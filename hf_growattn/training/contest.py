@@ -235,15 +235,13 @@ class Contest:
     def finalists(self) -> list[str]:
         """Who may end lowest in a longer training: the winner, and the next one where it is near; small caches first.
 
-        A race sees no more than its own steps: who is a little behind then may be ahead in the end. Of others that are
-        near, and cannot be told apart, the one with the smallest KV cache is the next.
+        A race sees no more than its own steps: who is a little behind then may be ahead in the end.
         """
         winner, caches = self.winner, {name: self.of(name)[0].cache for name in METHODS if self.of(name)}
         leads = {name: self.lead(name, winner).mean for name in caches if name != winner}
         gained = self.start.loss - self.loss(winner)
-        near = sorted((name for name in leads if -leads[name] <= _NEAR * gained), key=leads.__getitem__, reverse=True)
-        level = [name for name in near if settled(*paired(self.of(near[0]), self.of(name))) <= 0]
-        return sorted([winner, *sorted(level, key=caches.__getitem__)[:1]], key=caches.__getitem__)
+        near = sorted((name for name in leads if -leads[name] <= _NEAR * gained), key=leads.__getitem__)
+        return sorted([winner, *near[-1:]], key=caches.__getitem__)
 
     @property
     def rate(self) -> float:
