@@ -89,13 +89,13 @@ def regret(pair: dict, name: str | None = None) -> float:
 
 
 def when_new(pair: dict) -> dict:
-    """The same with what a race said by the rules of before anybody saw the pair, if it has raced again since."""
+    """The same with what a race said by the rules of before anybody saw the pair, where later ones choose otherwise."""
     return pair | {RACE: pair.get("then", pair[RACE])}
 
 
-def verdict(race: dict) -> str:
-    """What a race says."""
-    return "growth" if race["winner"] != "lora" else "LoRA"
+def verdict(pair: dict) -> str:
+    """What the race says."""
+    return "growth" if pair[RACE]["winner"] != "lora" else "LoRA"
 
 
 def kept(pair: dict) -> str:
@@ -174,7 +174,7 @@ def page_of(figures: dict) -> page.Page:
     lines = [
         [
             pair["pair"],
-            verdict(pair[RACE]) + (f", {verdict(pair['then'])} at first" if "then" in pair else ""),
+            " at first, ".join(dict.fromkeys(map(verdict, (when_new(pair), pair)))),
             _lead(pair["race"].get("lead")),
             _lead(pair["long"].get("lead")),
             ", ".join(f"{METHODS[n].title} {loss:.3f}" for n, loss in pair["long"]["losses"].items()),
@@ -218,7 +218,7 @@ def page_of(figures: dict) -> page.Page:
             f"called held out; in the {len(new)} others a race was right {held_out.hits} times. Of these, "
             f"{len(unseen)} are held out of all rules: they were named, in four steps, before any result was read, "
             "none that ran was left out, and what counts is what the race said by the rules of that time, though "
-            f"{sum('then' in p for p in pairs)} have raced again since, by rules made in their sight. "
+            f"later rules, made in their sight, choose otherwise in {sum('then' in p for p in pairs)}. "
             "`finetune --method auto` (auto) trains the winner, and the next one too if it is behind by at most a "
             f"tenth of what the winner gained; it keeps growth if that ends more than {MARGIN} lower, here by the "
             "means over the seeds. The forward pass is that of a grown model against the un-grown one, the median over "
