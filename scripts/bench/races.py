@@ -77,9 +77,14 @@ def long_lead(pair: dict) -> float:
     return losses["lora"] - losses[name] if name in losses else lead_of(pair["long"])
 
 
+def says_growth(pair: dict) -> bool:
+    """What the race says; else it is LoRA."""
+    return pair[RACE]["winner"] != "lora"
+
+
 def right(pair: dict) -> bool:
     """Whether the race chose what the long trainings show to be lower; LoRA where there is next to nothing in it."""
-    return long_lead(pair) > 0 if pair["race"]["winner"] != "lora" else long_lead(pair) < MARGIN
+    return long_lead(pair) > 0 if says_growth(pair) else long_lead(pair) < MARGIN
 
 
 def regret(pair: dict, name: str | None = None) -> float:
@@ -91,11 +96,6 @@ def regret(pair: dict, name: str | None = None) -> float:
 def when_new(pair: dict) -> dict:
     """The same with what a race said by the rules of before anybody saw the pair, where later ones choose otherwise."""
     return pair | {RACE: pair.get("then", pair[RACE])}
-
-
-def verdict(pair: dict) -> str:
-    """What the race says."""
-    return "growth" if pair[RACE]["winner"] != "lora" else "LoRA"
 
 
 def kept(pair: dict) -> str:
@@ -110,7 +110,7 @@ class Told:
     def __init__(self, pairs: list[dict]):
         self.pairs = len(pairs)
         self.hits = sum(map(right, pairs))
-        self.grown = [max(-long_lead(pair), 0.0) for pair in pairs if pair["race"]["winner"] != "lora"]
+        self.grown = [max(-long_lead(pair), 0.0) for pair in pairs if says_growth(pair)]
         self.lost = max(map(regret, pairs), default=0.0)
         self.near = sum(regret(pair) <= MARGIN for pair in pairs)
         self.two = sum(len(pair["race"]["finalists"]) > 1 for pair in pairs)
@@ -174,7 +174,7 @@ def page_of(figures: dict) -> page.Page:
     lines = [
         [
             pair["pair"],
-            " at first, ".join(dict.fromkeys(map(verdict, (when_new(pair), pair)))),
+            " at first, ".join(dict.fromkeys("growth" if says_growth(p) else "LoRA" for p in (when_new(pair), pair))),
             _lead(pair["race"].get("lead")),
             _lead(pair["long"].get("lead")),
             ", ".join(f"{METHODS[n].title} {loss:.3f}" for n, loss in pair["long"]["losses"].items()),
@@ -216,16 +216,17 @@ def page_of(figures: dict) -> page.Page:
             f"again ({longer} pairs); a growth that wins after one seed, and not by far, has a second one; the long "
             "trainings have none of this. The first rules were made while looking at the pairs here that are not "
             f"called held out; in the {len(new)} others a race was right {held_out.hits} times. Of these, "
-            f"{len(unseen)} are held out of all rules: they were named, in four steps, before any result was read, "
-            "none that ran was left out, and what counts is what the race said by the rules of that time, though "
+            f"{len(unseen)} are held out of all rules: they were named in four steps, each before a result of it was "
+            "read, none that ran was left out, and what counts is what the race said by the rules of that time, though "
             f"later rules, made in their sight, choose otherwise in {sum('then' in p for p in pairs)}. "
             "`finetune --method auto` (auto) trains the winner, and the next one too if it is behind by at most a "
             f"tenth of what the winner gained; it keeps growth if that ends more than {MARGIN} lower, here by the "
             "means over the seeds. The forward pass is that of a grown model against the un-grown one, the median over "
             "the seeds: of models this small it takes milliseconds, and is off by a few hundredths. What is not in the "
             "table was not run. Two ran at a time, now and then with other work beside them, and not all on one "
-            f"version of the code. Time is the processor's, in the {len(share)} pairs whose trainings were not resumed "
-            f"in between; all their races together took {total:.2f} of what their long trainings took."
+            "version of the code: in older pairs, who trains second is by an earlier rule. Time is the processor's, in "
+            f"the {len(share)} pairs whose trainings were not resumed in between; all "
+            f"their races together took {total:.2f} of what their long trainings took."
             "\n\n" + page.table(columns, lines)
         ),
         draw=partial(draw, pairs, groups),
@@ -252,7 +253,7 @@ def _lead(lead: list[float] | None) -> str:
 def group_of(run: dict, arguments: argparse.Namespace, large: dict[str, str]) -> dict:
     """What sets a pair apart: a text that the model knows, a large model, or what it is held out of.
 
-    Nobody looked at what is "new" while rules of a race were made: the earlier ones, or all.
+    Nobody looked at what is "new" while rules of a race were made: the earlier ones, or all there were when it raced.
     """
     known = run["text"] != "" and run["text"] == arguments.pretrain
     apart = {"known": known, "large": run["model"] in large.values()}
@@ -286,7 +287,7 @@ def main() -> None:
     parser.add_argument("--text", nargs="*", default=[], help="texts, as for finetuning.py")
     parser.add_argument("--held-out", nargs="*", default=[], help="more texts, which the first rules were not made on")
     parser.add_argument(
-        "--never-seen", nargs="*", default=[], help="more, which no rule was made on; new models race here"
+        "--never-seen", nargs="*", default=[], help="more, which no rule had seen when they raced; new models race here"
     )
     parser.add_argument("--pretrain", help="the text that the given models know; small models are trained on it")
     parser.add_argument("--folder", type=Path, default=Path("scripts/output"), help="keeps models and runs")

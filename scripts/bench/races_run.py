@@ -53,7 +53,7 @@ NEIGHBOURS = nearest_neighbours((4, 8, 16, 32), (16, 32))
 # nobody looked at these while the first rules of a race were made
 HELD_OUT = phone_books((4, 6, 8), (512,), (24, 48)) | nearest_neighbours((6, 12, 20), (24,))
 HELD_OUT |= phone_books((4, 6, 8), (256,), (20,)) | nearest_neighbours((10,), (20,))
-# nor at these while any were
+# nor at these while any were that they raced by first
 NEVER_SEEN = phone_books((4, 6, 8), (1024,), (16, 28)) | nearest_neighbours((14, 24), (28,))
 NEVER_SEEN |= phone_books((4, 6, 8), (128, 4096), (40,)) | nearest_neighbours((6, 18), (20,))
 NEVER_SEEN |= phone_books((4, 6, 8), (1536,), (20,)) | nearest_neighbours((8, 28), (24,))
@@ -191,7 +191,7 @@ MODELS = {
     "Llama, heads 16 wide": partial(llama, 16),
     "GPT-2, heads 8 wide": finetuning.gpt2,
 }
-# nor did anybody see these race while rules were made; they race on texts that no rule saw either
+# nor did anybody see these race while such rules were made; they race on texts that none of those saw either
 MODELS_NEVER_SEEN = {
     "Llama, heads 8 wide, in 2 groups": partial(llama, 8, groups=2),
     "Llama, heads 32 wide": partial(llama, 32),
