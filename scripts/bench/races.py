@@ -87,6 +87,11 @@ def right(pair: dict) -> bool:
     return long_lead(pair) > 0 if says_growth(pair) else long_lead(pair) < MARGIN
 
 
+def uncertain(pair: dict) -> bool:
+    """Whether the long trainings themselves leave open which is lower: by less than two standard errors."""
+    return "lead" in pair[LONG] and abs(pair[LONG]["lead"][0]) < 2 * pair[LONG]["lead"][1]
+
+
 def regret(pair: dict, name: str | None = None) -> float:
     """How far a method, or else the race's choice, ends above the best one after the long trainings."""
     losses = pair["long"]["losses"]
@@ -171,6 +176,7 @@ def page_of(figures: dict) -> page.Page:
     longer = sum(p[RACE].get("overtime", False) for p in pairs)
     rows = [[name, *Told(group).cells()] for name, group in groups.items() if group]
     told, held_out, never_seen = Told(pairs), Told(new), Told(unseen)
+    missed = [pair for pair in unseen if not right(pair)]
     lines = [
         [
             pair["pair"],
@@ -218,7 +224,9 @@ def page_of(figures: dict) -> page.Page:
             f"called held out; in the {len(new)} others a race was right {held_out.hits} times. Of these, "
             f"{len(unseen)} are held out of all rules: they were named in four steps, each before a result of it was "
             "read, none that ran was left out, and what counts is what the race said by the rules of that time, though "
-            f"later rules, made in their sight, choose otherwise in {sum('then' in p for p in pairs)}. "
+            f"later rules, made in their sight, choose otherwise in {sum('then' in p for p in pairs)}. Of the "
+            f"{len(missed)} that were wrong, the lead after the long training is less than twice its standard error in "
+            f"{sum(map(uncertain, missed))}. "
             "`finetune --method auto` (auto) trains the winner, and the next one too if it is behind by at most a "
             f"tenth of what the winner gained; it keeps growth if that ends more than {MARGIN} lower, here by the "
             "means over the seeds. The forward pass is that of a grown model against the un-grown one, the median over "
