@@ -178,6 +178,20 @@ def test_noise_is_no_lead():
         for steps, loss in ((10, 3.5), (40, 3.2 if method == "lora" else 3.1)):
             contest.runs.append(run(method, loss, steps=steps, wobble=0.2 * sign))
     assert contest.lead("growth", "lora").error > 0.05 and contest.winner == "lora" and "A tie" in str(contest)
+    assert "to win" not in str(contest)
+
+
+def test_a_lead_that_is_there_and_too_small_says_what_it_takes():
+    """Else a reader sees .013 ± .004 called a tie, and wonders why."""
+    contest = Contest(40, run("start", 4.0))
+    for method, sign in (("lora", -1), ("growth", 1)):
+        for steps, loss in ((10, 3.5), (40, 3.2 if method == "lora" else 3.187)):
+            contest.runs.append(run(method, loss, steps=steps, wobble=0.004 * sign))
+    lead = contest.lead("growth", "lora")
+    assert 0.003 < lead.error < 0.006 and contest.winner == "lora"
+    (said,) = contest.sentences()
+    assert said.startswith("A tie: growth ends 0.0130 ± 0.00")
+    assert "LoRA on all linear layers; to win, it has to lead by 0.01 and a standard error. A tie goes to" in said
 
 
 def test_the_hopeless_do_not_go_on():

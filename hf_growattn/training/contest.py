@@ -299,7 +299,9 @@ class Contest:
                 "costs nothing at inference."
             )
         side = "below" if lead.mean > 0 else "above"
-        return f"A tie: {name} ends {gap} {side} {title}. A tie goes to {title}, which costs nothing at inference."
+        wins = f"; to win, it has to lead by {MARGIN} and a standard error" if lead.mean > SURE * lead.error else ""
+        goes = f"A tie goes to {title}, which costs nothing at inference."
+        return f"A tie: {name} ends {gap} {side} {title}{wins}. {goes}"
 
     def table(self) -> str:
         """A row for each method that ended, the lowest loss first."""

@@ -31,11 +31,11 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
-from hf_growattn.training.methods import METHODS, Budget, readable, started, trained_weights
+from hf_growattn.training.methods import METHODS, Budget, readable, slow_what_grew, started, trained_weights
 
 RANK = 3  # of LoRA on all linear layers: the least that a third of it is a whole rank of
 LORA = METHODS["lora"].title
-ROWS = {METHODS[name].title: METHODS[name] for name in ("lora", "growth")} | {ONE_RATE: METHODS["both"]}
+ROWS = {METHODS[name].title: METHODS[name] for name in ("lora", "growth", "both")} | {ONE_RATE: METHODS["both"]}
 RATES = (0.15, 0.5, 1.5)  # over hidden_size: those of a race, and a smaller one
 STEP = 3  # from one to the next, and beyond the end where the best one stands there
 SCALE = 20.0  # of the cosine, as sentence-transformers has it
@@ -122,13 +122,14 @@ def measured(model, held_out: dict) -> dict:
     return {"loss": cross_entropy(found, own).item(), "recall": (found.argmax(1) == own).float().mean().item()}
 
 
-def trained_at(model, rate: float, batches: list[dict], seed: int) -> None:
-    """Train by AdamW, a batch a step."""
+def trained_at(model, rate: float, grown_share: float, batches: list[dict], seed: int) -> None:
+    """Train by AdamW, a batch a step, and what grew beside LoRA by a share of the learning rate."""
     torch.manual_seed(seed)  # of dropout
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not weights:
         return  # a growth that finds nothing leaves nothing to train
     optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0)
+    slow_what_grew(optimizer, model, grown_share)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(len(batches), step))
     model.train()
     for batch in batches:
@@ -158,9 +159,10 @@ def measure(model: str, task: str, path: str, row: str, seed: int, rates: list[f
         told["at_start"] = measured(trained, held_out)
     at_start = {p: p.detach().clone() for p in trained.parameters() if p.requires_grad}
     told["ended"] = []
+    share = 1.0 if row == ONE_RATE else ROWS[row].grown_share(encoder.config.hidden_size)
     for rate in rates:
         restore(at_start)
-        trained_at(trained, rate, batches, seed)
+        trained_at(trained, rate, share, batches, seed)
         told["ended"].append({"rate": rate, **measured(trained, held_out)})
     if report:
         merged = trained if trained is encoder else trained.merge_and_unload()
@@ -225,7 +227,8 @@ counts, and trains the other seeds. Losses and recall are means over seeds; a le
 with its range over seeds. Chance is a loss of {math.log(setting["held_out"]):.2f} and a recall of 1 in
 {setting["held_out"]}. The loss is that of {SCALE:g} times the cosines: where it starts above chance, that number is
 wrong for the task, and some of what it falls by is no better order; recall does not depend on it. An encoder keeps no
-KV cache, so what growth costs is time: "forward" is that of a pass, grown against un-grown; LoRA is merged for free. No
+KV cache, so what growth costs is time: "forward" is that of a pass, grown against un-grown; LoRA is merged for free.
+The rate of a mix is LoRA's, and what grew takes a share of it (mix_rates.md), but in the row "at one rate". No
 pretrained encoder with narrower heads, as ESM-2 has, was at hand.
 """
     return page.Page(
