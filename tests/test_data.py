@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 from pathlib import Path
 
 import datasets
@@ -97,7 +98,7 @@ def test_what_is_measured_is_what_sft_trains(folder, name, options, rows):
     data, tokenizer = Data(recipe), word_tokenizer()
     tokenizer.chat_template = TEMPLATE
     if name == "rows.txt" and "False" in options:
-        with pytest.raises(ValueError, match="The data give 1 rows"):
+        with pytest.raises(ValueError, match="The data give 1 row of"):
             drawn(data, tokenizer, recipe.training, 4)
         return
     seen = {"train_dataset": data.train, "processing_class": tokenizer, "model": build("llama-2")}
@@ -256,6 +257,7 @@ def test_errors_of_data_name_the_fix(folder, tmp_path):
         "wide.csv": "text,id\n" + "w2 w3,1\n" * 7 + "w2, w3,1\n",
         "header.csv": "text\n",
         "empty.jsonl": "",
+        "empty.txt": "",
         "broken.jsonl": "\n".join([*lines, "", "{'text': 'w2'}"]),
         "absent.jsonl": "\n".join([*lines, '{"words": "w2"}']),
         "list.JSON": '[\n{"text": "w2"},\n{"text": }\n]',
@@ -270,6 +272,7 @@ def test_errors_of_data_name_the_fix(folder, tmp_path):
         "wide.csv": "Expected 2 fields in line 9, saw 3. Put a text that has commas of its own in quotes",
         "header.csv": "header.csv is empty",
         "empty.jsonl": "empty.jsonl is empty",
+        "empty.txt": "empty.txt is empty",
         "broken.jsonl": "broken.jsonl is not JSON in line 2,002: Expecting property name",
         "absent.jsonl": ", first in line 2,001: every row needs a text there",
         "list.JSON": "list.JSON is not JSON in line 3: Expecting value",
@@ -286,6 +289,21 @@ def test_errors_of_data_name_the_fix(folder, tmp_path):
     chats = call("measure", folder / "bare", folder / "chats.jsonl", *SMALL, "--assistant_only_loss")
     assert "Name one by --chat_template_path FILE.jinja, or leave --assistant_only_loss out" in only_line(chats)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own setting
+def test_a_text_longer_than_the_model_reads_is_cut_without_an_alarm(monkeypatch):
+    """transformers would say that it leads to indexing errors, which it does not in rows."""
+    said = []
+    log = logging.getLogger("transformers.tokenization_utils_base")
+    monkeypatch.setattr(log, "warning", lambda text, *_: said.append(text))
+    tokenizer, text = word_tokenizer(), " ".join(TEXTS)
+    tokenizer.model_max_length = 8
+    options = dict(max_length=8, packing=True, packing_strategy="wrapped", bf16=False, use_cpu=True)
+    rows = prepared(datasets.Dataset.from_dict({"text": [text]}), None, tokenizer, SFTConfig(**options)).train
+    assert len(rows) > 60 and max(map(len, rows["input_ids"])) == 8 and not said
+    tokenizer(text)
+    assert len(said) == 1  # whoever asks the tokenizer itself still hears it
 
 
 RECIPES = {

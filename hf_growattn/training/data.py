@@ -22,6 +22,8 @@ Rows: TypeAlias = Any  # a Dataset or an IterableDataset
 _TABLES = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _FEWEST = 20  # rows: with fewer, neither training nor measuring means anything
 _HELD_OUT = 128  # rows at most
+_EMPTY = "{} is empty: put data there, or name another file."
+_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # what transformers calls an alarm that it gives once
 _PIECE = 4096  # characters: small enough that a few batches see all parts of a text
 
 
@@ -99,6 +101,8 @@ class Data:
         elif place.is_file() and suffix in (".xls", ".xlsx", ".ods", ".feather"):
             raise ValueError(f"{name} is a table of another program: save it as .csv or .parquet.")
         elif place.is_file():
+            if not place.stat().st_size:
+                raise ValueError(_EMPTY.format(name))
             how |= dict(path="text", data_files=glob.escape(name), sample_by="document")
         elif suffix in (".txt", *_TABLES) or place.is_absolute():
             raise ValueError(f"There is no file or folder {name}; check the path of the data.")
@@ -164,7 +168,7 @@ def _told(name: str) -> Iterator[None]:
                 f"{name} has rows without {cause}{_first_without(name, cause.args[0])}: every row needs a text there."
             )
         elif isinstance(cause, StopIteration) or "corresponds to no data" in told:
-            told = f"{name} is empty: put data there, or name another file."
+            told = _EMPTY.format(name)
         elif "Expected" in told and "fields in line" in told:
             told = f"{name} cannot be read: {told}. Put a text that has commas of its own in quotes."
         else:
@@ -233,6 +237,8 @@ def prepared(train: Rows, test: Rows | None, tokenizer, training: Training) -> P
                 "no such form of this tokenizer's. Name one by --chat_template_path FILE.jinja, or leave "
                 "--assistant_only_loss out: then the loss is that of whole chats."
             ) from error
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.deprecation_warnings[_LONG] = True  # rows are cut: nothing longer than the model reads reaches it
     sizes: dict[str, Any] = dict(vocab_size=1, hidden_size=2, intermediate_size=1, num_attention_heads=1)
     config = LlamaConfig(**sizes, num_hidden_layers=1, bos_token_id=None, eos_token_id=None)
     trainer = SFTTrainer(
@@ -240,7 +246,7 @@ def prepared(train: Rows, test: Rows | None, tokenizer, training: Training) -> P
         unused(training),
         train_dataset=train,
         eval_dataset=test,
-        processing_class=copy.deepcopy(tokenizer),
+        processing_class=tokenizer,
     )
     made: list[Any] = [trainer.train_dataset, trainer.eval_dataset]
     train, test = (None if rows is None else rows.filter(_predicts) for rows in made)
@@ -284,8 +290,8 @@ def check_count(count: int, training: Training) -> None:
     """Refuse data that are too few to hold any out, or to judge a growth on."""
     if count < _FEWEST:
         raise ValueError(
-            f"The data give {count} rows of at most {training.max_length} tokens, too few to hold any out: at least "
-            f"{_FEWEST} are needed. Add data, or choose a shorter --max_length."
+            f"The data give {count} {'row' if count == 1 else 'rows'} of at most {training.max_length} tokens, too few "
+            f"to hold any out: at least {_FEWEST} are needed. Add data, or choose a shorter --max_length."
         )
 
 

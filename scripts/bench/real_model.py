@@ -257,7 +257,7 @@ def more_seeds(done: list[dict]) -> list[dict]:
 
 def page_of(figures: dict) -> page.Page:
     """What the figures say."""
-    done = figures["runs"]
+    done = page.out_of_table(figures["runs"])
     starts = {run["task"]: run for run in done if not run["row"]}
     grouped: dict[tuple[str, str], list[dict]] = {}
     for run in done:
@@ -383,7 +383,8 @@ def main() -> None:
         done = joined(done, runs.collect(measure, further, kept, arguments.processes))
     done += runs.collect(measure, more_seeds(done), kept, arguments.processes)
     names = ("task", "row", "seed", "loss", "right", "ended", "weights", "cache", "forward", "at_start")
-    figures = {"model": Path(arguments.model).name, "setting": setting, "runs": page.kept(done, *names)}
+    kept_runs = page.in_table(page.kept(done, *names))
+    figures = {"model": Path(arguments.model).name, "setting": setting, "runs": kept_runs}
     seeds, seconds = sorted({run["seed"] for run in done}), sum(run["seconds"] for run in done)
     page.publish("real_model", figures, seeds, arguments.output, seconds)
 
