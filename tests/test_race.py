@@ -100,7 +100,8 @@ def test_a_race_ends_in_a_sentence_and_a_model(told, given):
     figures = json.loads((folder / "race.json").read_text())
     assert done.exit_code == (0 if figures["winner"] in ("growth", "both") else 3)
     assert "LoRA on all linear layers" in done.stdout and figures["verdict"].split(".")[0] in done.stdout
-    assert "steps of" in done.stderr and "minutes" in done.stderr  # before it starts
+    assert "steps of" in done.stderr and "About 1 min" in done.stderr  # before it starts
+    assert "A mix of both needs" not in done.stderr  # it races
     assert f"--method {figures['winner']} --learning_rate {figures['rate']}" in done.stderr
     assert "--steps" not in done.stderr and "--budget 20%" in done.stderr  # which training has no use for
     weights = {run["weights"] for run in figures["runs"] if run["method"] == "lora"}
@@ -111,6 +112,17 @@ def test_a_race_ends_in_a_sentence_and_a_model(told, given):
     assert ended["loss"] < figures["loss_before"]
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert (type(model).__name__ == "LlamaForCausalLM") == (figures["winner"] == "lora")
+
+
+def test_a_budget_too_small_to_share_says_so(given, tmp_path):
+    """At rank 1 of LoRA there is no third of it for growth; the mix is missing from the table."""
+    model = AutoModelForCausalLM.from_pretrained(given / "model")
+    of_a_rank = Budget.near(model, 1).of_a_rank
+    options = ("--steps", 1, "--seeds", 1, *OPTIONS, "--budget", of_a_rank)
+    done = call("race", given / "model", given / "text.txt", "-o", tmp_path / "small", *options)
+    assert done.exit_code == 3 and "1/3 growth" not in done.stdout
+    assert f"A mix of both needs a budget of {2 * of_a_rank:,}." in done.stderr
+    assert all(Budget.near(model, 2 * of_a_rank).admits(METHODS[name]) for name in ("lora", "growth", "both"))
 
 
 def test_a_race_goes_on_where_it_was(told, given, monkeypatch):

@@ -341,11 +341,13 @@ def run_race(
     looks = sum(len(of_method) + 1 for of_method in rates.values())  # at all held-out rows, forward alone
     look = len(trains.held_out) / trains.batch_size / _FORWARD
     cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]) + looks * look)
+    least = "" if "both" in methods or trains.quantized else f"{2 * trains.budget.of_a_rank:,}"
     say(
-        f"Racing {', '.join(METHODS[name].title for name in methods)}. About {total:,} steps of {step:.2g} s "
-        f"and {growths} growths, judged {looks} times, {cost / 60:.0f} minutes; more if growth leads, if larger "
+        f"Racing {', '.join(METHODS[name].title for name in methods)}. About {max(cost / 60, 1):.0f} min: {total:,} "
+        f"steps of {step:.2g} s, {growths} x growth, {looks} x all held-out rows; more if growth leads, if larger "
         "learning rates are better, or if two cannot be told apart. "
         f"Each method trains about {trains.budget.weights:,} weights."
+        + (least and f" A mix of both needs a budget of {least}.")
     )
     trains.bar = tqdm(total=total, desc="race", unit="step", disable=None)
     with contextlib.closing(trains.bar), _table_so_far(contest, output, say):
