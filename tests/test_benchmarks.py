@@ -128,20 +128,25 @@ def test_runs_in_columns_are_the_same_runs():
 
 def test_rows_near_lora_take_more_seeds_and_all_growth_if_one_of_it_does():
     """By the better of their learning rates, on the tasks where anything is near."""
-    import real_model
+
+    def more_seeds(*done: dict) -> list[dict]:
+        read = "import json, real_model, sys; print(json.dumps(real_model.more_seeds(json.load(sys.stdin))))"
+        given = dict(input=json.dumps(done), capture_output=True, text=True, cwd=BENCH)
+        ended = subprocess.run([sys.executable, "-c", read], **given)
+        return json.loads(ended.stdout or pytest.fail(ended.stderr))
 
     def run(task: str, row: str, *losses: float) -> dict:
         ended = [{"rate": 10.0**-place, "loss": loss} for place, loss in enumerate(losses, 1)]
-        return dict.fromkeys(real_model.KNOWN, 0) | {"task": task, "row": row, "ended": ended}
+        return {"model": "", "task": task, "path": "", "row": row, "seed": 0, "setting": {}, "ended": ended}
 
-    lora, growth, mix, whole = real_model.LORA, "growth", "1/3 growth, 2/3 LoRA", "all weights"
+    lora, growth, mix, whole = "LoRA on all linear layers", "growth", "1/3 growth, 2/3 LoRA", "all weights"
     far = [run("apart", lora, 2.0), run("apart", growth, 1.97), run("apart", whole, 2.03)]
     near = [run("near", lora, 2.5, 2.0), run("near", growth, 2.5), run("near", mix, 2.019), run("near", whole, 2.021)]
-    found = real_model.more_seeds([run("near", "", 3.0), *far, *near])
+    found = more_seeds(run("near", "", 3.0), *far, *near)
     assert [job["row"] for job in found] == [lora, growth, mix] * 2
     assert [job["seed"] for job in found] == [1] * 3 + [2] * 3
     assert {job["task"] for job in found} == {"near"} and found[0]["rates"] == [0.01]
-    found = real_model.more_seeds([run("near", lora, 2.0), run("near", growth, 2.1), run("near", whole, 1.99)])
+    found = more_seeds(run("near", lora, 2.0), run("near", growth, 2.1), run("near", whole, 1.99))
     assert [job["row"] for job in found] == [lora, whole] * 2  # no growth is near
 
 

@@ -213,8 +213,8 @@ def page_of(figures: dict) -> page.Page:
     columns = ["task", "row", "held-out loss", "recall@1", "lead over LoRA on all linear layers", "rate", "weights"]
     ahead = [key for key, lead in leads.items() if min(lead) > 0]
     behind = [key for key, lead in leads.items() if max(lead) < 0]
-    said = f"Of {len(leads)} rows with growth, over {len(starts)} tasks, {len(ahead)} end below LoRA on all linear "
-    said += f"layers with every seed, and {len(behind)} above it with every seed."
+    said = f"Rows with growth that end below LoRA on all linear layers with every seed: {len(ahead)} of {len(leads)}, "
+    said += f"over {len(starts)} tasks; above it with every seed: {len(behind)}."
     for task in starts:
         told = [f"{row} {statistics.fmean(lead):+.3f}" for (name, row), lead in leads.items() if name == task]
         said += f" Leads on {task}: {', '.join(told)}."
