@@ -209,7 +209,8 @@ def claim(setting: Setting, runs: dict[str, list[dict]]) -> tuple[str, list[page
 def page_of(figures: dict) -> page.Page:
     """The page, out of its figures."""
     setting, sweeps, summary, curves = Setting(**figures["setting"]), figures["sweep"], [], []
-    runs = {row: [run for run in figures["runs"] if run["row"] == row] for row in ROWS}
+    whole = page.out_of_table(figures["runs"])
+    runs = {row: [run for run in whole if run["row"] == row] for row in ROWS}
     said, reaches = claim(setting, runs)
     for name, of_row in runs.items():
         first, took = of_row[0], [[run[key] for run in of_row] for key in ("seconds", "peak_bytes")]
@@ -293,10 +294,11 @@ def main() -> None:
     shutil.rmtree(folder)
     swept = [found[rate] for found in sweeps.values() for rate in sorted(found)]
     counts, costs = ("widths", "added", "trained", "tokens"), ("seconds", "peak_bytes")
+    needed = page.kept(runs, "row", "seed", "rate", *counts, "at_growth", "recall", "forward", *costs)
     figures = {
         "setting": plain,
         "sweep": [{"row": run["row"], "rate": run["rate"], "recall": end_of(run)} for run in swept],
-        "runs": page.kept(runs, "row", "seed", "rate", *counts, "at_growth", "recall", "forward", *costs),
+        "runs": page.in_table(needed),
     }
     page.publish("recall", figures, seeds, arguments.output, sum(run["seconds"] for run in runs + swept))
 
