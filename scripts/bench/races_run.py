@@ -57,6 +57,7 @@ HELD_OUT |= phone_books((4, 6, 8), (256,), (20,)) | nearest_neighbours((10,), (2
 NEVER_SEEN = phone_books((4, 6, 8), (1024,), (16, 28)) | nearest_neighbours((14, 24), (28,))
 NEVER_SEEN |= phone_books((4, 6, 8), (128, 4096), (40,)) | nearest_neighbours((6, 18), (20,))
 NEVER_SEEN |= phone_books((4, 6, 8), (1536,), (20,)) | nearest_neighbours((8, 28), (24,))
+NEVER_SEEN |= phone_books((4, 6, 8), (768,), (28,)) | nearest_neighbours((10, 16), (28,))
 TASKS = BOOKS | NEIGHBOURS | HELD_OUT | NEVER_SEEN
 
 
