@@ -285,8 +285,26 @@ def test_two_that_are_near_train_and_the_lower_one_is_kept(margin, kept, other, 
     assert ("is there already" in again.stderr) == (kept == "both") and (said in again.stdout) == (kept == "lora")
 
 
+def ended_at(folder: Path) -> list[list[float]]:
+    """Row by row, of the trainings that a race of two that are near led to."""
+    return [json.loads(line)["nats"] for line in (folder / "out-race" / "ended.jsonl").read_text().splitlines()]
+
+
+SAVED = ["--save_strategy", "steps", "--save_steps", 6]
+
+
+@pytest.fixture(scope="module")
+def unbroken(given, tmp_path_factory) -> list[list[float]]:
+    """What two trainings end at that nobody stops."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Contest, "finalists", property(lambda self: ["lora", "both"]))
+        assert auto(given, folder, *SAVED).exit_code == 0
+    return ended_at(folder)
+
+
 @pytest.mark.parametrize("at", [1, 2])
-def test_two_that_are_near_are_resumed_where_they_stopped(at, given, tmp_path, monkeypatch):
+def test_two_that_are_near_are_resumed_where_they_stopped(at, given, unbroken, tmp_path, monkeypatch):
     """In the first training or in the second one; what an earlier training has left beside the race does not count."""
     from hf_growattn.training import finetuning
 
@@ -308,22 +326,13 @@ def test_two_that_are_near_are_resumed_where_they_stopped(at, given, tmp_path, m
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(finetuning, "train", stopped)
-    options = ["--save_strategy", "steps", "--save_steps", 6]
-    done = auto(given, tmp_path, *options)
+    done = auto(given, tmp_path, *SAVED)
     assert done.exit_code == 130 and "--resume_from_checkpoint True" in done.stderr, done.output
     assert ("LoRA on all linear layers is trained: " in done.stderr) == (at == 2)
-    done = auto(given, tmp_path, *options, "--resume_from_checkpoint", "True")
+    done = auto(given, tmp_path, *SAVED, "--resume_from_checkpoint", "True")
     assert done.exit_code == 0 and "Kept: " in done.stdout, done.output
     assert trained == [["out", "out", "out-both"], ["out", "out-both", "out-both"]][at - 1]
-    curves = {}
-    for folder in (tmp_path, unbroken := tmp_path / "unbroken"):
-        if folder == unbroken:
-            monkeypatch.setattr(finetuning, "train", train)
-            unbroken.mkdir()
-            auto(given, unbroken, *options)
-        lines = (folder / "out-race" / "ended.jsonl").read_text().splitlines()
-        curves[folder] = [json.loads(line)["nats"] for line in lines]
-    assert curves[tmp_path] == curves[unbroken]
+    assert ended_at(tmp_path) == unbroken and len(unbroken) == 2
 
 
 def test_a_place_that_is_taken_is_told_before_anything_trains(given, tmp_path, monkeypatch):
