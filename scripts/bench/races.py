@@ -26,6 +26,7 @@ from races_run import (
     MODELS_NEVER_SEEN,
     NEIGHBOURS,
     NEVER_SEEN,
+    NEWEST,
     QUICK,
     RACE,
     RANK,
@@ -39,7 +40,7 @@ from transformers import AutoTokenizer
 from hf_growattn.training.contest import LONGER, MARGIN
 from hf_growattn.training.methods import METHODS
 
-EARLIER, ALL = "earlier rules", "all rules"  # what a pair is held out of
+EARLIER, ALL, PRESENT = "earlier rules", "all rules", "the present rules"  # what a pair is held out of
 
 
 def told_of(race: dict, long: dict) -> dict:
@@ -157,19 +158,17 @@ def page_of(figures: dict) -> page.Page:
     """What the figures say."""
     pairs = page.out_of_table(figures["pairs"])
     new, seen = [when_new(p) for p in pairs if "new" in p], [p for p in pairs if "new" not in p]
-    unseen = [p for p in new if p["new"] == ALL]
+    unseen, latest = [p for p in new if p["new"] != EARLIER], [p for p in new if p["new"] == PRESENT]
     groups = {
         "the text it was pretrained on": [p for p in seen if "known" in p],
         "other texts": [p for p in seen if on_text(p) and "known" not in p],
         "phone books": [p for p in seen if p["pair"] in BOOKS],
         "nearest neighbours": [p for p in seen if p["pair"] in NEIGHBOURS],
-        "held out of earlier rules: texts": [p for p in new if p["new"] == EARLIER and on_text(p)],
-        "held out of earlier rules: phone books and neighbours": [
-            p for p in new if p["new"] == EARLIER and not on_text(p)
-        ],
-        "held out of all rules: texts": [p for p in unseen if on_text(p)],
-        "held out of all rules: phone books and neighbours": [p for p in unseen if not on_text(p)],
     }
+    for held in (EARLIER, ALL, PRESENT):
+        of = [p for p in new if p["new"] == held]
+        groups[f"held out of {held}: texts"] = [p for p in of if on_text(p)]
+        groups[f"held out of {held}: phone books and neighbours"] = [p for p in of if not on_text(p)]
     whole = [p for p in pairs if all("processor" in p[part] for part in (RACE, LONG))]
     timed = [(p[RACE]["processor"], p[LONG]["processor"]) for p in whole]
     share, total = [race / long for race, long in timed], sum(r for r, _ in timed) / sum(l for _, l in timed)
@@ -207,8 +206,8 @@ def page_of(figures: dict) -> page.Page:
             f"{len(told.grown)} times. Trained {LONGER} times as long, what it chose ends within {MARGIN} nats of the "
             f"best method in {told.near} pairs, and {told.lost:.3f} above it in the worst; `finetune --method auto`, "
             f"which trains two where they are near, at most {max(told.by_auto):.3f} above it."
-            + f" Of {len(unseen)} pairs held out of all of its rules, it was right in {never_seen.hits}."
-            * bool(unseen)
+            + f" Of {len(unseen)} pairs held out of all of its rules, it was right in {never_seen.hits}; of the "
+            f"{len(latest)} of these that raced by the present rules alone, in {Told(latest).hits}." * bool(latest)
         ),
         summary=page.table(heads, rows),
         text=(
@@ -222,7 +221,7 @@ def page_of(figures: dict) -> page.Page:
             f"again ({longer} pairs); a growth that wins after one seed, and not by far, has a second one; the long "
             "trainings have none of this. The first rules were made while looking at the pairs here that are not "
             f"called held out; in the {len(new)} others a race was right {held_out.hits} times. Of these, "
-            f"{len(unseen)} are held out of all rules: they were named in four steps, each before a result of it was "
+            f"{len(unseen)} are held out of all rules: they were named in seven steps, each before a result of it was "
             "read, none that ran was left out, and what counts is what the race said by the rules of that time, though "
             f"later rules, made in their sight, choose otherwise in {sum('then' in p for p in pairs)}. Of the "
             f"{len(missed)} that were wrong, the lead after the long training is less than twice its standard error in "
@@ -261,11 +260,14 @@ def _lead(lead: list[float] | None) -> str:
 def group_of(run: dict, arguments: argparse.Namespace, large: dict[str, str]) -> dict:
     """What sets a pair apart: a text that the model knows, a large model, or what it is held out of.
 
-    Nobody looked at what is "new" while rules of a race were made: the earlier ones, or all there were when it raced.
+    Nobody looked at what is "new" while rules of a race were made: the earlier ones, all there were when it raced, or
+    those there are.
     """
     known = run["text"] != "" and run["text"] == arguments.pretrain
     apart = {"known": known, "large": run["model"] in large.values()}
-    if run["pair"] in NEVER_SEEN or run["text"] in arguments.never_seen:
+    if run["pair"] in NEWEST or run["text"] in arguments.new:
+        apart["new"] = PRESENT
+    elif run["pair"] in NEVER_SEEN or run["text"] in arguments.unseen:
         apart["new"] = ALL
     elif run["pair"] in HELD_OUT or run["text"] in arguments.held_out:
         apart["new"] = EARLIER
@@ -295,8 +297,9 @@ def main() -> None:
     parser.add_argument("--text", nargs="*", default=[], help="texts, as for finetuning.py")
     parser.add_argument("--held-out", nargs="*", default=[], help="more texts, which the first rules were not made on")
     parser.add_argument(
-        "--never-seen", nargs="*", default=[], help="more, which no rule had seen when they raced; new models race here"
+        "--unseen", nargs="*", default=[], help="more, which no rule had seen when they raced; new models race here"
     )
+    parser.add_argument("--new", nargs="*", default=[], help="more, of which nobody saw a race by other rules")
     parser.add_argument("--pretrain", help="the text that the given models know; small models are trained on it")
     parser.add_argument("--folder", type=Path, default=Path("scripts/output"), help="keeps models and runs")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
@@ -313,8 +316,9 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(next(iter(given.values())))
         given |= trained_here(MODELS, tokenizer, arguments.pretrain, arguments.folder)
         never_seen = trained_here(MODELS_NEVER_SEEN, tokenizer, arguments.pretrain, arguments.folder)
-    texts = arguments.text + arguments.held_out + arguments.never_seen
-    on_texts = [*product((given | large).items(), texts), *product(never_seen.items(), arguments.never_seen)]
+    later = arguments.unseen + arguments.new
+    texts = arguments.text + arguments.held_out + later
+    on_texts = [*product((given | large).items(), texts), *product(never_seen.items(), later)]
     jobs = [{"pair": f"{name} on {Path(text).stem}", "model": path, "text": text} for (name, path), text in on_texts]
     tasks = [next(iter(BOOKS)), next(iter(NEIGHBOURS))] if arguments.quick else TASKS
     jobs += [{"pair": name, "model": "", "text": ""} for name in tasks]

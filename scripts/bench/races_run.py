@@ -57,8 +57,9 @@ HELD_OUT |= phone_books((4, 6, 8), (256,), (20,)) | nearest_neighbours((10,), (2
 NEVER_SEEN = phone_books((4, 6, 8), (1024,), (16, 28)) | nearest_neighbours((14, 24), (28,))
 NEVER_SEEN |= phone_books((4, 6, 8), (128, 4096), (40,)) | nearest_neighbours((6, 18), (20,))
 NEVER_SEEN |= phone_books((4, 6, 8), (1536,), (20,)) | nearest_neighbours((8, 28), (24,))
-NEVER_SEEN |= phone_books((4, 6, 8), (768,), (28,)) | nearest_neighbours((10, 16), (28,))
-TASKS = BOOKS | NEIGHBOURS | HELD_OUT | NEVER_SEEN
+# nor at these while the present rules were
+NEWEST = phone_books((4, 6, 8), (768,), (28,)) | nearest_neighbours((10, 16), (28,))
+TASKS = BOOKS | NEIGHBOURS | HELD_OUT | NEVER_SEEN | NEWEST
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Setting:
     rows: int = 2400
 
 
-QUICK = Setting(steps=4, seeds=1, batch_size=4, block_size=16, growth_batches=2, rows=120)
+QUICK = Setting(steps=2, seeds=1, batch_size=4, block_size=16, growth_batches=2, rows=120)
 LARGE = Setting(steps=20, batch_size=4)  # for models of which a step takes seconds
 
 
