@@ -11,7 +11,7 @@ import torch
 from hf_growattn import patch_model
 
 ROOT = Path(__file__).parents[1]
-LONG = bool(os.environ.get("GROWATTN_LONG"))  # everything in full, which takes minutes more
+LONG = bool(os.environ.get("GROWATTN_LONG"))  # what is cut short otherwise in full, which takes minutes
 DATA = Path(os.environ.get("GROWATTN_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 # The files that take longest, begun first: with two workers, a long one that begins last would leave the other idle.

@@ -65,7 +65,7 @@ def test_tensor_parallelism_equals_one_process(tmp_path):
 def test_a_pretrained_model_in_fp32_ends_the_same_in_every_way(tmp_path):
     """Within 1e-6 of the losses: tensor parallelism as one process, which runs first, and FSDP2 as DDP."""
     data_path("models", "stories260K")
-    for ranks in (1, 2, 4) if LONG else (1, 2):  # the tests above have four ranks, in fp64
+    for ranks in (1, 2, 4) if LONG else (1, 2):  # the tests above have four, of random weights
         assert on_ranks("pretrained_run.py", ranks, str(tmp_path)) == ["equal"]
 
 

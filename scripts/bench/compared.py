@@ -15,10 +15,15 @@ from hf_growattn.grow.search import StepSearch
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import Block, measure_moments
 from hf_growattn.measure.gradients import Gradient, beyond_old_dims, shares, whole_gradients
-from hf_growattn.training.methods import METHODS
+from hf_growattn.training.methods import METHODS, Method
 
 ONE_RATE = f"{METHODS['both'].title}, at one rate"  # a mix whose growth takes as large steps as its LoRA
 ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
+
+
+def grown_share(row: str, method: Method, width: int) -> float:
+    """The learning rate of what grew over that of LoRA beside it, in a row, in a model of some `hidden_size`."""
+    return 1.0 if row == ONE_RATE else method.grown_share(width)
 
 
 class ComparedGrower(Grower):

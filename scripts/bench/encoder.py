@@ -21,7 +21,7 @@ from pathlib import Path
 import page
 import runs
 import torch
-from compared import ONE_RATE
+from compared import ONE_RATE, grown_share
 from finetuning_run import cosine
 from real_model import best, lead_over
 from tasks import forward_ratio, restore
@@ -159,7 +159,7 @@ def measure(model: str, task: str, path: str, row: str, seed: int, rates: list[f
         told["at_start"] = measured(trained, held_out)
     at_start = {p: p.detach().clone() for p in trained.parameters() if p.requires_grad}
     told["ended"] = []
-    share = 1.0 if row == ONE_RATE else ROWS[row].grown_share(encoder.config.hidden_size)
+    share = grown_share(row, ROWS[row], encoder.config.hidden_size)
     for rate in rates:
         restore(at_start)
         trained_at(trained, rate, share, batches, seed)

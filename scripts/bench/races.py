@@ -37,7 +37,7 @@ from races_run import (
 )
 from transformers import AutoTokenizer
 
-from hf_growattn.training.contest import LONGER, MARGIN
+from hf_growattn.training.contest import LONGER, MARGIN, SURE
 from hf_growattn.training.methods import METHODS
 
 EARLIER, ALL, PRESENT = "earlier rules", "all rules", "the present rules"  # what a pair is held out of
@@ -90,7 +90,7 @@ def right(pair: dict) -> bool:
 
 def uncertain(pair: dict) -> bool:
     """Whether the long trainings themselves leave open which is lower: by less than two standard errors."""
-    return "lead" in pair[LONG] and abs(pair[LONG]["lead"][0]) < 2 * pair[LONG]["lead"][1]
+    return "lead" in pair[LONG] and abs(pair[LONG]["lead"][0]) < SURE * pair[LONG]["lead"][1]
 
 
 def regret(pair: dict, name: str | None = None) -> float:
@@ -158,7 +158,7 @@ def page_of(figures: dict) -> page.Page:
     """What the figures say."""
     pairs = page.out_of_table(figures["pairs"])
     new, seen = [when_new(p) for p in pairs if "new" in p], [p for p in pairs if "new" not in p]
-    unseen, latest = [p for p in new if p["new"] != EARLIER], [p for p in new if p["new"] == PRESENT]
+    unseen = [p for p in new if p["new"] != EARLIER]
     groups = {
         "the text it was pretrained on": [p for p in seen if "known" in p],
         "other texts": [p for p in seen if on_text(p) and "known" not in p],
@@ -175,6 +175,7 @@ def page_of(figures: dict) -> page.Page:
     longer = sum(p[RACE].get("overtime", False) for p in pairs)
     rows = [[name, *Told(group).cells()] for name, group in groups.items() if group]
     told, held_out, never_seen = Told(pairs), Told(new), Told(unseen)
+    latest = Told([p for p in new if p["new"] == PRESENT])
     missed = [pair for pair in unseen if not right(pair)]
     lines = [
         [
@@ -207,7 +208,7 @@ def page_of(figures: dict) -> page.Page:
             f"best method in {told.near} pairs, and {told.lost:.3f} above it in the worst; `finetune --method auto`, "
             f"which trains two where they are near, at most {max(told.by_auto):.3f} above it."
             + f" Of {len(unseen)} pairs held out of all of its rules, it was right in {never_seen.hits}; of the "
-            f"{len(latest)} of these that raced by the present rules alone, in {Told(latest).hits}." * bool(latest)
+            f"{latest.pairs} of these that raced by the present rules alone, in {latest.hits}." * bool(latest.pairs)
         ),
         summary=page.table(heads, rows),
         text=(
@@ -242,7 +243,7 @@ def page_of(figures: dict) -> page.Page:
             told.sound(f"A race's verdict for growth is never wrong by more than {MARGIN}"),
             told.close(f"`finetune --method auto` ends at most {MARGIN} above the best method"),
             never_seen.right("Held out: a race is right in at least 90 % of the pairs"),
-            Told(latest).right("Held out of the present rules: a race is right in at least 90 % of the pairs"),
+            latest.right("Held out of the present rules: a race is right in at least 90 % of the pairs"),
             never_seen.sound(f"Held out: a race's verdict for growth is never wrong by more than {MARGIN}"),
             never_seen.close(f"Held out: `finetune --method auto` ends at most {MARGIN} above the best method"),
             page.Reach(

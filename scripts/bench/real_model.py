@@ -17,7 +17,7 @@ from pathlib import Path
 import page
 import runs
 import torch
-from compared import ONE_RATE, lora_within
+from compared import ONE_RATE, grown_share, lora_within
 from finetuning_run import ALL, LINEAR, cosine, documents_of, projections
 from peft import LoraConfig, LoraGAConfig, get_peft_model, preprocess_loraga
 from tasks import blocks_of, forward_ratio, restore
@@ -200,7 +200,7 @@ def measure(model: str, task: str, path: str, row: str, seed: int, rates: list[f
         told["at_start"] = measured(trained, held_out)["loss"]
     at_start = {p: p.detach().clone() for p in trained.parameters() if p.requires_grad}
     told["ended"] = []
-    share = 1.0 if row == ONE_RATE else ROWS[row].grown_share(fresh.config.hidden_size)
+    share = grown_share(row, ROWS[row], fresh.config.hidden_size)
     for rate in rates:
         restore(at_start)
         trained_at(trained, rate, share, batches)
