@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -192,6 +193,32 @@ def test_a_lead_that_is_there_and_too_small_says_what_it_takes():
     (said,) = contest.sentences()
     assert said.startswith("A tie: growth ends 0.0130 ± 0.00")
     assert "LoRA on all linear layers; to win, it has to lead by 0.01 and a standard error. A tie goes to" in said
+
+
+def test_short_trainings_are_judged_on_some_rows_alone():
+    """Those may be harder than the others, and show another lead: only like is compared with like."""
+
+    def measured(method, steps, short=False):
+        """A start, and trainings that gain 2 on all rows; growth leads by 0.2 on the first two, by 0.1 in all."""
+        gain, lead = (2.0, 0.0) if method == "lora" else (2.0, 0.2) if method == "growth" else (0.0, 0.0)
+        nats = [
+            count * (level - gain - lead * (row < 2)) for row, (count, level) in enumerate(zip(COUNTS, (9, 9, 3, 3)))
+        ]
+        counts = [count * (row < 2 or not short) for row, count in enumerate(COUNTS)]
+        nats = [value * bool(count) for value, count in zip(nats, counts)]
+        return replace(run(method, 0.0, steps=steps), nats=nats, counts=counts)
+
+    contest = Contest(40, measured("start", 0))
+    contest.runs = [measured(*of) for of in product(("lora", "growth"), (10, 40))]
+    on_all = contest.lead("growth", "lora"), contest.gained(contest.of("lora", 10)[0])
+    contest.runs = [
+        measured(method, steps, short=steps == 10) for method, steps in product(("lora", "growth"), (10, 40))
+    ]
+    on_some = contest.lead("growth", "lora"), contest.gained(contest.of("lora", 10)[0])
+    assert on_all[1] == pytest.approx(2.0) and on_some[1] == pytest.approx(2.0)
+    assert on_some[0].mean == on_some[0].later == on_all[0].later == pytest.approx(0.2 * 12 / 22)
+    assert on_some[0].early == pytest.approx(0.2) and not contest.failed(contest.of("lora"))
+    assert [kept["rows"] for kept in contest.figures()["runs"]] == [2, 4, 2, 4]
 
 
 def test_the_hopeless_do_not_go_on():

@@ -114,6 +114,21 @@ def test_a_race_ends_in_a_sentence_and_a_model(told, given):
     assert (type(model).__name__ == "LlamaForCausalLM") == (figures["winner"] == "lora")
 
 
+def test_short_trainings_look_at_fewer_rows(given, tmp_path, monkeypatch):
+    """Whole batches of them, the same for all, among them the first; the start looks at all."""
+    monkeypatch.setattr("hf_growattn.training.race._FEWEST", 4)
+    options = "--steps", 12, "--per_device_eval_batch_size", 2, *OPTIONS
+    done = call("race", given / "model", given / "text.txt", "-o", tmp_path, *options)
+    assert done.exit_code in (0, 3), done.output
+    _, start, *runs = map(json.loads, (tmp_path / "race.jsonl").read_text().splitlines())
+    rows = len(start["counts"])
+    looked_at = [[bool(count) for count in run["counts"]] for run in [start, *runs]]
+    whole, some = [True] * rows, [row // 2 % (rows // 4) == 0 for row in range(rows)]
+    assert 12 <= rows < 16 and looked_at == [some if 0 < run["steps"] < 12 else whole for run in [start, *runs]]
+    assert all(nats > 0 if count else nats == 0 for run in runs for nats, count in zip(run["nats"], run["counts"]))
+    assert f"{3 + 2} x all held-out rows" in done.stderr
+
+
 def test_a_budget_too_small_to_share_says_so(given, tmp_path):
     """At rank 1 of LoRA there is no third of it for growth; the mix is missing from the table."""
     model = AutoModelForCausalLM.from_pretrained(given / "model")

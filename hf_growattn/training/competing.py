@@ -94,7 +94,7 @@ def _short(contest: Contest, train: Train, method: str, first: Sequence[float]) 
     if not all(map(tried, first)):
         return []
     for part in _SMALLER:
-        if min(run.loss for run in runs) >= contest.start.loss:
+        if max(map(contest.gained, runs)) <= 0:
             tried(readable(part * min(first)))
     for part in _LARGER:
         if min(runs, key=lambda run: run.loss).rate == max(run.rate for run in runs):

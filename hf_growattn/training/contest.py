@@ -5,7 +5,7 @@ It trains nothing itself, so it is the same for any model, task and loss.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 
 from ..report.words import MARGIN, SURE, gap_text, lines_of, printed, settled
@@ -30,7 +30,7 @@ class Run:
     Attributes:
         method, rate, steps, seed: which one; the name is one of `METHODS`, or "start" for no training.
         nats: for each held-out row the loss of all its tokens, or whatever else is to be low.
-        counts: for each held-out row how many tokens that is the sum of.
+        counts: for each held-out row how many tokens that is the sum of; 0 where it was not measured.
         weights: how many trained.
         cache: bytes of a token's keys and values.
         seconds: how long it took, with its growth.
@@ -53,6 +53,11 @@ class Run:
         """Of a token; without bound where the training lost all sense."""
         loss = sum(self.nats) / sum(self.counts)
         return math.inf if math.isnan(loss) else loss
+
+    def on_rows_of(self, other: "Run") -> "Run":
+        """The same, on those of its rows that another one was measured on."""
+        nats = [nats if count else 0.0 for nats, count in zip(self.nats, other.counts)]
+        return replace(self, nats=nats, counts=other.counts)
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,10 @@ def paired(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float]:
     pairs = [(a, b) for a in own for b in other if a.seed == b.seed]
     leads = [b.loss - a.loss for a, b in pairs]
     counts, mean = pairs[0][0].counts, fmean(leads)
+    measured = sum(map(bool, counts))
     rows = [fmean(b.nats[row] - a.nats[row] for a, b in pairs) for row in range(len(counts))]
     beside = sum((nats - mean * count) ** 2 for nats, count in zip(rows, counts))
-    over_rows = math.sqrt(beside * len(rows) / max(len(rows) - 1, 1)) / sum(counts)
+    over_rows = math.sqrt(beside * measured / max(measured - 1, 1)) / sum(counts)
     over_seeds = stdev(leads) / math.sqrt(len(leads)) if len(leads) > 1 else 0.0
     return mean, math.hypot(over_rows, over_seeds)
 
@@ -141,8 +147,10 @@ class Contest:
         steps, shorter = (self.overtime, self.steps) if longest else (self.steps, self.short)
         own, others = self.of(method, steps), self.of(over, steps)
         mean, error = paired(own, others)
-        early, _ = paired(self._alike(own[0], shorter), self._alike(others[0], shorter))
-        lost, end = min(paired(own[:1], others[:1])[0] - early, 0.0), LONGER * self.steps
+        before = self._alike(own[0], shorter), self._alike(others[0], shorter)
+        after = [[runs[0].on_rows_of(before[0][0])] for runs in (own, others)]
+        early, end = paired(*before)[0], LONGER * self.steps
+        lost = min(paired(*after)[0] - early, 0.0)
         if longest:
             again = (1 / steps - 1 / end) / (1 / shorter - 1 / steps)
         else:
@@ -152,8 +160,12 @@ class Contest:
 
     def failed(self, runs: Sequence[Run]) -> bool:
         """Whether long trainings of a method all lost what its short ones had gained: too large a learning rate."""
-        gained = self.start.loss - self.of(runs[0].method, self.short)[0].loss
-        return self.start.loss - min(run.loss for run in runs) < _HELD * gained
+        gained = self.gained(self.of(runs[0].method, self.short)[0])
+        return max(map(self.gained, runs)) < _HELD * gained
+
+    def gained(self, run: Run) -> float:
+        """How far a training ended below the model before any, on the rows that it was measured on."""
+        return self.start.on_rows_of(run).loss - run.loss
 
     def _alike(self, run: Run, steps: int) -> list[Run]:
         """Trainings that differ in how long they took."""
@@ -162,7 +174,7 @@ class Contest:
     def near(self, method: str) -> list[float]:
         """The learning rates that gained nearly as much as the best one in the short trainings, the best one first."""
         tried = self.of(method, self.short)
-        gains = [self.start.loss - run.loss for run in tried]
+        gains = list(map(self.gained, tried))
         return [run.rate for run, gain in zip(tried, gains) if gain >= (1 - _NEAR_RATE) * gains[0] or run is tried[0]]
 
     def hopeless(self, method: str, reference: str) -> bool:
@@ -171,7 +183,7 @@ class Contest:
         if not other:
             return False
         lead, error = paired(own, other)
-        return -lead > max(_HOPELESS * (self.start.loss - other[0].loss), 2 * SURE * error, _FAR * self.start.loss)
+        return -lead > max(_HOPELESS * self.gained(other[0]), 2 * SURE * error, _FAR * self.start.loss)
 
     def _reached(self, method: str) -> tuple[int, int]:
         """How far a method came: its trainings in overtime, and its long ones."""
@@ -334,8 +346,10 @@ class Contest:
             for name in names
             if self.of(name) and self.of(reference)
         }
-        rows = {"nats", "counts"}
-        kept = [{k: v for k, v in vars(run).items() if k not in rows} | {"loss": run.loss} for run in self.runs]
+        kept = []
+        for run in self.runs:
+            figures = {name: value for name, value in vars(run).items() if name not in ("nats", "counts")}
+            kept.append(figures | {"loss": run.loss, "rows": sum(map(bool, run.counts))})
         said = {}
         if self.of("lora"):
             said = {"winner": self.winner, "rate": self.rate, "finalists": self.finalists}

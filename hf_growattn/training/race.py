@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from ..grow.again import Added
 from ..growable.models import cache_bytes
 from ..growable.patching import patch_model
 from .competing import compete, steps_of
-from .contest import LONGER, TELLING, Contest, Run
+from .contest import LONGER, SHORT, TELLING, Contest, Run
 from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared, split
 from .finetuning import check_spends, load, read_all
 from .judged import losses_of_rows
@@ -36,6 +37,7 @@ _RUNS = "race.jsonl"
 MODEL = "model"
 _STEPS = 100  # of a training, unless told otherwise
 _HELD_OUT = 256  # rows at most
+_FEWEST = 32  # of them at least to judge a short training by
 _GROWTH = (3, 12)  # a growth costs as much as 3 training steps a batch, and 12
 _FORWARD = 3  # forward passes cost as much as a training step
 
@@ -78,6 +80,7 @@ class _Trainings:
         self.output = output = Path(training.output_dir)
         self.rows, held_out = split(prepared, training)
         self.held_out = held_out.select(range(min(len(held_out), _HELD_OUT)))
+        self.short_looks = max(min(len(self.held_out) // _FEWEST, SHORT), 1)  # short trainings: one row in so many
         self.training = copy.copy(training)
         for name in ("eval_strategy", "save_strategy", "logging_strategy"):
             setattr(self.training, name, "no")
@@ -103,6 +106,7 @@ class _Trainings:
             "growth_batches": self.growth_batches,
             "steps": self.steps,
             "held_out": [len(self.held_out), sum(map(sum, self.held_out["input_ids"]))],
+            "short_looks": self.short_looks,
             "batch": self.batch_size,
         }
         file = self.output / _RUNS
@@ -188,8 +192,9 @@ class _Trainings:
         return first_rows(self.rows, steps * self.batch_size, seed)
 
     def _measured(self, model, method: str, rate: float, steps: int, seed: int, seconds: float, cache, forward) -> Run:
-        """Measure a model on every held-out row."""
-        nats, counts = losses_of_rows(model, self.held_out, self.prepared.collate, self.training)
+        """Measure a model on every held-out row; on some, where that only chooses a learning rate."""
+        every = self.short_looks if 0 < steps < self.steps else 1
+        nats, counts = losses_of_rows(model, self.held_out, self.prepared.collate, self.training, every)
         weights = trained_weights(model) if steps else 0
         return Run(method, rate, steps, seed, nats, counts, weights, cache, seconds, forward)
 
@@ -229,8 +234,8 @@ def race(
             gets every run as soon as it ends, and the winner's model in the end; the same call goes on there.
         eval_dataset: rows to compare on; by default some of the others.
         budget: weights to train, or a share of the model's; rounded to a whole rank of LoRA.
-        steps: of the long trainings. Learning rates are tried for a quarter of that, larger ones while the largest is
-            best, and those near the best one for all of it.
+        steps: of the long trainings. Learning rates are tried for a quarter of that and judged by a quarter of the
+            held-out rows, 32 at least; larger ones while the largest is best. Those near the best one go on for all.
         seeds: long trainings, with other orders of the rows, of a growth that wins, and of what it has to beat.
         full: train all weights as well, with and without growth.
         growth_batches: batches to grow on.
@@ -338,7 +343,8 @@ def run_race(
     contest = Contest(steps, trains.start)
     step, total = trains.seconds_of_a_step(), steps_of(methods, steps)
     growths = sum(METHODS[name].growth > 0 for name in methods)
-    looks = sum(len(of_method) + 1 for of_method in rates.values())  # at all held-out rows, forward alone
+    short_looks = sum(map(len, rates.values()))  # at some of the held-out rows, forward alone; then at all of them
+    looks = len(methods) + math.ceil(short_looks / trains.short_looks)
     look = len(trains.held_out) / trains.batch_size / _FORWARD
     cost = step * (total + growths * (_GROWTH[0] * growth_batches + _GROWTH[1]) + looks * look)
     least = "" if "both" in methods or trains.quantized else f"{2 * trains.budget.of_a_rank:,}"

@@ -59,6 +59,7 @@ NEVER_SEEN |= phone_books((4, 6, 8), (128, 4096), (40,)) | nearest_neighbours((6
 NEVER_SEEN |= phone_books((4, 6, 8), (1536,), (20,)) | nearest_neighbours((8, 28), (24,))
 # nor at these while the present rules were
 NEWEST = phone_books((4, 6, 8), (768,), (28,)) | nearest_neighbours((10, 16), (28,))
+NEWEST |= phone_books((4, 6, 8), (384, 3072), (20, 44)) | nearest_neighbours((6, 12, 22), (18, 26))
 TASKS = BOOKS | NEIGHBOURS | HELD_OUT | NEVER_SEEN | NEWEST
 
 
