@@ -200,20 +200,17 @@ def test_short_trainings_are_judged_on_some_rows_alone():
 
     def measured(method, steps, short=False):
         """A start, and trainings that gain 2 on all rows; growth leads by 0.2 on the first two, by 0.1 in all."""
-        gain, lead = (2.0, 0.0) if method == "lora" else (2.0, 0.2) if method == "growth" else (0.0, 0.0)
-        nats = [
-            count * (level - gain - lead * (row < 2)) for row, (count, level) in enumerate(zip(COUNTS, (9, 9, 3, 3)))
-        ]
-        counts = [count * (row < 2 or not short) for row, count in enumerate(COUNTS)]
-        nats = [value * bool(count) for value, count in zip(nats, counts)]
+        gain, lead = 0.0 if method == "start" else 2.0, 0.2 if method == "growth" else 0.0
+        losses = [9 - gain - lead, 9 - gain - lead, 3 - gain, 3 - gain]
+        counts = [*COUNTS[:2], 0, 0] if short else COUNTS
+        nats = [count * loss for count, loss in zip(counts, losses)]
         return replace(run(method, 0.0, steps=steps), nats=nats, counts=counts)
 
     contest = Contest(40, measured("start", 0))
-    contest.runs = [measured(*of) for of in product(("lora", "growth"), (10, 40))]
+    trainings = list(product(("lora", "growth"), (10, 40)))
+    contest.runs = [measured(*of) for of in trainings]
     on_all = contest.lead("growth", "lora"), contest.gained(contest.of("lora", 10)[0])
-    contest.runs = [
-        measured(method, steps, short=steps == 10) for method, steps in product(("lora", "growth"), (10, 40))
-    ]
+    contest.runs = [measured(*of, short=of[1] == 10) for of in trainings]
     on_some = contest.lead("growth", "lora"), contest.gained(contest.of("lora", 10)[0])
     assert on_all[1] == pytest.approx(2.0) and on_some[1] == pytest.approx(2.0)
     assert on_some[0].mean == on_some[0].later == on_all[0].later == pytest.approx(0.2 * 12 / 22)
