@@ -17,6 +17,7 @@ from trl import SFTConfig
 
 import hf_growattn
 from hf_growattn import patch_model
+from hf_growattn.growable.models import attentions
 from hf_growattn.training.contest import Contest
 from hf_growattn.training.methods import METHODS, Budget, Method, started, trained_weights
 from hf_growattn.training.sft import make_trainer
@@ -46,6 +47,21 @@ def test_every_method_trains_as_many_weights(variant):
         assert embeddings.equal(stock.get_input_embeddings().weight) and not embeddings.requires_grad
     whole, _ = started(patch_model(build(variant)), METHODS["full"], budget, [], seed=0)
     assert trained_weights(whole) == whole.num_parameters()
+
+
+@pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
+def test_a_mix_leaves_alone_what_grew_before(variant):
+    """A model that grew in another training has old dims beyond `head_dim`, which belong to no budget of this one."""
+    model = patch_model(families.build(variant))
+    for attention in attentions(model):
+        attention.widen(qk_dims=2, v_dims=6)
+    model.sync_config()
+    budget, base = Budget.near(model, 0.3), model.num_parameters()
+    ids = torch.randint(0, model.config.vocab_size, (4, 4, 16), generator=torch.Generator().manual_seed(0))
+    mix, report = started(model, METHODS["both"], budget, [{"input_ids": r, "labels": r} for r in ids], seed=0)
+    adapters = sum(p.numel() for name, p in mix.named_parameters() if "lora_" in name)
+    added = sum(p.numel() for p in mix.parameters()) - base - adapters
+    assert report.applied and added > 0 and trained_weights(mix) == added + adapters <= budget.weights
 
 
 @pytest.mark.parametrize("width, share", [(16, 1.0), (64, 1.0), (256, 0.125), (4096, 1 / 30)])

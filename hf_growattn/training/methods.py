@@ -12,7 +12,6 @@ from transformers.pytorch_utils import Conv1D
 from trl.trainer.sft_config import SFTConfig
 
 from ..grow.again import Added
-from ..grow.frozen import freeze_old_dims
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, weights_of
 from ..report.report import GrowthReport
@@ -164,9 +163,10 @@ def started(
         return model, report
     task = "CAUSAL_LM" if model.can_generate() else None  # an encoder has none that peft would have to know
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
+    grown = [parameter for parameter in model.parameters() if parameter.requires_grad]
     wrapped = adapted_by(config, model, seed)
-    if report and report.applied:
-        freeze_old_dims(model)  # peft has frozen all of the base, the new dims too
+    for parameter in grown:
+        parameter.requires_grad_(True)  # peft has frozen all of the base, the new dims too
     return wrapped, report
 
 

@@ -159,7 +159,13 @@ def measure(pair: str, model: str, text: str, part: str, setting: dict, folder: 
         growth_batches=how.growth_batches,
         halving=part == RACE,
     )
-    return summary(contest) | {"processor": time.process_time() - began}
+    took = time.process_time() - began
+    for run in contest.runs:
+        if run.weights > budget:
+            raise RuntimeError(
+                f"{pair}: {METHODS[run.method].title} trained {run.weights} weights, more than {budget}."
+            )
+    return summary(contest) | {"processor": took}
 
 
 def summary(contest: Contest) -> dict:
