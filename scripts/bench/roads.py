@@ -155,7 +155,7 @@ def draw(tables: list[Results], plt):
 
 def page_of(figures: dict) -> page.Page:
     """The page, out of its figures."""
-    setting, runs = figures["setting"], figures["runs"]
+    setting, runs = figures["setting"], page.out_of_table(figures["runs"])
     tables = [Results(runs, which, "GPT-2", {}) for which in (FROZEN, TRAINING)]
     text = (
         f"A small GPT-2 that knows stories grows once, at the start, on {tables[0].texts[0]}. Every row sees "
@@ -222,7 +222,7 @@ def main() -> None:
         sweeps += [{"table": table, "model": "GPT-2", "text": text, "losses": losses}] if setting.sweeps else []
     which, costs = ("table", "model", "text", "row", "seed"), ("trained", "moved", "seconds", "growth_seconds")
     needed = page.kept(runs, *which, *costs, "at_growth", "loss", "cache", "forward")
-    figures = {"setting": asdict(setting), "sweeps": sweeps, "runs": needed}
+    figures = {"setting": asdict(setting), "sweeps": sweeps, "runs": page.in_table(needed)}
     page.publish("roads", figures, seeds, arguments.output, sum(run["seconds"] for run in runs))
 
 
