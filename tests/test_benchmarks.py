@@ -88,7 +88,8 @@ def test_results_hold_what_their_pages_need_a_line_for_each_run():
     texts = {file.stem: file.read_text() for file in page.RESULTS.glob("*.json")}
     lines = [line for text in texts.values() for line in text.splitlines()]
     assert texts.keys() == set(page.PAGES) == set(names())
-    assert len(lines) <= 6000 and sum(map(len, lines)) < 300_000 and max(map(len, lines)) < 400
+    runs = [line for line in lines if not line.startswith(' "command"')]  # which is one line, however long
+    assert len(lines) <= 6000 and sum(map(len, lines)) < 300_000 and max(map(len, runs)) < 400
     assert all(text == page.lines_of(page.rounded(json.loads(text))) + "\n" for text in texts.values())
 
 
