@@ -80,7 +80,7 @@ class _Trainings:
         self.output = output = Path(training.output_dir)
         self.rows, held_out = split(prepared, training)
         self.held_out = held_out.select(range(min(len(held_out), _HELD_OUT)))
-        self.short_looks = max(min(len(self.held_out) // _FEWEST, SHORT), 1)  # for short trainings: one batch in so many
+        self.short_looks = max(min(len(self.held_out) // _FEWEST, SHORT), 1)  # short trainings: one batch in so many
         self.training = copy.copy(training)
         for name in ("eval_strategy", "save_strategy", "logging_strategy"):
             setattr(self.training, name, "no")
