@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,9 @@ def test_a_race_ends_in_a_sentence_and_a_model(told, given):
     assert "LoRA on all linear layers" in done.stdout and figures["verdict"].split(".")[0] in done.stdout
     assert "steps of" in done.stderr and "About 1 min" in done.stderr  # before it starts
     assert "A mix of both needs" not in done.stderr  # it races
-    assert f"--method {figures['winner']} --learning_rate {figures['rate']}" in done.stderr
-    assert "--steps" not in done.stderr and "--budget 20%" in done.stderr  # which training has no use for
+    leads_to = next(line for line in done.stderr.splitlines() if line.startswith("Train by the winner: "))
+    assert leads_to.endswith(f" --method {figures['winner']} --learning_rate {figures['rate']}")
+    assert "--steps" not in leads_to and "--budget 20%" in leads_to  # training has no use for steps
     weights = {run["weights"] for run in figures["runs"] if run["method"] == "lora"}
     assert len(weights) == 1 and all(run["weights"] <= max(weights) for run in figures["runs"])
     assert all((run["forward"] == 1) == (run["method"] == "lora") and run["forward"] > 0 for run in figures["runs"])
@@ -289,6 +291,27 @@ def test_two_that_are_near_are_resumed_where_they_stopped(at, given, unbroken, t
     assert ended_at(tmp_path) == unbroken and len(unbroken) == 2
 
 
+def test_a_race_leads_to_both_that_are_near(told, given, tmp_path, monkeypatch):
+    """By the command that it ends with, which does not run it again."""
+    monkeypatch.setattr(Contest, "finalists", property(lambda self: ["lora", "both"]))
+    monkeypatch.setattr(Contest, "winner", "lora")
+    folder, trained = tmp_path / "my race", (told[0] / "race.jsonl").read_text()
+    folder.mkdir()
+    (folder / "race.jsonl").write_text(trained)
+    done = call("race", given / "model", given / "text.txt", "-o", folder, *OPTIONS)
+    assert done.exit_code == 3 and f"{trained.count('method') - 1} trainings ended before" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("1/3 growth, 2/3 LoRA is near, and may end lower in a longer training. Train both")
+    command = shlex.split(last.partition("growattn ")[2].replace("DIR", str(tmp_path / "out")))
+    done = call(*command, "--max_steps", 8)
+    assert done.exit_code == 0 and "Kept: " in done.stdout, done.output
+    assert (folder / "race.jsonl").read_text() == trained
+    assert {"out", "out-race", "my race"} < {path.name for path in tmp_path.iterdir()}
+    for at, said in {folder: "holds another race, of other data or options (steps)", tmp_path: "holds no race"}.items():
+        done = call(*command[:4], tmp_path / "other", *OPTIONS, "--steps", 4, "--method", "auto", "--race", at)
+        assert done.exit_code == 1 and said in done.stderr
+
+
 def test_a_place_that_is_taken_is_told_before_anything_trains(given, tmp_path, monkeypatch):
     monkeypatch.setattr(Contest, "finalists", property(lambda self: ["lora", "growth"]))
     (tmp_path / "out-growth").mkdir()
@@ -327,6 +350,7 @@ def test_compare_shows_lora_too(given, tmp_path):
         (["--method", "growth", "--v_dims", "3"], "spends a --budget"),
         (["--method", "auto", "--use_peft"], "leave out --use_peft"),
         (["--method", "lora", "--compare"], "Drop one of them"),
+        (["--method", "lora", "--race", "race"], "leave out --race"),
     ],
 )
 def test_methods_and_options_that_contradict_each_other(options, said, given, tmp_path):

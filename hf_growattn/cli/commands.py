@@ -170,13 +170,13 @@ def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True, res
     return recipe, "--json" in ctx.args
 
 
-def _next(command: str, recipe, ctx: typer.Context, model: str | Path) -> str:
-    """What to call next, with the same options where that command takes them, as a shell takes it; a race is over."""
-    options, dropped, of_race = [], False, {f"--{option.name}" for option in fields(RaceArguments)}
+def _next(command: str, recipe, ctx: typer.Context, model: str | Path, over: type | None = None) -> str:
+    """What to call next, with the same options where that command takes them, as a shell takes it; some are over."""
+    options, dropped = [], False
+    left = {"-o", "--output", "--output_dir", "--json", *(f"--{each.name}" for each in (fields(over) if over else ()))}
     for word in ctx.args[len(recipe.models) :]:  # an option, or a value of the one before it
         if word.startswith("--") or word == "-o":
-            over = of_race if command == "finetune" else set()
-            dropped = word in {"-o", "--output", "--output_dir", "--json", *over} or bool(untaken(command, [word]))
+            dropped = word in left or bool(untaken(command, [word]))
         if not dropped:
             options.append(word)
     return shlex.join(["growattn", command, str(model), *recipe.models[1:], "-o", "DIR", *options])
@@ -235,7 +235,14 @@ def race(ctx: typer.Context) -> None:
     else:
         typer.echo(str(contest))
     options = " ".join(f"--{name} {value}" for name, value in contest.options_of(contest.winner).items())
-    _say(f"Train by the winner: {_next('finetune', recipe, ctx, recipe.name)} {options}")
+    _say(f"Train by the winner: {_next('finetune', recipe, ctx, recipe.name, over=RaceArguments)} {options}")
+    for name in contest.finalists:
+        if name != contest.winner:
+            both = f"--method auto --race {shlex.quote(recipe.training.output_dir)}"
+            _say(
+                f"{METHODS[name].capital} is near, and may end lower in a longer training. Train both, and keep what "
+                f"ends lower: {_next('finetune', recipe, ctx, recipe.name)} {both}"
+            )
     raise typer.Exit(0 if METHODS[contest.winner].growth else NOTHING)
 
 

@@ -72,6 +72,9 @@ class GrowthArguments:
         "near, and keep the model that ends lower",
         "full",
     )
+    race: str | None = _option(
+        "with --method auto: the folder of a race of the same model and data, which goes on from there"
+    )
     compare: bool = _option(
         "also train LoRA on all linear layers, and all weights without growth, and show all curves", False
     )

@@ -11,14 +11,16 @@ from ..report.words import MARGIN, gap_text, lines_of
 from . import finetuning
 from .contest import Contest, Run, paired
 from .methods import METHODS
-from .race import race_of
+from .race import RUNS, race_of
 from .recipe import Recipe, last_checkpoint
 
-_ENDED = "ended.jsonl"  # beside the race: what the trainings after it gave
+_ENDED = "ended.jsonl"  # in DIR-race: what the trainings after it gave
 
 
 def main(recipe: Recipe, say: Callable[[str], object]) -> dict:
     """Race in `DIR-race`, then train, and leave the model that ends lower in `DIR`, the other one in `DIR-METHOD`.
+
+    A race that the recipe names goes on instead, which does nothing where it is over.
 
     One with a larger KV cache is kept only if it ends lower by more than 0.01 nats a token.
 
@@ -30,10 +32,13 @@ def main(recipe: Recipe, say: Callable[[str], object]) -> dict:
         What `figures.json` of the model that is kept holds.
 
     Raises:
-        ValueError: as for `race_of` and `finetuning.main`; or there is a model where one would be left.
+        ValueError: as for `race_of` and `finetuning.main`; there is no race where the recipe names one, or there is a
+            model where one would be left.
     """
     output = Path(recipe.training.output_dir)
-    race = Path(f"{output}-race")
+    race = Path(recipe.growth.race or f"{output}-race")
+    if recipe.growth.race and not (race / RUNS).exists():
+        raise ValueError(f"{race} holds no race: leave out --race, or make one by growattn race ... -o {race}.")
     contest = race_of(recipe._replace(training=replace(recipe.training, output_dir=str(race))), say)
     print(contest)
     finalists, verdict = contest.finalists, " ".join(contest.sentences())
@@ -48,7 +53,8 @@ def main(recipe: Recipe, say: Callable[[str], object]) -> dict:
     both = f"{METHODS[first].capital} and {METHODS[second].title}"
     verdict += f" {both} were near, so both train to the end, and the lower one is kept."
     say(f"{both} are near, and either may end lower. Both train, and the lower one is kept.")
-    kept = race / _ENDED
+    kept = Path(f"{output}-race") / _ENDED
+    kept.parent.mkdir(exist_ok=True)
     if not resumes:
         kept.unlink(missing_ok=True)  # of an earlier training after the same race
     ended = [Run(**json.loads(line)) for line in kept.read_text().splitlines()] if kept.exists() else []
@@ -82,7 +88,7 @@ def _recipe(recipe: Recipe, contest: Contest, folders: dict[str, Path], name: st
     if len(folders) > 1 and resumes and Path(resumes).resolve().parent != folders[name].resolve():
         training.resume_from_checkpoint = last_checkpoint(folders[name])
     compare = recipe.growth.compare and METHODS[name].growth > 0 and "lora" not in folders
-    return recipe._replace(training=training, growth=replace(recipe.growth, compare=compare, **options))
+    return recipe._replace(training=training, growth=replace(recipe.growth, compare=compare, race=None, **options))
 
 
 def _told(first: Run, second: Run) -> tuple[str, bool]:

@@ -93,6 +93,8 @@ def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
             f"--method {growth.method} grows at the start or not at all: leave out --grow_steps, --grow_every, "
             "--grow_at, --max_growths and --total_budget, or train all weights, by --method full."
         )
+    if growth.race and growth.method != "auto":
+        raise ValueError("--race names a race that --method auto goes on from: add that, or leave out --race.")
     check_adapted(recipe)
     if growth.method != "full":
         check_spends(recipe, f"--method {growth.method}")

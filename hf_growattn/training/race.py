@@ -33,7 +33,7 @@ from .recipe import Recipe
 from .sft import make_trainer, save, sft_loss
 
 RACE = "race.json"
-_RUNS = "race.jsonl"
+RUNS = "race.jsonl"
 MODEL = "model"
 _STEPS = 100  # of a training, unless told otherwise
 _HELD_OUT = 256  # rows at most
@@ -58,6 +58,12 @@ def _run(trainer: SFTTrainer, tick: Callable[[], object]) -> None:
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_Steps(tick))
     trainer.train()
+
+
+def _kept_in(folder: Path) -> list[dict]:
+    """What a race has left in its folder: its setting, then its runs."""
+    file = folder / RUNS
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 class _Trainings:
@@ -109,18 +115,21 @@ class _Trainings:
             "short_looks": self.short_looks,
             "batch": self.batch_size,
         }
-        file = self.output / _RUNS
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = _kept_in(self.output)
         if lines and lines[0] != setting:
-            raise ValueError(f"{self.output} holds another race, of other data or options: name a new folder.")
+            others = ", ".join(name for name in setting if lines[0].get(name) != setting[name])
+            raise ValueError(
+                f"{self.output} holds another race, of other data or options ({others}): name a new folder, or what "
+                "that race was told."
+            )
         if not lines:
-            file.write_text(json.dumps(setting) + "\n")
+            (self.output / RUNS).write_text(json.dumps(setting) + "\n")
         runs = [Run(**line) for line in lines[1:]]
         return {(run.method, run.rate, run.steps, run.seed): run for run in runs}
 
     def _keep(self, run: Run) -> Run:
         self.done[run.method, run.rate, run.steps, run.seed] = run
-        with (self.output / _RUNS).open("a") as file:
+        with (self.output / RUNS).open("a") as file:
             file.write(json.dumps(vars(run)) + "\n")
         return run
 
@@ -241,7 +250,8 @@ def race(
         growth_batches: batches to grow on.
 
     Returns:
-        The contest: `print(contest)`, `contest.winner`, `contest.rate`, its learning rate.
+        The contest: `print(contest)`, `contest.winner`, `contest.rate`, its learning rate, and `contest.finalists`,
+        who may end lowest in a longer training.
 
     Raises:
         ValueError: the family of the model is unknown, it is quantized, there are too few rows, or the folder holds
@@ -275,8 +285,10 @@ def race_of(recipe: Recipe, say: Callable[[str], object] = print) -> Contest:
     data, config, tokenizer = read_all(recipe)
     rows = prepared(data.train, data.test, tokenizer, training)
     check_tokens(split(rows, training)[1]["input_ids"], config)
-    steps = recipe.race.steps
-    if steps is None:  # a race before a training is not to take longer than that
+    steps, kept = recipe.race.steps, _kept_in(Path(training.output_dir))
+    if steps is None and kept:
+        steps = kept[0]["steps"]
+    elif steps is None:  # a race before a training is not to take longer than that
         follows = growth.method == "auto" and training.max_steps > 0
         steps = min(_STEPS, max(training.max_steps // LONGER, TELLING)) if follows else _STEPS
     return run_race(
@@ -354,6 +366,7 @@ def run_race(
         "learning rates are better, or if two cannot be told apart. "
         f"Each method trains about {trains.budget.weights:,} weights."
         + (least and f" A mix of both needs a budget of {least}.")
+        + (f" {kept} trainings ended before, and are not run again." if (kept := len(trains.done) - 1) else "")
     )
     trains.bar = tqdm(total=total, desc="race", unit="step", disable=None)
     with contextlib.closing(trains.bar), _table_so_far(contest, output, say):
