@@ -136,6 +136,9 @@ def test_a_winner_by_far_needs_one_seed():
     assert [len(contest.of(name)) for name in ("lora", "growth", "both")] == [1, 1, 1]
     contest, _ = raced(lora=(3.5, 3.2), growth=(3.0, 2.85), both=(3.4, 3.1))  # under a tenth of the loss at the start
     assert contest.winner == "growth" and len(contest.of("growth")) == 2
+    for loss, seeds in ((3.9, 1), (3.8, 2)):  # LoRA gained less than half as much, or more
+        contest, _ = raced(lora=(3.95, loss), growth=(3.8, 3.65))
+        assert contest.winner == "growth" and len(contest.of("growth")) == seeds
     contest, trains = raced(lora=(3.5, 3.2), growth=(3.0, 2.5, 2.4), both=(3.0, 2.505, 2.45))
     assert contest.winner == "growth" and len(contest.of("growth", 60)) == len(contest.of("both", 60)) == 1
     assert not [asked for asked in trains.asked if asked[3] == 1]

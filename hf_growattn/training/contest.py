@@ -17,8 +17,8 @@ _NEAR = 0.1  # of what the winner gained: methods that are behind by less may en
 TELLING = 20  # steps at least before growth can win: LoRA starts from nothing, and growth from a search
 LONGER = 5  # how many times longer the training will be that a lead has to last for
 _HELD = 0.5  # of what the short trainings gained: a long one that gained less has lost its way
-_HOPELESS = 0.5  # of what the other gained: who is behind by more after the short training does not go on
-_FAR = 0.1  # of the loss before training: nobody is dropped for less, and nobody wins with one seed by less
+_HOPELESS = 0.5  # of what the other gained: who is behind by more is dropped, or beaten with one seed
+_FAR = 0.1  # of the loss before training: nobody is dropped for less, and who leads by more wins with one seed, too
 _OVERTIME = 1.5  # how many times longer those train that the long trainings cannot tell apart
 CONTESTS = {"lora": ("growth", "both"), "full": ("full+growth",)}  # what has to be beaten, and by whom
 
@@ -215,7 +215,8 @@ class Contest:
         if challenger is None:
             return False
         lead, rivals = self.lead(challenger, reference), self._rivals(challenger, reference)
-        far = lead.mean > max(2 * SURE * lead.error, _FAR * self.start.loss)
+        most = min(_HOPELESS * self.gained(self.of(challenger)[0]), _FAR * self.start.loss)
+        far = lead.mean > max(2 * SURE * lead.error, most)
         return lead.sure and far and all(settled(*paired(self.of(challenger), self.of(n))) > 0 for n in rivals)
 
     def open(self, reference: str) -> list[str]:
