@@ -327,6 +327,9 @@ def test_a_rate_that_goes_wrong_after_a_while_gives_way_to_the_next():
         contest, trains = raced(seeds=1, lora=({1.0: 3.9, 1.5: 3.2}, {1.0: 3.1, 1.5: end}))
         assert [asked[1] for asked in trains.asked if asked[2] == 40] == [1.5, 1.0]
         assert contest.of("lora")[0].rate == 1.0 and contest.loss("lora") == pytest.approx(3.1)
+    for end, asked in ((4.006, [1.5]), (4.1, [1.5, 1.0]), (math.nan, [1.5, 1.0])):  # next to nothing was to lose
+        contest, trains = raced(seeds=1, lora=({1.0: 4.1, 1.5: 3.995}, {1.0: 3.99, 1.5: end}))
+        assert [rate for _, rate, steps, _ in trains.asked if steps == 40] == asked
 
 
 def test_all_weights_have_a_contest_of_their_own():

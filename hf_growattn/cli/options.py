@@ -97,9 +97,10 @@ wins if its lead is more than twice its standard error, lasts, and is over 0.01 
 taken off. Less is a tie, and a tie goes to LoRA: it is merged at the end and costs nothing at inference, while wider
 heads make the KV cache larger.
 
-Every training is kept in `-o DIR` as soon as it ends, so after an interruption the same command goes on. At the end the
-folder holds `race.json` and the winner's `model`, and you are told how to train by the winner. If another method is
-near, it may end lower in a longer training: you are told how to train both, and keep what ends lower. The exit code is 0 if growth wins, and 3 if it does not.
+Every training is kept in `-o DIR` as soon as it ends, so after an interruption the same command goes on. At the end
+the folder holds `race.json` and the winner's `model`, and you are told how to train by the winner. If another method
+is near, it may end lower in a longer training: you are told how to train both, and keep what ends lower. The exit
+code is 0 if growth wins, and 3 if it does not.
 
 {listed(RaceArguments, GrowthArguments, only=TAKEN["race"])}
 {_OF_DATA}

@@ -159,9 +159,12 @@ class Contest:
         return Lead(mean, error, early, later, later > (0 if longest else MARGIN), steps, shorter)
 
     def failed(self, runs: Sequence[Run]) -> bool:
-        """Whether long trainings of a method all lost what its short ones had gained: too large a learning rate."""
+        """Whether long trainings of a method all lost what its short ones had gained: too large a learning rate.
+
+        By more than the margin: where next to nothing was gained, there is nothing to lose.
+        """
         gained = self.gained(self.of(runs[0].method, self.short)[0])
-        return max(map(self.gained, runs)) < _HELD * gained
+        return _HELD * gained - max(map(self.gained, runs)) > MARGIN
 
     def gained(self, run: Run) -> float:
         """How far a training ended below the model before any, on the rows that it was measured on."""
