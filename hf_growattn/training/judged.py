@@ -42,10 +42,11 @@ def losses_of_rows(
             continue
         given = {key: value.to(args.device) for key, value in batch.items() if torch.is_tensor(value)}
         labels = given.pop("labels")[:, 1:]
-        logits = model(**given, use_cache=False).logits[:, :-1].float()
-        lost = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        logits, told = model(**given, use_cache=False).logits[:, :-1], labels != -100
+        lost = torch.zeros(labels.shape, device=labels.device)
+        lost[told] = torch.nn.functional.cross_entropy(logits[told].float(), labels[told], reduction="none")
         nats += lost.sum(1).tolist()
-        counts += (labels != -100).sum(1).tolist()
+        counts += told.sum(1).tolist()
     return nats, counts
 
 

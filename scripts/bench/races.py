@@ -40,7 +40,7 @@ from transformers import AutoTokenizer
 from hf_growattn.training.contest import LONGER, MARGIN, SURE
 from hf_growattn.training.methods import METHODS
 
-AGAIN = 0.18  # of the time of the long trainings: pairs whose races took more ran again without other work beside them
+AGAIN = 0.18  # of the time of the long trainings: pairs whose races took more ran again, alone
 EARLIER, ALL, PRESENT = "earlier rules", "all rules", "the present rules"  # what a pair is held out of
 
 
@@ -247,7 +247,7 @@ def page_of(figures: dict) -> page.Page:
                 f"{len(new)} others a race was right {held_out.hits} times. Of these, {len(unseen)} are held out "
                 "of all rules: they were named in eight steps, each before a result of it was read, and none that "
                 "ran was left out. What counts of a text is what the race said by the rules of that time, though "
-                f"later rules, made in their sight, choose otherwise in {sum('then' in p for p in pairs)}. Phone "
+                f"a later race of it chose otherwise in {sum('then' in p for p in pairs)}. Phone "
                 "books and neighbours ran anew by the present rules: before, a mix trained four times as many "
                 "weights as LoRA in their models, and the rules were made in sight of that."
                 + f" {left} of them are not in the table, as they have yet to run."
@@ -259,10 +259,11 @@ def page_of(figures: dict) -> page.Page:
                 "What is not in the table was not run. Two ran at a time, now and then with other work beside "
                 "them, and not all on one version of the code: in older pairs, who trains second is by an earlier "
                 f"rule. Time is the processor's, in the {len(share)} pairs whose trainings were not resumed in "
-                f"between; all their races together took {total:.2f} of what their long trainings took. The "
-                f"{sum('again' in p for p in pairs)} whose races took over {AGAIN} of that ran again, whole, with a "
-                "quicker race, one other training beside them all the while. Of those held out, the first verdict "
-                "counts.",
+                f"between; all their races together took {total:.2f} of what their long trainings took. Other work "
+                "on the machine makes a step take up to half as long again, for a race or for its long trainings. So "
+                f"the {sum('again' in p for p in pairs)} that had taken over {AGAIN} of that ran again, whole, with "
+                "nothing beside them. A race spares more by then: a second seed where LoRA gained less than half as "
+                "much, and a second learning rate where one lost less than the margin.",
                 "## Every pair",
                 page.table(columns, lines),
             )
