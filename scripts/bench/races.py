@@ -265,11 +265,11 @@ def page_of(figures: dict) -> page.Page:
                 f"rule. Time is the processor's, in the {len(share)} pairs whose trainings were not resumed in "
                 f"between; all their races together took {total:.2f} of what their long trainings took. Other work "
                 "on the machine makes a step take up to half as long again, for a race or for its long trainings. So "
-                f"{len(again)} of those that had taken over a fifth ran again with nothing beside them; where a race took "
-                f"the same course, which {sum('same' in p['again'] for p in again)} did, that time counts. Verdicts are "
-                f"those of the first time: {sum(not right(p) for p in again)} of the {len(again)} were wrong then, and "
-                f"{sum(not holds(**p['again']) for p in again)} the second time, as small models trained anew are not "
-                "quite the same. A race spares more now: a second seed where LoRA gained less than half as much as "
+                f"{len(again)} of those that had taken over a fifth ran again with nothing beside them; "
+                f"{sum('same' in p['again'] for p in again)} took the same course, and so that time counts. Verdicts "
+                f"are those of the first time: {sum(not right(p) for p in again)} of the {len(again)} were wrong "
+                f"then, and {sum(not holds(**p['again']) for p in again)} the second time, as small models trained "
+                "anew are not quite the same. A race spares more now: a second seed where LoRA gained less than half as much as "
                 "growth, and a second learning rate where one lost less than the margin.",
                 "## Every pair",
                 page.table(columns, lines),
