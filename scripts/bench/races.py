@@ -269,8 +269,8 @@ def page_of(figures: dict) -> page.Page:
                 f"{sum('same' in p['again'] for p in again)} took the same course, and so that time counts. Verdicts "
                 f"are those of the first time: {sum(not right(p) for p in again)} of the {len(again)} were wrong "
                 f"then, and {sum(not holds(**p['again']) for p in again)} the second time, as small models trained "
-                "anew are not quite the same. A race spares more now: a second seed where LoRA gained less than half as "
-                "much as growth, and a second learning rate where one lost less than the margin.",
+                "anew are not quite the same. A race spares more now: a second seed where LoRA gained less than half "
+                "of what growth did, and a second learning rate where one lost less than the margin.",
                 "## Every pair",
                 page.table(columns, lines),
             )
