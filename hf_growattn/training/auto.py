@@ -54,7 +54,7 @@ def main(recipe: Recipe, say: Callable[[str], object]) -> dict:
     verdict += f" {both} were near, so both train to the end, and the lower one is kept."
     say(f"{both} are near, and either may end lower. Both train, and the lower one is kept.")
     kept = Path(f"{output}-race") / _ENDED
-    kept.parent.mkdir(exist_ok=True)
+    kept.parent.mkdir(parents=True, exist_ok=True)
     if not resumes:
         kept.unlink(missing_ok=True)  # of an earlier training after the same race
     ended = [Run(**json.loads(line)) for line in kept.read_text().splitlines()] if kept.exists() else []
