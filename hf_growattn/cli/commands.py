@@ -170,10 +170,11 @@ def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True, res
     return recipe, "--json" in ctx.args
 
 
-def _next(command: str, recipe, ctx: typer.Context, model: str | Path, over: type | None = None) -> str:
-    """What to call next, with the same options where that command takes them, as a shell takes it; some are over."""
-    options, dropped = [], False
-    left = {"-o", "--output", "--output_dir", "--json", *(f"--{each.name}" for each in (fields(over) if over else ()))}
+def _next(command: str, recipe, ctx: typer.Context, model: str | Path, raced: bool = False) -> str:
+    """What to call next, with the same options where that command takes them, as a shell takes it; `raced` drops a race's."""
+    options, dropped, left = [], False, {"-o", "--output", "--output_dir", "--json"}
+    if raced:
+        left |= {f"--{option.name}" for option in fields(RaceArguments)}
     for word in ctx.args[len(recipe.models) :]:  # an option, or a value of the one before it
         if word.startswith("--") or word == "-o":
             dropped = word in left or bool(untaken(command, [word]))
@@ -235,14 +236,13 @@ def race(ctx: typer.Context) -> None:
     else:
         typer.echo(str(contest))
     options = " ".join(f"--{name} {value}" for name, value in contest.options_of(contest.winner).items())
-    _say(f"Train by the winner: {_next('finetune', recipe, ctx, recipe.name, over=RaceArguments)} {options}")
-    for name in contest.finalists:
-        if name != contest.winner:
-            both = f"--method auto --race {shlex.quote(recipe.training.output_dir)}"
-            _say(
-                f"{METHODS[name].capital} is near, and may end lower in a longer training. Train both, and keep what "
-                f"ends lower: {_next('finetune', recipe, ctx, recipe.name)} {both}"
-            )
+    _say(f"Train by the winner: {_next('finetune', recipe, ctx, recipe.name, raced=True)} {options}")
+    for near in {*contest.finalists} - {contest.winner}:
+        _say(
+            f"{METHODS[near].capital} is near, and may end lower in a longer training. Train both, and keep what ends "
+            f"lower: {_next('finetune', recipe, ctx, recipe.name)} --method auto "
+            f"--race {shlex.quote(recipe.training.output_dir)}"
+        )
     raise typer.Exit(0 if METHODS[contest.winner].growth else NOTHING)
 
 

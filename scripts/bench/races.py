@@ -88,7 +88,7 @@ def right(pair: dict) -> bool:
     return holds(pair[RACE]["winner"], long_lead(pair))
 
 
-def holds(winner: str, lead: float, **_) -> bool:
+def holds(winner: str, lead: float) -> bool:
     """Whether what a race says is right if growth leads by so much in the end."""
     return lead < MARGIN if winner == "lora" else lead > 0
 
@@ -195,6 +195,7 @@ def page_of(figures: dict) -> page.Page:
     latest = Told([p for p in new if p["new"] == PRESENT])
     missed = [pair for pair in unseen if not right(pair)]
     left, again = len(TASKS.keys() - {pair["pair"] for pair in pairs}), [pair for pair in pairs if "again" in pair]
+    wrong_again = sum(not holds(p["again"]["winner"], p["again"]["lead"]) for p in again)
     lines = [
         [
             pair["pair"],
@@ -268,7 +269,7 @@ def page_of(figures: dict) -> page.Page:
                 f"{len(again)} of those that had taken over a fifth ran again with nothing beside them; "
                 f"{sum('same' in p['again'] for p in again)} took the same course, and so that time counts. Verdicts "
                 f"are those of the first time: {sum(not right(p) for p in again)} of the {len(again)} were wrong "
-                f"then, and {sum(not holds(**p['again']) for p in again)} the second time, as small models trained "
+                f"then, and {wrong_again} the second time, as small models trained "
                 "anew are not quite the same. A race spares more now: a second seed where LoRA gained less than half "
                 "of what growth did, and a second learning rate where one lost less than the margin.",
                 "## Every pair",
