@@ -171,7 +171,7 @@ def _read(ctx: typer.Context, writes: bool = False, needs_data: bool = True, res
 
 
 def _next(command: str, recipe, ctx: typer.Context, model: str | Path, raced: bool = False) -> str:
-    """What to call next, with the same options where that command takes them, as a shell takes it; `raced` drops a race's."""
+    """What to call next, with the same options where that command takes them; a race's are dropped if it is over."""
     options, dropped, left = [], False, {"-o", "--output", "--output_dir", "--json"}
     if raced:
         left |= {f"--{option.name}" for option in fields(RaceArguments)}
