@@ -14,6 +14,7 @@ from conftest import ROOT
 from families import build, lm_batches, tokens, word_tokenizer
 from hub_server import Hub, Repository, card_errors
 from huggingface_hub import HfApi, ModelCard
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_growattn import Grower, GrowthConfig, model_card, patch_model
@@ -133,7 +134,7 @@ def test_pushed_by_the_model_and_loaded_elsewhere(hub, grown, tmp_path):
     hub.repositories["me/grown"].commit("main", dict.fromkeys(foreign, b"of someone else"))
     assert "commit" in ran(hub, tmp_path, "-c", PUSH, tmp_path / "m")
     repository = hub.repositories["me/grown"]
-    _, _, first, second, _ = repository.commits.values()
+    _, first, second, _ = repository.commits.values()
     assert repository.private and set(repository.branches) == {"main", "aside"}
     foreign = {"model.fp16.safetensors", "model_ema.safetensors", "runs/model.safetensors"}
     assert "model.safetensors.index.json" in first and "model.safetensors" not in first
@@ -170,17 +171,6 @@ def test_the_command_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown,
     assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/your-model"), logits(grown[0]))
 
 
-def test_the_stock_form(hub, checkpoint, grown, tmp_path):
-    pytest.importorskip("hf_growattn.interop.export", reason="the stock form needs the export")
-    done = command(hub, tmp_path, checkpoint, "me/stock", "--form", "stock")
-    assert done.returncode == 0, done.stderr
-    assert not json.loads(hub.files("me/stock")["config.json"])["model_type"].startswith("growattn")
-    card = card_of(hub, "me/stock")
-    assert "import hf_growattn" not in card.text and "trust_remote_code" not in card.text
-    stock = loaded_logits(hub, tmp_path / "elsewhere", "me/stock", library="")
-    assert (stock - logits(grown[0])).abs().max() < 2e-4  # the weights are rescaled: equal but for fp32's rounding
-
-
 @pytest.fixture
 def here(hub, tmp_path, monkeypatch):
     """The server stands for the Hub in this process too."""
@@ -190,6 +180,15 @@ def here(hub, tmp_path, monkeypatch):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return hub
+
+
+def test_the_stock_form(here, checkpoint, grown):
+    assert push(checkpoint, "me/stock", "--form", "stock").exit_code == 0
+    card = card_of(here, "me/stock")
+    assert "import hf_growattn" not in card.text and "trust_remote_code" not in card.text
+    stock = AutoModelForCausalLM.from_pretrained("me/stock")
+    assert not stock.config.model_type.startswith("growattn")
+    assert (logits(stock) - logits(grown[0])).abs().max() < 2e-4  # rescaled weights: equal but for fp32's rounding
 
 
 def test_loaded_by_the_code_that_travels_along(here, grown, tmp_path):

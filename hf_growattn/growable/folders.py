@@ -31,7 +31,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
     Raises:
         ValueError: `target` is a file.
-        OSError: there is no room or no permission; `target` stays as it was.
+        OSError: room or permission is missing; `target` stays as it was.
     """
     if target.is_file():
         raise ValueError(f"{target} is a file; a checkpoint needs a directory.")
@@ -60,8 +60,8 @@ def find_replaced_weights(written: set[str], index: bytes | None) -> set[str]:
     """Return the former weights that loaders would read in place of the written ones, or along with them.
 
     transformers prefers one file of weights to an index; vLLM and llama.cpp read an index, or every shard in the folder
-    where there is none. So whoever writes one of the two takes the other away, and the shards that the former index
-    lists. Variants, and files that the index does not list, are not ours and stay.
+    without one. So a save of one of the two removes the other, and the shards that the former index lists. Variants,
+    and files that the index does not list, are not ours and stay.
 
     Args:
         written: names of the new files.

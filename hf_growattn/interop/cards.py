@@ -107,7 +107,7 @@ def find_path(name: str) -> str:
 
 
 def read_figures(folder: Path) -> dict[str, Any]:
-    """Return the figures of a checkpoint: names as text and numbers as numbers, whoever wrote the file.
+    """Return the figures of a checkpoint: names as text, numbers as numbers.
 
     Raises:
         ValueError: the file does not hold such figures; the message names the fix.
@@ -303,7 +303,8 @@ def push_model(
         ValueError: the model is not growable, or is spread over processes.
         huggingface_hub.errors.HfHubHTTPError: the Hub refused; nothing was changed there but for an empty repository.
     """
-    if any(map(is_sharded, model.parameters())):
+    sharded = any(map(is_sharded, model.parameters()))
+    if sharded:
         raise ValueError(
             f"The model is spread over processes, which would all push. Call save_pretrained(folder) on all of them, "
             f"and push that folder from one: hf upload {repo_id} folder."

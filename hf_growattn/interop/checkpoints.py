@@ -80,7 +80,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str = "
 
 
 def first_line(error: Exception) -> str:
-    """The kind of an error and its first line."""
+    """Return the kind of an error and its first line."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

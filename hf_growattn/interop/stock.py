@@ -73,7 +73,8 @@ def stock_types(model: PreTrainedModel) -> list[str]:
     own, config = model.config.model_type.removeprefix(PREFIX), model.config
     form = FORMS.get(own, StockForm((own,), refusal="it is not known whether its classes take heads of another width"))
     problem = form.refusal
-    if any(_norms(a) and a.qk_head_dim > a.head_dim for a in attentions(model)):
+    outside_norms = [a for a in attentions(model) if _norms(a) and a.qk_head_dim > a.head_dim]
+    if outside_norms:
         problem = "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
     if problem and is_grown(model):
         raise ValueError(f"This grown {own} model has no exact stock form: {problem}. {_NATIVE}")
