@@ -137,7 +137,7 @@ def test_a_save_killed_at_any_step(size, tmp_path, record_property):
         start()
 
     start()
-    count = deaths(save, check, every=1 if LONG else 6)
+    count = deaths(save, check, every=1 if LONG else 3)
     start()
     for limit in (1, 2000, 50_000):  # dies in the middle of config.json, of code, of weights
         assert in_child(lambda limit=limit: (limit_files(limit, deadly=True), save())) == -signal.SIGXFSZ
@@ -145,7 +145,7 @@ def test_a_save_killed_at_any_step(size, tmp_path, record_property):
         check()
     assert count > 5
     # Between weights and config, which are two files, none may load: a refusal, and never a mix of two saves.
-    assert {0, 1} <= set(found) and found.count(None) <= 0.2 * len(found)
+    assert {0, 1} <= set(found) and found.count(None) <= 0.25 * len(found)
     record_property("cases", f"{len(found)} deaths in a save")
 
 
