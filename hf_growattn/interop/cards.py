@@ -230,7 +230,7 @@ def _is_hub_id(name: str) -> bool:
     return not Path(name).exists()
 
 
-def _fetch_licence(hub_id: str | None) -> dict[str, str]:
+def _fetch_licence(hub_id: str | None) -> dict[str, Any]:
     """Return the metadata of a model's licence on the Hub; nothing where that cannot be asked."""
     if hub_id is None:
         return {}

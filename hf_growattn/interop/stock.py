@@ -307,7 +307,8 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
     for role, positions in at.items():
         weight, bias = source.weight_of(role).cpu().double(), source.bias_of(role)
         target.weight_of(role)[:, positions] = (weight * factors[role][:, None]).to(dtype)
-        if bias is not None:
-            target.bias_of(role)[:, positions] = (bias.cpu().double() * factors[role]).to(dtype)
+        written = target.bias_of(role)
+        if bias is not None and written is not None:
+            written[:, positions] = (bias.cpu().double() * factors[role]).to(dtype)
     output = source.weight_of("output").cpu()
     target.weight_of("output")[:, : output.shape[1]] = output
