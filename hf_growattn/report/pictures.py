@@ -221,3 +221,29 @@ def plotted(report) -> "Figure":
 
     setattr(figure, "_repr_png_", png)  # noqa: B010  notebooks know figures only where pyplot was imported
     return figure
+
+
+def draw_growth(reports: Sequence, log_history: Iterable = ()) -> "Figure":
+    """Make a figure of where the model grew, and of the loss.
+
+    Args:
+        reports: the `GrowthReport` of each growth, one at least.
+        log_history: of a Trainer; without losses in it the line search of the last growth is drawn.
+    """
+    history = list(log_history)
+    gains: dict[tuple[int, str], float | None] = {}
+    for report in reports:
+        for layer in report.layers:
+            place = layer.layer, layer.kind
+            former = gains.get(place)
+            gains[place] = layer.gain if former is None else former + (layer.gain or 0.0)
+    panels: list[Callable] = []
+    if gains:
+        panels.append(partial(draw_gains, title="Where it grew: first-order gain", gains=gains))
+    curves = loss_curves(history)
+    growths = sorted({entry["step"] for entry in history if "growth_added_parameters" in entry})
+    if any(curves.values()):
+        panels.append(partial(draw_losses, runs=[("", curves, BLUE)], growths=growths))
+    elif has_line_search(reports[-1]):
+        panels.append(partial(draw_line_search, report=reports[-1]))
+    return drawn(panels, columns=2)

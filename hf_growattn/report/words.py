@@ -71,8 +71,7 @@ def facts(
         return [*told, ("Advice", "Do not grow here: train the model as it is, or by LoRA on all linear layers.")]
     caches, kept = (growths[0].cache_bytes[0], growths[-1].cache_bytes[1]), growths[0].kept
     added = sum(report.added_parameters for report in growths)
-    time = slower([growth.forward_ratio for growth in growths])
-    told.append(("Cost", cost(caches, added, growths[0].parameters, kept) + time))
+    told.append(("Cost", cost(caches, added, growths[0].parameters, kept)))
     return [*told, ("Advice", advised(compared, verdict, caches, kept, race))]
 
 
@@ -165,13 +164,13 @@ def map_cells(report, layer) -> list[str]:
     return [width, f"{layer.starvation:.2f}", layer.left or share]
 
 
-def report_text(report, race: str = RACE) -> str:
+def report_text(report, next_command: str = RACE) -> str:
     """A whole report as text: the facts, then the map of layers and what its words mean."""
-    parts = [text_of(facts([report], race=race))]
+    parts = [text_of(facts([report], race=next_command))]
     if report.layers:
         parts += [
             "",
-            printed(*map_of(report)),
+            format_table(*map_of(report)),
             *(lines_of(told, 0) for told in (where(report), prices(report)) if told),
         ]
         parts += map(lines_of, meanings(report))
@@ -183,8 +182,8 @@ def settled(lead: float, error: float) -> int:
     return 0 if abs(lead) <= max(SURE * error, MARGIN) else (1 if lead > 0 else -1)
 
 
-def gap_text(lead: float, error: float) -> str:
-    """How far one model ends from another."""
+def format_gap(lead: float, error: float) -> str:
+    """How far one model ends from another, with its standard error."""
     return f"{abs(lead):.4f} ± {error:.4f} nats a token"
 
 
@@ -221,7 +220,7 @@ def advised(
 
 def _advice(other: Compared, cache: int) -> str:
     """What to do, by the lead over the best of what else was trained."""
-    gap = gap_text(other.lead, other.error)
+    gap = format_gap(other.lead, other.error)
     larger = cache / other.cache_bytes - 1 if other.cache_bytes else 0.0  # encoders keep no keys and values
     side = settled(other.lead, other.error)
     if side > 0:
@@ -247,7 +246,7 @@ def _span(numbers: Sequence[int]) -> str:
     return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
 
 
-def printed(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+def format_table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     """A table as text, no wider than it needs; a header goes over several lines, but is never cut inside a word."""
     rows, heads = list(rows), []
     for index, name in enumerate(columns):
@@ -258,3 +257,6 @@ def printed(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
         table.add_row(*row)
     Console(file=text, width=1000, force_jupyter=False).print(table)  # which would show it, and write nothing
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines() if line.strip())
+
+
+printed, gap_text = format_table, format_gap  # until their last callers are gone
