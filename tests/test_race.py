@@ -121,8 +121,10 @@ def test_who_trains_for_longer_is_kept(given, tmp_path, monkeypatch):
     from hf_growattn.training import competing, race
 
     monkeypatch.setattr(competing, "_LARGER", ())  # with those more steps do not end lower
-    saved, save = [], race.save
-    monkeypatch.setattr(race, "save", lambda trainer, *rest: (saved.append(trainer.args), save(trainer, *rest)))
+    saved, save_model = [], race.save_model
+    monkeypatch.setattr(
+        race, "save_model", lambda trainer, *rest: (saved.append(trainer.args), save_model(trainer, *rest))
+    )
     monkeypatch.setattr(Contest, "open", lambda self, reference: ["lora", "growth"] if reference == "lora" else [])
     line = ("race", given / "model", given / "text.txt", "-o", tmp_path / "out", "--steps", 8, "--seeds", 1, *OPTIONS)
     done = call(*line)

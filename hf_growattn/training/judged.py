@@ -10,7 +10,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from .contest import Run
 from .methods import trained_weights
-from .quantized import placed
+from .quantized import move_to_device
 
 
 @torch.no_grad()
@@ -21,7 +21,7 @@ def losses_of_rows(
 
     Args:
         model: stays in evaluation mode, on the device of the training.
-        rows: as `prepared` makes them.
+        rows: as `prepare_rows` makes them.
         collate: makes a batch of some of them.
         args: of the training; rows are read as its evaluations read them.
         every: measures one batch in so many, from the first on.
@@ -30,7 +30,7 @@ def losses_of_rows(
         The loss of all tokens of each row, in nats, and how many tokens that is the sum of; no tokens where it was not
         measured. Where the collator puts several rows into one, they count as one.
     """
-    placed(model.eval(), args.device)
+    move_to_device(model.eval(), args.device)
     nats: list[float] = []
     counts: list[int] = []
     size = args.per_device_eval_batch_size

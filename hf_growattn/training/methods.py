@@ -15,7 +15,7 @@ from ..grow.again import Added
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, weights_of
 from ..report.report import GrowthReport
-from .quantized import adapted_by, grown_beside, is_quantized
+from .quantized import add_adapter, grow_quantized, is_quantized
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def started(
         raise ValueError(f"Quantized weights cannot be trained by {method.title}: choose growth or LoRA alone.")
     model.requires_grad_(method.base)
     if weights and is_quantized(model):
-        return grown_beside(model, weights, batches, seed, loss_of)
+        return grow_quantized(model, weights, batches, seed, loss_of)
     if weights and added:
         report = added.give(model)
     elif weights:
@@ -164,7 +164,7 @@ def started(
     task = "CAUSAL_LM" if model.can_generate() else None  # an encoder has none that peft would have to know
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
     grown = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    wrapped = adapted_by(config, model, seed)
+    wrapped = add_adapter(config, model, seed)
     for parameter in grown:
         parameter.requires_grad_(True)  # peft has frozen all of the base, the new dims too
     return wrapped, report

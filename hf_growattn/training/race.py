@@ -24,13 +24,13 @@ from ..growable.models import cache_bytes
 from ..growable.patching import patch_model
 from .competing import compete, steps_of
 from .contest import LONGER, SHORT, TELLING, Contest, Run
-from .data import Prepared, Rows, batches_of, check_tokens, first_rows, prepared, split
+from .data import Prepared, Rows, check_tokens, first_rows, make_batches, prepare_rows, split_rows
 from .finetuning import check_spends, load, read_all
 from .judged import losses_of_rows
 from .methods import METHODS, Budget, readable, started, trained_weights
-from .quantized import asked_for, is_quantized, placed
+from .quantized import asked_for, is_quantized, move_to_device
 from .recipe import Recipe
-from .sft import make_trainer, save, sft_loss
+from .sft import make_sft_loss, make_trainer, save_model
 
 RACE = "race.json"
 RUNS = "race.jsonl"
@@ -84,7 +84,7 @@ class _Trainings:
         self.fresh, self.dense, self.tokenizer, self.prepared = fresh, dense, tokenizer, prepared
         self.growth_batches, self.steps = growth_batches, steps
         self.output = output = Path(training.output_dir)
-        self.rows, held_out = split(prepared, training)
+        self.rows, held_out = split_rows(prepared, training)
         self.held_out = held_out.select(range(min(len(held_out), _HELD_OUT)))
         self.short_looks = max(min(len(self.held_out) // _FEWEST, SHORT), 1)  # short trainings: one batch in so many
         self.training = copy.copy(training)
@@ -149,7 +149,7 @@ class _Trainings:
         if seed == 0 and steps >= self.steps:
             others = [r for r in self.done.values() if (r.method, r.seed) == (method, 0) and r.steps >= self.steps]
             if all(run.loss < other.loss for other in others):
-                save(trainer, self.dense)
+                save_model(trainer, self.dense)
                 if METHODS[method].lora or not METHODS[method].growth:
                     self._ready = None  # merged, or a stock model again
         return self._keep(run)
@@ -176,11 +176,12 @@ class _Trainings:
         """What to train by a method, as it starts, its `cache` and `forward` as in `Run`; grown once for all rates."""
         if self._ready is None or self._ready[:2] != (method, seed):
             self._ready = None  # makes room
-            patched, batches, added = placed(self.fresh(), self.training.device), [], self._added.get((method, seed))
+            patched = move_to_device(self.fresh(), self.training.device)
+            batches, added = [], self._added.get((method, seed))
             if METHODS[method].growth and not added:
-                batches = batches_of(self._rows(self.growth_batches, seed), self.prepared.collate, self.training)
+                batches = make_batches(self._rows(self.growth_batches, seed), self.prepared.collate, self.training)
                 batches = batches[: max(self.growth_batches, 2)]
-            loss_of = partial(sft_loss, tokenizer=self.tokenizer, training=self.training)
+            loss_of = partial(make_sft_loss, tokenizer=self.tokenizer, training=self.training)
             model, report = started(patched, METHODS[method], self.budget, batches, seed, loss_of, added)
             if report is not None and not report.applied:
                 return None
@@ -262,7 +263,7 @@ def race(
             "The model is quantized, and what wins would be saved with dense weights, which it has no more. Race from "
             "the command line, by growattn race --load_in_4bit, which loads both."
         )
-    rows = prepared(train_dataset, eval_dataset, tokenizer, training)
+    rows = prepare_rows(train_dataset, eval_dataset, tokenizer, training)
     return run_race(
         lambda: patch_model(copy.deepcopy(model)),
         tokenizer,
@@ -283,8 +284,8 @@ def race_of(recipe: Recipe, say: Callable[[str], object] = print) -> Contest:
     if recipe.race.full and (option := asked_for(recipe)):
         raise ValueError(f"{option} leaves weights that cannot train: drop --full.")
     data, config, tokenizer = read_all(recipe)
-    rows = prepared(data.train, data.test, tokenizer, training)
-    check_tokens(split(rows, training)[1]["input_ids"], config)
+    rows = prepare_rows(data.train, data.test, tokenizer, training)
+    check_tokens(split_rows(rows, training)[1]["input_ids"], config)
     steps, kept = recipe.race.steps, _kept_in(Path(training.output_dir))
     if steps is None and kept:
         steps = kept[0]["steps"]
