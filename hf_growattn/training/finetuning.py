@@ -37,12 +37,12 @@ from ..report.words import Compared
 from . import outcome
 from .arguments import budget_of
 from .contest import Run, paired
-from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split
+from .data import Data, Rows, check_length, check_tokens, first_rows, make_batches, prepare_rows, split_rows
 from .judged import judged
 from .methods import METHODS, Budget, choose_rate, prepare_model
-from .quantized import check_adapted, is_quantized, placed
+from .quantized import check_adapted, is_quantized, move_to_device
 from .recipe import Recipe
-from .sft import make_trainer, save, sft_loss, train
+from .sft import make_sft_loss, make_trainer, save_model, train
 from .trainer import GROWN_BASE, GrownBase, GrowthCallback, load_grown_base, note, twin_of
 
 
@@ -208,9 +208,9 @@ def run(
     except RuntimeError as error:
         if trainer.state.global_step < trainer.state.max_steps or reports or not callback:
             raise
-        save(trainer, dense)  # it never grew, and yet is trained
+        save_model(trainer, dense)  # it never grew, and yet is trained
         raise ValueError(f"{error} It is saved in {output}.") from error
-    save(trainer, dense)
+    save_model(trainer, dense)
     first, after = trainer.is_world_process_zero(), outcome.size_of(trainer.model)
     after = {"cache_bytes": before["cache_bytes"]} | after  # one that did not grow is a stock model again
     own = None
@@ -323,8 +323,8 @@ def main(recipe: Recipe, verdict: str = "", ended: Callable[[Run], object] | Non
     """
     callback, training = callback_of(recipe), recipe.training
     data, config, tokenizer = read_all(recipe)
-    made = prepared(data.train, data.test, tokenizer, training)
-    rows = split(made, training)
+    made = prepare_rows(data.train, data.test, tokenizer, training)
+    rows = split_rows(made, training)
     check_tokens(rows[1]["input_ids"], config)
     method, start = METHODS[recipe.growth.method], None
     training.learning_rate = training.learning_rate or choose_rate(method, config)
@@ -333,11 +333,13 @@ def main(recipe: Recipe, verdict: str = "", ended: Callable[[Run], object] | Non
         callback.check_budgets(model)
     if not method.base:
         budget = Budget.near(model, recipe.growth_config(default="2%").budget or 0)
-        placed(model, training.device)
+        move_to_device(model, training.device)
         batches = []
         if method.growth:
             wanted = training.per_device_train_batch_size * recipe.growth.growth_batches
-            batches = batches_of(first_rows(rows[0], wanted, training.seed), made.collate, training)
-        loss_of = partial(sft_loss, tokenizer=tokenizer, training=training)
-        start = partial(prepare_model, method=method, budget=budget, batches=batches, seed=training.seed, loss_of=loss_of)
+            batches = make_batches(first_rows(rows[0], wanted, training.seed), made.collate, training)
+        loss_of = partial(make_sft_loss, tokenizer=tokenizer, training=training)
+        start = partial(
+            prepare_model, method=method, budget=budget, batches=batches, seed=training.seed, loss_of=loss_of
+        )
     return run(model, tokenizer, rows, recipe, start, verdict, ended)

@@ -14,7 +14,7 @@ from trl.trainer.sft_config import SFTConfig
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, weights_of
 from ..report.report import GrowthReport
-from .quantized import adapted_by, grown_beside, is_quantized
+from .quantized import add_adapter, grow_quantized, is_quantized
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def prepare_model(
         raise ValueError(f"Quantized weights cannot be trained by {method.title}: choose growth or LoRA alone.")
     model.requires_grad_(method.base)
     if weights and is_quantized(model):
-        return grown_beside(model, weights, batches, seed, loss_of)
+        return grow_quantized(model, weights, batches, seed, loss_of)
     if weights:
         # LoRA moves the old dims too, so the new ones need not do their work.
         config = GrowthConfig(budget=weights, seed=seed, old_dims_train=rank > 0)
@@ -156,7 +156,7 @@ def prepare_model(
     task = "CAUSAL_LM" if model.can_generate() else None  # peft knows no task of a bare encoder
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
     grown = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    wrapped = adapted_by(config, model, seed)
+    wrapped = add_adapter(config, model, seed)
     for parameter in grown:
         parameter.requires_grad_(True)  # peft has frozen the new dims with the base
     return wrapped, report

@@ -24,10 +24,10 @@ from trl.trainer.sft_trainer import SFTTrainer
 from ..growable.models import cache_bytes
 from ..growable.patching import patch_model
 from .comparison import SHORT, Race, Run, compete
-from .data import Prepared, Rows, batches_of, first_rows, prepared, split
+from .data import Prepared, Rows, first_rows, make_batches, prepare_rows, split_rows
 from .methods import METHODS, Budget, count_trained_weights, prepare_model, round_rate
-from .quantized import is_quantized, placed
-from .sft import make_trainer, save, sft_loss
+from .quantized import is_quantized, move_to_device
+from .sft import make_sft_loss, make_trainer, save_model
 
 RUNS = "race.jsonl"
 FIGURES = "race.json"
@@ -58,7 +58,7 @@ class _Trainings:
         self.load_model, self.load_dense, self.tokenizer = load_model, load_dense, tokenizer
         self.collate, self.steps, self.growth_batches = prepared.collate, steps, growth_batches
         self.output = Path(training.output_dir)
-        self.rows, held_out = split(prepared, training)
+        self.rows, held_out = split_rows(prepared, training)
         self.held_out = held_out.select(range(min(len(held_out), _HELD_OUT)))
         self.training = copy.copy(training)
         for name in ("eval_strategy", "save_strategy", "logging_strategy"):
@@ -140,7 +140,7 @@ class _Trainings:
             nats, counts = measure_rows(model, self.held_out, self.collate, self.training)
         run = Run(method, rate, steps, seed, nats, counts, count_trained_weights(model), cache)
         if seed == 0 and steps == self.steps:
-            save(trainer, self.load_dense)
+            save_model(trainer, self.load_dense)
             self._prepared = None  # merged, or a stock model again
         self._keep(run)
         return run
@@ -150,11 +150,11 @@ class _Trainings:
         if self._prepared is None or self._prepared[:2] != (method, seed):
             self._prepared = None
             gc.collect()  # a Trainer refers to itself, and holds the last model
-            patched, batches = placed(self.load_model(), self.training.device), []
+            patched, batches = move_to_device(self.load_model(), self.training.device), []
             if METHODS[method].growth:
-                batches = batches_of(self._rows_of(self.growth_batches, seed), self.collate, self.training)
+                batches = make_batches(self._rows_of(self.growth_batches, seed), self.collate, self.training)
                 batches = batches[: max(self.growth_batches, 2)]
-            loss_of = partial(sft_loss, tokenizer=self.tokenizer, training=self.training)
+            loss_of = partial(make_sft_loss, tokenizer=self.tokenizer, training=self.training)
             model, report = prepare_model(patched, METHODS[method], self.budget, batches, seed, loss_of)
             if report and not report.applied:
                 return False
@@ -218,7 +218,7 @@ def measure_rows(model: nn.Module, rows: Dataset, collate, training: SFTConfig) 
 
     Rows that the collator packs into one count as one. The model stays in evaluation mode.
     """
-    placed(model.eval(), training.device)
+    move_to_device(model.eval(), training.device)
     nats: list[float] = []
     counts: list[int] = []
     size = training.per_device_eval_batch_size
@@ -276,7 +276,7 @@ def race(
             "The model is quantized, and the winner is saved with dense weights. Use the command line, growattn race "
             "--load_in_4bit, which loads both."
         )
-    rows = prepared(train_dataset, eval_dataset, tokenizer, training)
+    rows = prepare_rows(train_dataset, eval_dataset, tokenizer, training)
     load_model = partial(_copy_patched, model)
     how = dict(budget=budget, steps=steps, seeds=seeds, growth_batches=growth_batches)
     return run_race(load_model, tokenizer, rows, training, **how)
