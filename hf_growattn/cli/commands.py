@@ -17,7 +17,7 @@ import typer
 from tqdm.auto import tqdm
 from typer.core import TyperCommand, TyperGroup
 
-from ..training.arguments import RaceArguments, untaken
+from ..training.options import RaceOptions, untaken
 from .options import (
     EVALUATE_HELP,
     EXIT_CODES,
@@ -174,7 +174,7 @@ def _next(command: str, recipe, ctx: typer.Context, model: str | Path, raced: bo
     """What to call next, with the same options where that command takes them; a race's are dropped if it is over."""
     options, dropped, left = [], False, {"-o", "--output", "--output_dir", "--json"}
     if raced:
-        left |= {f"--{option.name}" for option in fields(RaceArguments)}
+        left |= {f"--{option.name}" for option in fields(RaceOptions)}
     for word in ctx.args[len(recipe.models) :]:  # an option, or a value of the one before it
         if word.startswith("--") or word == "-o":
             dropped = word in left or bool(untaken(command, [word]))

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..training.arguments import (
+from ..training.options import (
     SFT_DOCS,
     TAKEN,
     DataArguments,
     EvaluationArguments,
-    GrowthArguments,
-    RaceArguments,
+    GrowthOptions,
+    RaceOptions,
     listed,
 )
 
@@ -54,7 +54,7 @@ starvation, which is the share of the gradient that the present width cannot fol
 how far wider heads should lower the loss on unseen data. This does not tell whether growing beats LoRA: `growattn race`
 does. The exit code is 3 if nothing would grow.
 
-{listed(GrowthArguments, only=TAKEN["measure"])}
+{listed(GrowthOptions, only=TAKEN["measure"])}
 {_OF_DATA}
 """
 GROW_HELP = f"""
@@ -64,7 +64,7 @@ The folder holds the model, its tokenizer, figures for the model card, and repor
 Then train the wider model, as you would any other. If no growth helps on unseen data, nothing is written, and the exit
 code is 3.
 
-{listed(GrowthArguments, only=TAKEN["grow"])}
+{listed(GrowthOptions, only=TAKEN["grow"])}
 {_OF_DATA}
 """
 FINETUNE_HELP = f"""
@@ -75,7 +75,7 @@ else. `--method auto` races first, in `DIR-race`, and trains by the winner. If a
 model that ends lower is kept, and the other one is left in `DIR-METHOD`. A tenth of the data is held out, unless they
 have a test split.
 
-{listed(GrowthArguments)}
+{listed(GrowthOptions)}
 {_OF_DATA}
 Every option of SFTConfig and of TRL's ModelConfig works, such as `--num_train_epochs 2`, `--learning_rate 1e-4`,
 `--use_peft --lora_r 8`, `--report_to wandb` and `--resume_from_checkpoint True`. Adapters are merged at the end.
@@ -102,7 +102,7 @@ the folder holds `race.json` and the winner's `model`, and you are told how to t
 is near, it may end lower in a longer training: you are told how to train both, and keep what ends lower. The exit
 code is 0 if growth wins, and 3 if it does not.
 
-{listed(RaceArguments, GrowthArguments, only=TAKEN["race"])}
+{listed(RaceOptions, GrowthOptions, only=TAKEN["race"])}
 {_OF_DATA}
 """
 EVALUATE_HELP = f"""
