@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hf_growattn.__main__ import main
 from hf_growattn.cli.commands import app
-from hf_growattn.training.arguments import budget_of
+from hf_growattn.training.options import parse_budget
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
 
@@ -289,7 +289,7 @@ def test_what_a_model_cannot_take_is_told(given, tmp_path):
 
 
 def test_budgets_as_people_write_them():
-    assert [budget_of(text) for text in ("1%", "0.5%", "0.02", "20000", "2e4", "1")] == [
+    assert [parse_budget(text) for text in ("1%", "0.5%", "0.02", "20000", "2e4", "1")] == [
         0.01,
         0.005,
         0.02,
@@ -297,7 +297,7 @@ def test_budgets_as_people_write_them():
         20000,
         1,
     ]
-    assert [type(budget_of(text)) for text in ("1%", "20000")] == [float, int]
+    assert [type(parse_budget(text)) for text in ("1%", "20000")] == [float, int]
 
 
 def test_an_interrupted_save_leaves_nothing(given, tmp_path, monkeypatch):

@@ -35,11 +35,15 @@ from ..report.pages import save_report
 from ..report.report import GrowthReport
 from ..report.words import Compared
 from . import outcome
-from .arguments import budget_of
 from .contest import Run, paired
 from .data import Data, Rows, check_length, check_tokens, first_rows, make_batches, prepare_rows, split_rows
 from .judged import judged
+<<<<<<< HEAD
 from .methods import METHODS, Budget, choose_rate, prepare_model
+=======
+from .methods import METHODS, Budget, rate_of, started
+from .options import parse_budget
+>>>>>>> wt-finetune
 from .quantized import check_adapted, is_quantized, move_to_device
 from .recipe import Recipe
 from .sft import make_sft_loss, make_trainer, save_model, train
@@ -110,7 +114,7 @@ def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
         at=growth.grow_at,
         batches=growth.growth_batches,
         max_growths=growth.max_growths or None,
-        total_budget=None if growth.total_budget is None else budget_of(str(growth.total_budget)),
+        total_budget=None if growth.total_budget is None else parse_budget(str(growth.total_budget)),
     )
     if half_way:
         callback.steps = [0]

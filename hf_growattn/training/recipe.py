@@ -15,7 +15,7 @@ from trl.trainer.model_config import ModelConfig
 from trl.trainer.sft_config import SFTConfig
 
 from ..grow.plan import GrowthConfig
-from .arguments import SFT_DOCS, DataArguments, EvaluationArguments, GrowthArguments, RaceArguments, budget_of
+from .options import SFT_DOCS, DataArguments, EvaluationArguments, GrowthOptions, RaceOptions, parse_budget
 
 
 @dataclass
@@ -63,8 +63,8 @@ class Recipe(NamedTuple):
 
     models: list[str]
     data: DataArguments
-    growth: GrowthArguments
-    race: RaceArguments
+    growth: GrowthOptions
+    race: RaceOptions
     evaluation: EvaluationArguments
     script: ScriptArguments
     training: Training
@@ -89,7 +89,7 @@ class Recipe(NamedTuple):
         """
         growth = self.growth
         budget = growth.budget or (None if growth.qk_dims or growth.v_dims else default)
-        chosen = None if budget is None else budget_of(str(budget))
+        chosen = None if budget is None else parse_budget(str(budget))
         return GrowthConfig(budget=chosen, qk_dims=growth.qk_dims, v_dims=growth.v_dims, seed=self.training.seed)
 
 

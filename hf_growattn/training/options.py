@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 SFT_DOCS = "https://huggingface.co/docs/trl/sft_trainer"
 
 
-def budget_of(text: str) -> int | float:
+def parse_budget(text: str) -> int | float:
     """A budget as people write it: 1%, 0.01 or 20000.
 
     Raises:
@@ -46,7 +46,7 @@ class DataArguments:
 
 
 @dataclass
-class GrowthArguments:
+class GrowthOptions:
     """What to grow, and when; once and half-way unless something else is given."""
 
     _argument_group_name = "growth"
@@ -81,7 +81,7 @@ class GrowthArguments:
 
 
 @dataclass
-class RaceArguments:
+class RaceOptions:
     """How to choose what to train."""
 
     _argument_group_name = "race"
@@ -112,14 +112,14 @@ class EvaluationArguments:
 TAKEN = {  # by the commands that do not train: which options of growth and race
     "measure": ("budget", "qk_dims", "v_dims", "growth_batches"),
     "grow": ("budget", "qk_dims", "v_dims", "growth_batches"),
-    "race": ("budget", "growth_batches", *(option.name for option in fields(RaceArguments))),
+    "race": ("budget", "growth_batches", *(option.name for option in fields(RaceOptions))),
     "evaluate": (),
 }
 
 
 def untaken(command: str, words: list[str]) -> list[str]:
     """The options among some words that a command would pass over; a recipe, which commands share, may have them."""
-    ours = {option.name for group in (GrowthArguments, RaceArguments) for option in fields(group)}
+    ours = {option.name for group in (GrowthOptions, RaceOptions) for option in fields(group)}
     given = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
     return [f"--{name}" for name in sorted(given & ours - {*TAKEN.get(command, ours)})]
 
