@@ -4,19 +4,19 @@ Commands import what they need themselves, so that help is shown without torch.
 """
 
 import contextlib
-import importlib
+import difflib
+import importlib.util
 import json
 import os
 import shlex
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..training.options import GrowthOptions, RaceOptions
+from .help import format_command_help, format_help
 from .options import (
     TAKEN,
     USAGE_ERROR,
@@ -25,8 +25,6 @@ from .options import (
     PushOptions,
     UsageError,
     check_new_folder,
-    format_options,
-    is_terminal,
     option_name,
     parse_options,
     read_recipe,
@@ -34,26 +32,6 @@ from .options import (
 
 FAILED, NOTHING, INTERRUPTED = 1, 3, 130
 _EXPECTED = (ValueError, OSError, ImportError)  # errors whose message names the fix
-_EXIT_CODES = (
-    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing grew, or growth did not win; "
-    "130 interrupted, nothing is half-written."
-)
-_DATA_HELP = (
-    "DATA are .txt, .jsonl, .csv or .parquet files, a folder, or the Hub id of a dataset: text, chats, or prompts with "
-    "completions. TRL reads them, so all options of its ScriptArguments, SFTConfig and ModelConfig work, such as "
-    "--max_length, --per_device_train_batch_size, --learning_rate and --dataset_text_field; --config FILE reads options "
-    "from YAML, and --help_all lists every one. A text file is cut into blocks of --max_length tokens."
-)
-
-
-class Command(NamedTuple):
-    """A command: how to run it, and what its help says."""
-
-    run: Callable[[list[str], bool], int]
-    names: str
-    summary: str
-    details: str
-    options: list[type]
 
 
 def main(words: list[str]) -> int:
@@ -61,24 +39,27 @@ def main(words: list[str]) -> int:
     as_json, debug = "--json" in words, "--debug" in words
     words = [word for word in words if word not in ("--json", "--debug")]
     if not words or words[0] in ("-h", "--help"):
-        print(_format_help())
+        print(format_help())
         return 0
     if words[0] == "--version":
-        print(f"growattn {importlib.import_module('hf_growattn').__version__}")
+        print(f"growattn {sys.modules['hf_growattn'].__version__}")
         return 0
-    if not is_terminal():
+    if not sys.stderr.isatty():
         for library in ("HUB", "DATASETS"):  # transformers goes by the Hub's
             os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     name, rest = words[0], words[1:]
     try:
-        if name not in COMMANDS:
-            raise UsageError(f"there is a command {', '.join(COMMANDS)}, and none called {name}")
+        if name not in RUNNERS:
+            near = difflib.get_close_matches(name, RUNNERS, n=1)
+            suggestion = f" Did you mean {near[0]}?" if near else ""
+            raise UsageError(f"unknown command {name}.{suggestion}")
         if "-h" in rest or "--help" in rest:
-            print(_format_command_help(name))
+            print(format_command_help(name))
             return 0
-        return COMMANDS[name].run(rest, as_json)
+        return RUNNERS[name](rest, as_json)
     except UsageError as error:
-        _say(f"Usage error: {error} See growattn {name if name in COMMANDS else ''} --help.")
+        command = f"growattn {name}" if name in RUNNERS else "growattn"
+        _say(f"Usage error: {error} See {command} --help.")
         return USAGE_ERROR
     except KeyboardInterrupt as interrupt:
         _say(f"Interrupted: {str(interrupt) or 'nothing was written.'}")
@@ -146,9 +127,9 @@ def _read_recipe(command: str, words: list[str]) -> Any:
 
 def _format_next(command: str, words: list[str], model: str, *more: str) -> str:
     """The command to call next, with those of the given options that it takes."""
-    names = [word for word in _names(words)][1:]
+    names = _split_words(words)[0][1:]
     options, dropped = [], False
-    for word in words[len(_names(words)) :]:  # an option, or a value of the one before it
+    for word in _split_words(words)[1]:  # an option, or a value of the one before it
         if word.startswith("-") and not word[1:2].isdigit():
             name = option_name(word)
             ours = any(name in taken for taken in TAKEN.values())
@@ -158,9 +139,10 @@ def _format_next(command: str, words: list[str], model: str, *more: str) -> str:
     return shlex.join(["growattn", command, model, *names, "-o", "DIR", *options, *more])
 
 
-def _names(words: list[str]) -> list[str]:
-    first_option = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
-    return words[:first_option]
+def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before the first option, and the others."""
+    first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    return words[:first], words[first:]
 
 
 def run_measure(words: list[str], as_json: bool) -> int:
@@ -304,7 +286,9 @@ def run_push(words: list[str], as_json: bool) -> int:
     written = Path(options.dry_run)
     with replacing(written.resolve()) as folder:
         write_publication(Path(checkpoint), folder, repo, options.form, options.base)
-    files = {str(path.relative_to(written)): path.stat().st_size for path in sorted(written.rglob("*")) if path.is_file()}
+    files = {
+        str(path.relative_to(written)): path.stat().st_size for path in sorted(written.rglob("*")) if path.is_file()
+    }
     if as_json:
         _print_json({"repo": repo, "files": files})
         return 0
@@ -314,92 +298,12 @@ def run_push(words: list[str], as_json: bool) -> int:
     return 0
 
 
-COMMANDS = {
-    "inspect": Command(
-        run_inspect,
-        "MODEL",
-        "Show how wide the heads are, and how much of that they use.",
-        "The effective rank counts the directions that a head uses; it is at most the width.",
-        [InspectOptions],
-    ),
-    "measure": Command(
-        run_measure,
-        "MODEL DATA...",
-        "Measure where width holds the model back on your data.",
-        "A growth is tried on the loss that finetune would train, then taken back. Nothing is changed or written. This "
-        "does not compare growth with LoRA: race does.",
-        [GrowthOptions],
-    ),
-    "grow": Command(
-        run_grow,
-        "MODEL DATA... -o DIR",
-        "Widen heads once where that lowers the loss, and save the model.",
-        "DIR gets the model, its tokenizer, the figures for a model card, and report.html. If no growth helps on data "
-        "that it was not chosen from, nothing is written.",
-        [GrowthOptions],
-    ),
-    "race": Command(
-        run_race_command,
-        "MODEL DATA... -o DIR",
-        "Find out whether growth beats LoRA on your data.",
-        "LoRA on all linear layers, growth, and a third of growth with LoRA train for a short while: the same number of "
-        "weights on the same rows, each with the best of two or three learning rates. Growth wins if it leads by more "
-        "than 0.01 nats a token and by more than two standard errors; otherwise LoRA does, which costs nothing at "
-        "inference. DIR keeps every run as it ends, so the same command continues after an interruption, and at the "
-        "end the winner's model.",
-        [GrowthOptions, RaceOptions],
-    ),
-    "finetune": Command(
-        run_finetune,
-        "MODEL DATA... -o DIR",
-        "Train with TRL's SFTTrainer, and grow on the way.",
-        "By default all weights train, and attention grows once, half-way. --method trains something else. A tenth of "
-        "the data is held out unless they have a test split. For several devices: torchrun --nproc_per_node 2 -m "
-        "hf_growattn finetune ...",
-        [GrowthOptions],
-    ),
-    "export": Command(
-        run_export,
-        "FOLDER -o DIR",
-        "Write a grown model as an ordinary one, which needs no hf_growattn.",
-        "All heads become as wide as the widest, rounded up to a multiple of 8.",
-        [ExportOptions],
-    ),
-    "push": Command(
-        run_push,
-        "FOLDER REPO",
-        "Push a grown model with its card to the Hub.",
-        "The push is one commit. --dry-run writes the files and the card into a folder instead.",
-        [PushOptions],
-    ),
+RUNNERS: dict[str, Callable[[list[str], bool], int]] = {
+    "inspect": run_inspect,
+    "measure": run_measure,
+    "grow": run_grow,
+    "race": run_race_command,
+    "finetune": run_finetune,
+    "export": run_export,
+    "push": run_push,
 }
-
-
-def _format_help() -> str:
-    rows = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "Usage: growattn COMMAND ...",
-            "",
-            "Find out whether the attention of a language model is too narrow for your data, and widen it there.",
-            "",
-            *rows,
-            "",
-            "MODEL is a folder or a Hub id of a stock or grown model; it is never changed.",
-            "growattn COMMAND --help explains a command. --json prints JSON alone, --debug shows where an error came "
-            "from, --version the version.",
-            _EXIT_CODES,
-        ]
-    )
-
-
-def _format_command_help(name: str) -> str:
-    command = COMMANDS[name]
-    parts = [f"Usage: growattn {name} {command.names} [options]", f"{command.summary} {command.details}"]
-    if name in TAKEN:
-        parts.append(_DATA_HELP)
-    options = format_options(command.options, TAKEN.get(name, ()))
-    if options:
-        parts.append(f"Options:\n{options}")
-    parts.append(_EXIT_CODES)
-    return "\n\n".join(part if part.startswith("Options") else textwrap.fill(part, 100) for part in parts)

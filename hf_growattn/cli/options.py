@@ -1,19 +1,16 @@
-"""The options of the commands: a dataclass for each, their help, and the parser of those that read data."""
+"""The options of the commands: a dataclass for each, and the parser of those that read data."""
 
 import difflib
-import sys
-import textwrap
+import tempfile
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from ..training.options import GrowthOptions, RaceOptions
 
 USAGE_ERROR = 2
-_COLUMNS = 100  # of help
 _SHARED = ("budget", "growth_batches")
 _WIDTHS = ("qk_dims", "v_dims")
 # The commands that read data, and the options of growth and races that each of them takes.
@@ -43,20 +40,20 @@ class InspectOptions:
 class ExportOptions:
     """The options of `export`."""
 
-    output: str = option("new folder to write", "", "-o")  # noqa: RUF009
-    target: str | None = option("a stock model type, such as llama; unless set, the one most readers know", None)  # noqa: RUF009
+    output: str = option("new folder to write", "", "-o")
+    target: str | None = option("a stock model type; unless set, the one that most libraries read", None)
 
 
 @dataclass
 class PushOptions:
     """The options of `push`."""
 
-    form: Literal["native", "stock"] = option(  # noqa: RUF009
+    form: Literal["native", "stock"] = option(
         "native: as it grew. stock: an ordinary model, which needs no hf_growattn", "native"
     )
-    base: str | None = option("Hub id of the model that grew, if its config does not name it", None)  # noqa: RUF009
-    private: bool = option("make a new repository private", False)  # noqa: RUF009
-    dry_run: str | None = option("write everything into this new folder, card included, and push nothing", None)  # noqa: RUF009
+    base: str | None = option("Hub id of the model that grew, if its config does not name it", None)
+    private: bool = option("make a new repository private", False)
+    dry_run: str | None = option("write everything into this new folder, card included, and push nothing", None)
 
 
 def parse_options(kind: type, words: Sequence[str]) -> Any:
@@ -138,7 +135,7 @@ def check_new_folder(folder: str | None) -> None:
     """Check that a folder can be written and holds nothing yet.
 
     Raises:
-        UsageError: it is a file, it holds something, or nothing was named.
+        UsageError: it is a file, it holds something, it cannot be written, or nothing was named.
     """
     if not folder:
         raise UsageError("name the folder to write: --output DIR")
@@ -147,35 +144,8 @@ def check_new_folder(folder: str | None) -> None:
         raise UsageError(f"{path} is a file; name a new folder.")
     if path.is_dir() and any(path.iterdir()):
         raise UsageError(f"{path} exists and is not empty; name a new folder.")
-
-
-def format_options(groups: Sequence[type], taken: Sequence[str] = ()) -> str:
-    """Options with their values, meaning and defaults, as text; all of them, or those named in `taken`."""
-    lines = []
-    for item in (item for group in groups for item in fields(group)):
-        if taken and item.name not in taken:
-            continue
-        names = ", ".join([*item.metadata.get("aliases", ()), f"--{item.name}"])
-        text = item.metadata["help"]
-        if item.default not in (None, False, "", MISSING):
-            text += f" (default: {item.default})"
-        lines.append(f"  {names} {_value_name(item.type)}".rstrip())
-        lines.append(textwrap.fill(text, _COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    return "\n".join(lines)
-
-
-def _value_name(kind: Any) -> str:
-    """The value of an option as help writes it: nothing for a flag, the choices, or its kind."""
-    alternatives = [each for each in get_args(kind) if each is not NoneType]
-    if NoneType in get_args(kind):
-        kind = alternatives[0]
-    if get_origin(kind) is Literal:
-        return "|".join(get_args(kind))
-    if get_origin(kind) is list:
-        return f"{_value_name(get_args(kind)[0])} ..."
-    return "" if kind is bool else {str: "TEXT", int: "NUMBER"}.get(kind, "VALUE")
-
-
-def is_terminal() -> bool:
-    """Whether a person watches the progress."""
-    return sys.stderr.isatty()
+    parent = next(each for each in (path, *path.resolve().parents) if each.exists())
+    try:  # os.access promises nothing for mounts and for root
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise UsageError(f"nothing can be written in {parent} ({error.strerror}); name another folder.") from error
