@@ -35,11 +35,11 @@ from ..report.pages import save_report
 from ..report.report import GrowthReport
 from ..report.words import Compared
 from . import outcome
+from .arguments import budget_of
 from .contest import Run, paired
 from .data import Data, Rows, check_length, check_tokens, first_rows, make_batches, prepare_rows, split_rows
 from .judged import judged
-from .methods import METHODS, Budget, rate_of, started
-from .options import parse_budget
+from .methods import METHODS, Budget, choose_rate, prepare_model
 from .quantized import check_adapted, is_quantized, move_to_device
 from .recipe import Recipe
 from .sft import make_sft_loss, make_trainer, save_model, train
@@ -110,7 +110,7 @@ def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
         at=growth.grow_at,
         batches=growth.growth_batches,
         max_growths=growth.max_growths or None,
-        total_budget=None if growth.total_budget is None else parse_budget(str(growth.total_budget)),
+        total_budget=None if growth.total_budget is None else budget_of(str(growth.total_budget)),
     )
     if half_way:
         callback.steps = [0]
@@ -170,7 +170,7 @@ def run(
         tokenizer: its own, saved beside it.
         data: rows to train on and held-out ones, as `split` gives them.
         recipe: how to train and to grow.
-        start: makes the patched model ready for another method than "full", as `methods.started`.
+        start: makes the patched model ready for another method than "full", as `methods.prepare_model`.
         verdict: of a race before it.
         ended: gets what was saved gives on the held-out rows, one by one.
 
@@ -275,8 +275,8 @@ def _compared(twin: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe:
         untrained, how, peft_config = model, copy.copy(training), get_peft_config(recipe.model)
         if name == "lora":
             patched, method = patch_model(model), METHODS["lora"]
-            untrained, _ = started(patched, method, Budget.near(patched, max(weights, 1)), [], training.seed)
-            how.learning_rate, peft_config = rate_of(method, model.config), None
+            untrained, _ = prepare_model(patched, method, Budget.near(patched, max(weights, 1)), [], training.seed)
+            how.learning_rate, peft_config = choose_rate(method, model.config), None
         other = make_trainer(untrained, tokenizer, data, how, peft_config)
         train(other)
         ended[name] = other.state.log_history, judged(other, name, data[1], cache)
@@ -327,7 +327,7 @@ def main(recipe: Recipe, verdict: str = "", ended: Callable[[Run], object] | Non
     rows = split_rows(made, training)
     check_tokens(rows[1]["input_ids"], config)
     method, start = METHODS[recipe.growth.method], None
-    training.learning_rate = training.learning_rate or rate_of(method, config)
+    training.learning_rate = training.learning_rate or choose_rate(method, config)
     model: Any = load(recipe, dtype="float32")
     if callback:
         callback.check_budgets(model)
@@ -339,5 +339,7 @@ def main(recipe: Recipe, verdict: str = "", ended: Callable[[Run], object] | Non
             wanted = training.per_device_train_batch_size * recipe.growth.growth_batches
             batches = make_batches(first_rows(rows[0], wanted, training.seed), made.collate, training)
         loss_of = partial(make_sft_loss, tokenizer=tokenizer, training=training)
-        start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed, loss_of=loss_of)
+        start = partial(
+            prepare_model, method=method, budget=budget, batches=batches, seed=training.seed, loss_of=loss_of
+        )
     return run(model, tokenizer, rows, recipe, start, verdict, ended)

@@ -12,7 +12,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from ..growable.models import is_grown
 from ..growable.patching import unpatch_model
 from .data import Rows, unused
-from .methods import Method, slow_what_grew
+from .methods import Method, scale_grown_rates
 from .quantized import is_quantized, merge_adapters
 from .recipe import Training
 from .trainer import loss_of
@@ -33,7 +33,7 @@ class MixTrainer(SFTTrainer):
         optimizer = super().create_optimizer(model)
         if not made:
             trained = self.model if model is None else model
-            slow_what_grew(optimizer, cast(nn.Module, trained), self.grown_share)
+            scale_grown_rates(optimizer, cast(nn.Module, trained), self.grown_share)
         return optimizer
 
 
