@@ -27,7 +27,10 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "peft")
 def save_report(
     reports: Sequence,
     path: str | Path,
-    history: Iterable = (),
+    log_history: Iterable = (),
+    model: str = "",
+    data: str = "",
+    *,
     steps: Sequence[int | None] | None = None,
     command: str | None = None,
     compared: Sequence[words.Compared] = (),
@@ -38,7 +41,9 @@ def save_report(
     Args:
         reports: what `Grower.grow` returned each time, or `GrowthCallback.reports`.
         path: the file; its folder is made if it is not there.
-        history: of the losses: `trainer.state.log_history`, or (step, loss) of the training.
+        log_history: of the losses: `trainer.state.log_history`, or (step, loss) of the training.
+        model: what was grown, as the page names it.
+        data: what it was grown on, as the page names it.
         steps: the optimizer step of each growth; a log history that the reports were logged to knows it by itself.
         command: what was run; by default the command line of this process, without its secrets. "" leaves it out.
         compared: what was trained beside it, to the end.
@@ -48,7 +53,7 @@ def save_report(
         ImportError: matplotlib is not installed.
         ValueError: there are no reports, or not as many steps.
     """
-    reports, history = list(reports), list(history)
+    reports, history = list(reports), list(log_history)
     if not reports:
         raise ValueError("There is no growth to show: pass what Grower.grow returned, or GrowthCallback.reports.")
     if steps is not None and len(steps) != len(reports):
@@ -70,6 +75,8 @@ def save_report(
     versions = {"hf_growattn": sys.modules["hf_growattn"].__version__, "Python": platform.python_version()}
     page = _template().render(
         words=words,
+        model=model,
+        data=data,
         growths=growths,
         facts=words.facts(reports, compared, verdict=verdict),
         beside=words.beside(compared, reports[-1].cache_bytes[1]) if compared else None,

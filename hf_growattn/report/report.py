@@ -89,6 +89,8 @@ class GrowthReport:
         added_parameters: number of weights added.
         line_search: mean loss, of some of the growth batches, at every common step that was tried; by the step of the
             first layer and kind, where kinds differ.
+        judged_before, judged_after: mean loss of the batches of the line search, before and at the steps that were
+            taken, each half along the directions of the other; None where that was not measured.
         seconds: wall time of each phase.
         kept: False for what `Grower.measure` tried and took back.
         cache_bytes: of a token's keys and values over all layers, before and after; what generation pays for.
@@ -119,6 +121,8 @@ class GrowthReport:
     cache_bytes: tuple[int, int] = (0, 0)
     parameters: int = 0
     forward_seconds: tuple[float, float] | None = None
+    judged_before: float | None = None
+    judged_after: float | None = None
 
     @property
     def applied(self) -> bool:
@@ -160,6 +164,32 @@ class GrowthReport:
             figures |= {f"{name}_step_size": layer.step_size, f"{name}_starvation": layer.starvation}
         return figures
 
+    def to_dict(self) -> dict:
+        """The report as what `json.dumps` takes."""
+        layers = [
+            {
+                "layer": layer.layer,
+                "kind": layer.kind,
+                "width": list(layer.width),
+                "starvation": layer.starvation,
+                "validated_gain": layer.predicted_gain,
+                "step_size": layer.step_size,
+                "price": dict(zip(("weights", "cache_bytes"), layer.price)),
+                "left": layer.left or None,
+            }
+            for layer in self.layers
+        ]
+        return {
+            "applied": self.applied,
+            "loss_before": self.loss_before,
+            "loss_after": self.loss_after,
+            "judged_loss": [self.judged_before, self.judged_after],
+            "added_parameters": self.added_parameters,
+            "cache_bytes": list(self.cache_bytes),
+            "layers": layers,
+            "seconds": self.seconds,
+        }
+
     def by_layer(self) -> dict[int, dict[str, LayerGrowth]]:
         """The entries by layer, then by kind."""
         layers: dict[int, dict[str, LayerGrowth]] = {}
@@ -182,7 +212,7 @@ class GrowthReport:
         self, path: str | Path, history: Iterable = (), step: int | None = None, command: str | None = None
     ) -> None:
         """Write a page for people, one HTML file that opens offline: `save_report` of this one growth, at a step."""
-        pages.save_report([self], path, history, None if step is None else [step], command)
+        pages.save_report([self], path, history, steps=None if step is None else [step], command=command)
 
     def plot(self) -> "Figure":
         """Draw what was measured, by matplotlib: a notebook shows it, its `savefig` writes it."""
