@@ -13,6 +13,7 @@ import torch
 from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, save_report
+from hf_growattn.grow.search import StepSearch
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
@@ -207,6 +208,19 @@ def test_two_pictures_of_a_growth(grown, history):
     where, loss = draw_growth([grown], history).axes
     assert loss.get_title(loc="left") == "Loss" and len(where.texts) == len(grown.layers)
     draw_growth([EMPTY])
+
+
+def test_the_fall_that_is_printed_was_measured_on_the_other_half():
+    model, searches = patch_model(build("llama-2")), []
+    with pytest.MonkeyPatch.context() as patch:
+        run = StepSearch.run
+        patch.setattr(
+            StepSearch, "run", lambda self, spare=0: searches.append((self, run(self, spare))) or searches[-1][1]
+        )
+        report = Grower(model, GrowthConfig(qk_dims=2)).grow(lm_batches(4))
+    search, (_, lowest) = searches[-1]
+    assert (report.judged_before, report.judged_after) == (search.loss_before, lowest) and lowest < search.loss_before
+    assert f"{search.loss_before:.4f} -> {lowest:.4f} on batches" in report_lines(str(report))
 
 
 def test_a_page_names_model_and_data(grown, tmp_path):

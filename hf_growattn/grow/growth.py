@@ -310,6 +310,9 @@ class Grower:
                 steps, loss = self.steps(search, run.batches, measured.loss, run.forward)
             tried = (measured.search or search).tried
             losses = {"loss_before": measured.loss, "loss_after": loss, "line_search": tried}
+            as_searched = any(steps) and steps == search.steps_for(search.promises)
+            fell = as_searched and search.lowest < search.loss_before
+            losses |= {"judged_before": search.loss_before, "judged_after": search.lowest if fell else None}
             report = growth_report(self.config, self.model, changes, trial, steps, seconds=run.seconds, **losses)
         return _Found(trial, report)
 

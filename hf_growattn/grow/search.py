@@ -36,6 +36,7 @@ class StepSearch:
         left: how many evaluations may still be spent.
         loss_before: the loss without the changes.
         promises: the best ones that were found, by kind; empty if no step lowers the loss.
+        lowest: the loss at the best steps that were found; before a search, the loss without the changes.
         tried: the loss at every common promise that was tried, by the step of the first change.
     """
 
@@ -49,6 +50,7 @@ class StepSearch:
         self.trial, self.measure = trial, measure
         self.left = former.left if former else MOST_EVALUATIONS
         self.loss_before = former.loss_before if former else loss_before
+        self.lowest = self.loss_before
         self.promises: dict[Kind, float] = {}
         self.tried: dict[float, float] = {}
         self._slopes: dict[Kind, float] = {}
@@ -75,7 +77,7 @@ class StepSearch:
             loss = self._together()
             for kind in list(self.promises)[1:]:
                 loss = self._apart(kind, loss, settle=not spare)
-        self.left += spare
+        self.left, self.lowest = self.left + spare, loss
         return self.steps_for(self.promises), loss
 
     def steps_for(self, promises: dict[Kind, float]) -> list[float]:

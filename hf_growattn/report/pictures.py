@@ -144,14 +144,14 @@ def draw_line_search(panel: "Axes", report) -> None:
     tried = sorted((step, loss) for step, loss in report.line_search.items() if math.isfinite(loss))
     steps, losses = zip(*tried)
     best = min(losses)
-    panel.axhline(report.loss_before, color=GREY, linestyle="--", linewidth=1, label="before")
+    before = report.judged_before  # of the very batches of the search
+    if before is not None:
+        panel.axhline(before, color=GREY, linestyle="--", linewidth=1, label="before")
     panel.plot(steps, losses, ".-", color=BLUE)
     panel.plot(steps[losses.index(best)], best, "o", color=BLUE, fillstyle="none", markersize=9, label="lowest")
-    if best < report.loss_before:  # steps far too long would flatten the valley
-        fall = report.loss_before - best
-        panel.set_ylim(
-            best - 0.15 * fall, min(max(*losses, report.loss_before), report.loss_before + fall) + 0.1 * fall
-        )
+    if before is not None and best < before:  # steps far too long would flatten the valley
+        fall = before - best
+        panel.set_ylim(best - 0.15 * fall, min(max(*losses, before), before + fall) + 0.1 * fall)
     panel.set(xscale="log", xlabel="step along all directions", ylabel="loss", title="Line search")
     panel.locator_params(axis="x", subs=(1, 2, 5) if steps[-1] < 100 * steps[0] else (1,), numticks=6)
     panel.xaxis.set_major_formatter("{x:g}")

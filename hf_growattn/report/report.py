@@ -89,6 +89,8 @@ class GrowthReport:
         added_parameters: number of weights added.
         line_search: mean loss, of some of the growth batches, at every common step that was tried; by the step of the
             first layer and kind, where kinds differ.
+        judged_before, judged_after: mean loss of the batches of the line search, before and at the steps that were
+            taken, each half along the directions of the other; None where that was not measured.
         seconds: wall time of each phase.
         kept: False for what `Grower.measure` tried and took back.
         cache_bytes: of a token's keys and values over all layers, before and after; what generation pays for.
@@ -119,6 +121,8 @@ class GrowthReport:
     cache_bytes: tuple[int, int] = (0, 0)
     parameters: int = 0
     forward_seconds: tuple[float, float] | None = None
+    judged_before: float | None = None
+    judged_after: float | None = None
 
     @property
     def applied(self) -> bool:
@@ -179,6 +183,7 @@ class GrowthReport:
             "applied": self.applied,
             "loss_before": self.loss_before,
             "loss_after": self.loss_after,
+            "judged_loss": [self.judged_before, self.judged_after],
             "added_parameters": self.added_parameters,
             "cache_bytes": list(self.cache_bytes),
             "layers": layers,

@@ -195,12 +195,14 @@ def loss(report) -> str:
         held = "no direction lowers the loss on batches that it was not chosen from"
         why = held if nothing_held else "no step along the new directions lowers the loss"
         return f"{before:.4f} on the growth batches. Nothing was grown: {why}. The model is as it was."
-    share = min(max(report.predicted_gain / report.in_sample_gain, 0.0), 1.0) if report.in_sample_gain else 0.0
     when = "before" if report.kept else "if it is grown, before"
     told = f"{before:.4f} -> {after:.4f} on the growth batches, {when} any further training."
-    return (
-        f"{told} About {share:.0%} of that should hold on new batches.{'' if report.kept else ' Nothing was changed.'}"
-    )
+    if report.judged_after is not None:
+        told += (
+            f" {report.judged_before:.4f} -> {report.judged_after:.4f} on batches that the directions were not "
+            "computed from; the step was chosen on them."
+        )
+    return told if report.kept else f"{told} Nothing was changed."
 
 
 def advised(

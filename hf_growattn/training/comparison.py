@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from ..report.words import MARGIN, SURE, gap_text, printed
+from ..report.words import MARGIN, format_gap, format_table
 from .methods import METHODS, round_rate
 
+SURE = 2.0  # standard errors that a lead must be away from nothing
 SHORT = 4  # how many times shorter the trainings are that choose a learning rate
 
 
@@ -132,7 +133,7 @@ class Race:
         title = METHODS[self.challenger].title
         if math.isinf(lead):
             return f"LoRA wins: {title} diverged." if lead < 0 else f"{title} wins: LoRA diverged."
-        gap = gap_text(lead, error)
+        gap = format_gap(lead, error)
         if self.winner != "lora":
             wider = self.runs_of(self.winner)[0].cache / self.start.cache - 1
             return f"{title} wins: it is {gap} lower than LoRA, with a KV cache {wider:.0%} larger."
@@ -161,7 +162,7 @@ class Race:
                 lead = "{:+.4f} ± {:.4f}".format(*compare_runs(runs, self.runs_of("lora")))
             sizes = [f"{runs[0].weights:,}", f"{runs[0].cache:,}"]
             rows.append([METHODS[name].title, f"{runs[0].rate:.2g}", f"{losses[name]:.4f}", lead, *sizes])
-        return printed(columns, rows)
+        return format_table(columns, rows)
 
     def __str__(self) -> str:
         return f"{self.table()}\n{self.verdict}"
