@@ -5,20 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections import namedtuple
 from functools import partial
 
 import pytest
 import torch
+from command import Done, call
 from conftest import ROOT
 from families import VOCABULARY, build, save_with_text, tokens, word_tokenizer
 from transformers import AutoModelForCausalLM
 
-from hf_growattn.cli.commands import RUNNERS, main
+from hf_growattn.cli.commands import RUNNERS
 from hf_growattn.training.options import parse_budget
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
-Done = namedtuple("Done", "code out err")
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +28,12 @@ def given(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def call(capsys):
-    def run(*words) -> Done:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return Done(code, *capsys.readouterr())
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def grown(given, tmp_path_factory):
     """The folder that `growattn grow` left."""
     output = tmp_path_factory.mktemp("grown") / "out"
-    words = ["grow", given / "model", given / "text.txt", "-o", output, "--budget", "5%", *SMALL]
-    assert main([str(word) for word in words]) == 0
+    done = call("grow", given / "model", given / "text.txt", "-o", output, "--budget", "5%", *SMALL)
+    assert done.code == 0, done
     return output
 
 
@@ -56,7 +45,7 @@ def only_line(done: Done) -> str:
     return lines[0]
 
 
-def test_inspect_counts_full_heads(call, tmp_path):
+def test_inspect_counts_full_heads(tmp_path):
     """A head whose query weights have rank 1 is not full, and the figures say which."""
     model = build("gpt2-2")
     with torch.no_grad():  # head 2 of layer 1 sees one direction only; its biases would be another
@@ -79,7 +68,7 @@ def test_inspect_counts_full_heads(call, tmp_path):
 
 
 @pytest.mark.parametrize("variant, head", [("qwen3", "causal-lm"), ("llama-2", "sequence-classification")])
-def test_inspect_takes_any_family_and_head(call, variant, head, tmp_path):
+def test_inspect_takes_any_family_and_head(variant, head, tmp_path):
     from families import HEADS
 
     build(variant, HEADS[head]).save_pretrained(tmp_path)
@@ -88,7 +77,7 @@ def test_inspect_takes_any_family_and_head(call, variant, head, tmp_path):
     assert ("normalised" in done.out) == (variant == "qwen3")
 
 
-def test_measure_changes_nothing(call, given):
+def test_measure_changes_nothing(given):
     before = {path.name: path.read_bytes() for path in (given / "model").iterdir()}
     words = ["measure", given / "model", given / "text.txt", "--budget", "5%", *SMALL]
     done = call(*words)
@@ -101,7 +90,7 @@ def test_measure_changes_nothing(call, given):
     assert {path.name: path.read_bytes() for path in (given / "model").iterdir()} == before
 
 
-def test_grow_leaves_a_model_that_loads(call, given, grown):
+def test_grow_leaves_a_model_that_loads(given, grown):
     stock, wide = (AutoModelForCausalLM.from_pretrained(folder) for folder in (given / "model", grown))
     assert 0 < wide.num_parameters() - stock.num_parameters() <= 0.05 * stock.num_parameters()
     assert {"model.safetensors", "tokenizer.json", "figures.json"} <= {path.name for path in grown.iterdir()}
@@ -113,7 +102,7 @@ def test_grow_leaves_a_model_that_loads(call, given, grown):
     assert "</html>" in (grown / "report.html").read_text()
 
 
-def test_where_nothing_holds_nothing_is_written(call, given, tmp_path, monkeypatch):
+def test_where_nothing_holds_nothing_is_written(given, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "hf_growattn.grow.growth.StepSearch.run", lambda search, *_, **__: ([0.0] * len(search.trial.changes), 9.0)
     )
@@ -122,7 +111,7 @@ def test_where_nothing_holds_nothing_is_written(call, given, tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_export(call, grown, tmp_path):
+def test_export(grown, tmp_path):
     figures = json.loads(call("export", grown, "-o", tmp_path / "stock", "--json").out)
     assert figures["model_type"] == "llama" and figures["difference"] < 1e-4
     config = json.loads((tmp_path / "stock" / "config.json").read_text())
@@ -131,7 +120,7 @@ def test_export(call, grown, tmp_path):
     torch.testing.assert_close(*logits, rtol=1e-3, atol=2e-4)  # the weights are rescaled: equal but for fp32's rounding
 
 
-def test_finetune_prints_its_summary_and_json(call, given, tmp_path):
+def test_finetune_prints_its_summary_and_json(given, tmp_path):
     """Options of growth and of Trainer, in both spellings."""
     options = "--v-dims 4 --growth_batches 4 --grow_steps 2 --max_steps 4 --max-length 16 --use_cpu".split()
     words = ["finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options]
@@ -143,7 +132,7 @@ def test_finetune_prints_its_summary_and_json(call, given, tmp_path):
     assert call(*words).code == 2  # the folder is full
 
 
-def test_an_interrupted_training_says_how_to_continue(call, given, tmp_path, monkeypatch):
+def test_an_interrupted_training_says_how_to_continue(given, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -158,7 +147,7 @@ def test_an_interrupted_training_says_how_to_continue(call, given, tmp_path, mon
     assert call(*words, "--resume_from_checkpoint", "True").code == 0
 
 
-def test_race_prints_the_commands_that_continue(call, given, tmp_path):
+def test_race_prints_the_commands_that_continue(given, tmp_path):
     pytest.importorskip("peft")
     options = "--steps 4 --seeds 1 --budget 5% --growth_batches 4 --max_length 16 --use_cpu".split()
     words = ["race", given / "model", given / "text.txt", "-o", tmp_path / "race", *options]
@@ -171,18 +160,18 @@ def test_race_prints_the_commands_that_continue(call, given, tmp_path):
     assert json.loads(call(*words, "--json").out)["winner"]
 
 
-def test_push_dry_run_writes_all_files(call, grown, tmp_path):
+def test_push_dry_run_writes_all_files(grown, tmp_path):
     figures = json.loads(call("push", grown, "me/grown", "--dry-run", tmp_path / "look", "--json").out)
     assert set(figures["files"]) >= {"README.md", "model.safetensors", "config.json", "tokenizer.json"}
     assert "figures.json" not in figures["files"] and (tmp_path / "look" / "README.md").exists()
 
 
-def test_push_without_a_token_names_the_fix(call, grown, monkeypatch):
+def test_push_without_a_token_names_the_fix(grown, monkeypatch):
     monkeypatch.setattr("hf_growattn.interop.checkpoints.get_token", lambda: None)
     assert "hf auth login" in only_line(call("push", grown, "me/grown"))
 
 
-def test_errors_name_the_fix(call, given, tmp_path, monkeypatch):
+def test_errors_name_the_fix(given, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
     build("llama-2").save_pretrained(tmp_path / "damaged")
@@ -201,7 +190,7 @@ def test_errors_name_the_fix(call, given, tmp_path, monkeypatch):
         assert fix in only_line(call(*options)), options
 
 
-def test_wrong_usage_is_refused_before_anything_is_loaded(call, tmp_path):
+def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "there").write_text("mine")
     for options, fix in {
         "measure m d --grow_every 5": "unknown: --grow_every",
@@ -231,7 +220,7 @@ def test_wrong_usage_is_refused_before_anything_is_loaded(call, tmp_path):
     assert ended.value.code == 2
 
 
-def test_models_that_cannot_take_the_data_are_refused(call, given, tmp_path):
+def test_models_that_cannot_take_the_data_are_refused(given, tmp_path):
     assert "buy nothing" in only_line(call("measure", given / "model", given / "text.txt", *SMALL, "--budget", "1"))
     build("gpt2-2").save_pretrained(tmp_path)
     assert "has no tokenizer that can be loaded" in only_line(call("measure", tmp_path, given / "text.txt", *SMALL))
@@ -249,11 +238,11 @@ def test_budgets_as_people_write_them(text, value):
 
 @pytest.mark.parametrize("text", ["0", "150%", "2.5", "nan", "much"])
 def test_budgets_out_of_range_are_refused(text):
-    with pytest.raises(ValueError, match="is out of range|is not a number"):
+    with pytest.raises(ValueError, match=r"is out of range|is not a number"):
         parse_budget(text)
 
 
-def test_an_interrupted_save_leaves_nothing(call, given, tmp_path, monkeypatch):
+def test_an_interrupted_save_leaves_nothing(given, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -263,7 +252,7 @@ def test_an_interrupted_save_leaves_nothing(call, given, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fault_of_ours_shows_where_when_asked(call, monkeypatch):
+def test_a_fault_of_ours_shows_where_when_asked(monkeypatch):
     def broken(*_):
         raise RuntimeError("on\npurpose")
 
