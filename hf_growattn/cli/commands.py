@@ -152,6 +152,7 @@ def run_measure(words: list[str], as_json: bool) -> int:
     from ..training.finetuning import prepare_growth
 
     grower, batches, _ = prepare_growth(recipe)
+    _say(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
     report = grower.measure(batches)
     if as_json:
         _print_json(report.to_dict())
@@ -172,6 +173,7 @@ def run_grow(words: list[str], as_json: bool) -> int:
     from ..training.finetuning import prepare_growth
 
     grower, batches, tokenizer = prepare_growth(recipe)
+    _say(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
     report = grower.grow(batches)
     dataset = recipe.dataset
     if report.applied:

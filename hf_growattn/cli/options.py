@@ -126,6 +126,8 @@ def refuse_unknown(unknown: Sequence[str], known: Sequence[str]) -> None:
         UsageError: always; it names the nearest option.
     """
     first = unknown[0]
+    if not first.startswith("-"):
+        raise UsageError(f"unexpected: {' '.join(unknown)}; name MODEL and DATA first, then the options.")
     near = difflib.get_close_matches(option_name(first), known, n=1)
     suggestion = f" Did you mean --{near[0]}?" if near else ""
     raise UsageError(f"unknown: {' '.join(unknown)}.{suggestion}")
