@@ -5,16 +5,15 @@
     cmake --build llama.cpp/build --target llama
     python scripts/to_gguf.py exported --llama-cpp llama.cpp  # leaves exported.gguf, if both agree
 
-llama.cpp's converter needs the sentencepiece package, and a tokenizer that it knows beside the weights:
-`export_model(model, "exported", "llama", tokenizer)`, a target with one width for all heads. A C compiler builds
-`greedy.c` against llama.cpp's library.
+llama.cpp's converter needs the sentencepiece package, and a tokenizer that it knows in the checkpoint:
+`export_model(model, "exported", "llama", tokenizer)`. A C compiler builds `greedy.c` against llama.cpp's library.
 Both sides compute in fp32; quantize the file with llama.cpp's own tools afterwards. Of SmolLM2-135M, converting and
 comparing 40 tokens after each of four prompts takes 50 seconds of processor time.
 
 Measured with llama.cpp 0.5.0-dev on the CPU: Llama, Mistral without its window (llama.cpp has none for it), Mixtral,
-Qwen2 as a Llama, Qwen3, StableLM and GPT-NeoX agree. Granite, OLMo 2, SmolLM3, Phi-3 and GPT-2 are refused by the
-converter or the loader, which take head widths from the hidden size or know no frequencies for them; Gemma and Gemma 2
-convert, and rotate new dims too: there the verdict below is what tells.
+Qwen2 as a Llama and Qwen3 agree. The converter or the loader refuses Granite, OLMo 2, SmolLM3 and Phi-3, since it takes
+head widths from the hidden size or knows no frequencies for them. Gemma and Gemma 2 convert, but rotate new dims too,
+which the comparison below finds.
 
 The rotary frequencies of a source with scaled rotation (Llama 3.1 and later) are exported as "longrope", which the
 converter drops without a word for a Llama: such a file rotates every dim by one radian a token. So the converter is
@@ -47,8 +46,6 @@ def for_converter(checkpoint: Path, folder: Path) -> Path:
     for path in checkpoint.iterdir():
         (folder / path.name).symlink_to(path.resolve())
     config = json.loads((checkpoint / "config.json").read_text())
-    if config["model_type"] == "mimo_v2_flash":
-        sys.exit("Of a model with unequal widths nothing is known here: export the model again, with target='llama'.")
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope" and rope["rope_theta"] == 1.0:
         if rope["short_factor"] != rope["long_factor"]:

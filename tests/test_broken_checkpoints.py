@@ -154,7 +154,7 @@ def test_an_index_that_names_files_elsewhere(saved, checkpoint, name):
     name = name.format(str(outside).lstrip("/") if name == "/{}" else "outside.safetensors")
     (path / "sub").mkdir()
     edit(path, lambda index: index["weight_map"].update({weight: name}), "model.safetensors.index.json")
-    with pytest.raises(OSError, match=r"index.json names .* which does not lie beside it.*again"):
+    with pytest.raises(OSError, match=r"index.json names .* which is not in its folder.*again"):
         AutoModelForCausalLM.from_pretrained(path)
 
 

@@ -133,7 +133,7 @@ def test_where_nothing_holds_nothing_is_written(given, tmp_path, monkeypatch):
     assert "Nothing was grown" in done.stdout and not list(tmp_path.iterdir())
 
 
-def test_export_and_card(given, grown, tmp_path):
+def test_export(grown, tmp_path):
     output, _ = grown
     done = call("export", output, "-o", tmp_path / "stock", "--json")
     told = json.loads(done.stdout)
@@ -142,10 +142,6 @@ def test_export_and_card(given, grown, tmp_path):
     assert config["model_type"] == "llama" and (tmp_path / "stock" / "tokenizer.json").exists()
     logits = [AutoModelForCausalLM.from_pretrained(f).eval()(tokens()).logits for f in (output, tmp_path / "stock")]
     torch.testing.assert_close(*logits, rtol=1e-3, atol=2e-4)  # the weights are rescaled: equal but for fp32's rounding
-    done = call("card", output, "me/grown", "--form", "stock")
-    assert done.exit_code == 0 and "## What grew" in done.stdout and "text.txt" in done.stdout
-    assert str(given) not in done.stdout and "--base ID names it" in done.stderr
-    assert not call("card", output, "me/grown", "--base", "you/base").stderr.count("--base")
 
 
 def test_finetune_prints_what_it_leaves(given, tmp_path, monkeypatch):
@@ -242,7 +238,7 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
         ("finetune", model, text, "-o", tmp_path / "out", "--max_length", 4096): "choose --max_length 128 or less",
         ("evaluate", model, "--text", text, "--device", "none"): "The device none cannot be used",
         ("evaluate", model, tmp_path / "empty", "--text", text): "There is no checkpoint in",
-        ("card", tmp_path / "nowhere", "me/grown"): "Check the name",
+        ("push", tmp_path / "nowhere", "me/grown", "--dry-run", tmp_path / "look"): "Check the name",
     }.items():
         assert fix in only_line(call(*options)), options
 
@@ -305,10 +301,10 @@ def test_budgets_as_people_write_them():
 
 
 def test_an_interrupted_save_leaves_nothing(given, tmp_path, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_growattn.interop.figures.figures_of", interrupted)  # the weights are written by then
+    monkeypatch.setattr("hf_growattn.interop.cards.save_figures", interrupted)  # the weights are written by then
     done = call("grow", given / "model", given / "text.txt", "-o", tmp_path / "out", "--budget", "5%", *SMALL)
     assert done.exit_code == 130 and "nothing was written" in done.stderr, done.output
     assert not list(tmp_path.iterdir())
@@ -362,7 +358,7 @@ def test_ctrl_c_while_it_is_being_loaded(monkeypatch, capsys):
 
 def test_help_explains_every_command():
     top = call("--help").stdout
-    for command in ("inspect", "measure", "grow", "finetune", "evaluate", "export", "card", "push"):
+    for command in ("inspect", "measure", "grow", "finetune", "evaluate", "export", "push"):
         assert command in top and "Exit codes" in call(command, "--help").stdout
     assert "--install-completion" in top and call("--version").stdout.startswith("growattn 0.")
 

@@ -14,13 +14,13 @@ from conftest import ROOT
 from families import build, lm_batches, tokens, word_tokenizer
 from hub_server import Hub, Repository, card_errors
 from huggingface_hub import HfApi, ModelCard
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_growattn import Grower, GrowthConfig, model_card, patch_model
 from hf_growattn.cli.commands import app
 from hf_growattn.growable.models import attentions
-from hf_growattn.interop.figures import source_of
-from hf_growattn.training import outcome
+from hf_growattn.interop.cards import FIGURES, read_figures, save_figures
 
 TOKEN = "hf_neverToBeSeenAnywhere"
 BASE_CARD = b"---\nlicense: other\nlicense_name: tiny-licence\nlicense_link: https://example.com/l\n---\n# Base\n"
@@ -38,24 +38,16 @@ def grown():
 
 @pytest.fixture(scope="module")
 def checkpoint(grown, tmp_path_factory):
-    """A folder as a fine-tuning leaves it, and its figures."""
+    """A folder as a fine-tuning leaves it."""
     (model, report), folder = grown, tmp_path_factory.mktemp("checkpoint")
     word_tokenizer().save_pretrained(folder)
     model.save_pretrained(folder)
-    history = [
-        {"step": 0, "eval_loss": 3.0},
-        {"step": 4, **report.figures()},
-        {"step": 4, outcome.BEFORE: 2.5, outcome.AFTER: 2.25, outcome.SECONDS: 1.0},
-        {"step": 8, "eval_loss": 2.0},
-    ]
-    before, after = outcome.size_of(patch_model(build("llama-2"))), outcome.size_of(model)
-    source = source_of("someone/base", "someone/words")
-    figures = outcome.figures(source, {"with_growth": history}, None, before, after, 1.0, 0.0)
-    (folder / "figures.json").write_text(json.dumps(figures))
+    history = [{"step": 0, "eval_loss": 3.0}, {"step": 4, **report.figures()}, {"step": 8, "eval_loss": 2.0}]
+    save_figures(folder, [report], model="someone/base", dataset="someone/words", log_history=history)
     (folder / "growth.png").write_bytes(b"\x89PNG")
     (folder / "checkpoint-8").mkdir()
     (folder / "checkpoint-8" / "optimizer.pt").write_bytes(b"not to be pushed")
-    return folder, figures
+    return folder
 
 
 @pytest.fixture
@@ -134,15 +126,19 @@ def loaded_logits(hub, home, repo, library="yes", own_code=""):
 
 
 def test_pushed_by_the_model_and_loaded_elsewhere(hub, grown, tmp_path):
-    """Twice, of which the first has other shards; a third time to a branch; and as save_pretrained offers it."""
+    """Shards over one file and one file over shards, which leave other weights; to a branch; by save_pretrained."""
     model, _ = grown
     model.save_pretrained(tmp_path / "m")
+    foreign = ["model.safetensors", "model.fp16.safetensors", "model_ema.safetensors", "runs/model.safetensors"]
+    hub.repositories["me/grown"] = Repository(private=True)
+    hub.repositories["me/grown"].commit("main", dict.fromkeys(foreign, b"of someone else"))
     assert "commit" in ran(hub, tmp_path, "-c", PUSH, tmp_path / "m")
     repository = hub.repositories["me/grown"]
     _, first, second, _ = repository.commits.values()
     assert repository.private and set(repository.branches) == {"main", "aside"}
+    foreign = {"model.fp16.safetensors", "model_ema.safetensors", "runs/model.safetensors"}
     assert "model.safetensors.index.json" in first and "model.safetensors" not in first
-    assert [name for name in second if "safetensors" in name] == ["model.safetensors"]
+    assert {name for name in second if "safetensors" in name} == {"model.safetensors"} | foreign
     assert set(second) >= {"config.json", "README.md"} and "model.safetensors" in hub.files("me/saved")
     card = card_of(hub, "me/grown")
     written = card.data.to_dict()
@@ -154,10 +150,9 @@ def test_pushed_by_the_model_and_loaded_elsewhere(hub, grown, tmp_path):
 
 
 def test_the_command_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown, tmp_path):
-    folder, figures = checkpoint
     hub.repositories["someone/base"] = Repository(private=False)
     hub.repositories["someone/base"].commit("main", {"README.md": BASE_CARD})
-    done = command(hub, tmp_path, folder, "me/your-model", "--private")
+    done = command(hub, tmp_path, checkpoint, "me/your-model", "--private")
     assert done.returncode == 0, done.stderr
     files = hub.files("me/your-model")
     assert "/me/your-model/commit/" in done.stdout and len(hub.repositories["me/your-model"].commits) == 2
@@ -168,26 +163,12 @@ def test_the_command_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown,
     card = card_of(hub, "me/your-model")
     assert (card.data.base_model, card.data.datasets) == ("someone/base", ["someone/words"])
     assert (card.data.license, card.data.license_name) == ("other", "tiny-licence")
-    losses = {of.metric_name: of.metric_value for of in card.data.eval_results if of.metric_type == "loss"}
-    assert losses["loss before training, step 0"] == 3.0 and losses["loss after training, step 8"] == 2.0
-    perplexities = [of.metric_value for of in card.data.eval_results if of.metric_type == "perplexity"]
-    assert perplexities[-1] == pytest.approx(2.71828**2, abs=1e-3)
-    (growth,) = figures["growths"]
-    for grew in growth["layers"]:
-        assert f"| 1 | {grew['kind']} | {grew['width']} | {grew['starvation']:.2f} | {grew['gain']:.4f} |" in card.text
+    losses = {of.metric_name: of.metric_value for of in card.data.eval_results}
+    assert losses == {"loss at step 0": 3.0, "loss at step 8": 2.0} and "| step 8 | 2.0000 |" in card.text
+    (growth,) = read_figures(checkpoint)["growths"]
+    assert f"At step 4, {growth['added_parameters']:,} weights were added" in card.text
     assert "](growth.png)" in card.text and "tiny-licence, carried over" in card.text
     assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/your-model"), logits(grown[0]))
-
-
-def test_the_stock_form(hub, checkpoint, grown, tmp_path):
-    pytest.importorskip("hf_growattn.interop.export", reason="the stock form needs the export")
-    done = command(hub, tmp_path, checkpoint[0], "me/stock", "--form", "stock")
-    assert done.returncode == 0, done.stderr
-    assert not json.loads(hub.files("me/stock")["config.json"])["model_type"].startswith("growattn")
-    card = card_of(hub, "me/stock")
-    assert "import hf_growattn" not in card.text and "trust_remote_code" not in card.text
-    stock = loaded_logits(hub, tmp_path / "elsewhere", "me/stock", library="")
-    assert (stock - logits(grown[0])).abs().max() < 2e-4  # the weights are rescaled: equal but for fp32's rounding
 
 
 @pytest.fixture
@@ -199,6 +180,15 @@ def here(hub, tmp_path, monkeypatch):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return hub
+
+
+def test_the_stock_form(here, checkpoint, grown):
+    assert push(checkpoint, "me/stock", "--form", "stock").exit_code == 0
+    card = card_of(here, "me/stock")
+    assert "import hf_growattn" not in card.text and "trust_remote_code" not in card.text
+    stock = AutoModelForCausalLM.from_pretrained("me/stock")
+    assert not stock.config.model_type.startswith("growattn")
+    assert (logits(stock) - logits(grown[0])).abs().max() < 2e-4  # rescaled weights: equal but for fp32's rounding
 
 
 def test_loaded_by_the_code_that_travels_along(here, grown, tmp_path):
@@ -219,24 +209,24 @@ def test_a_card_that_is_there_is_kept_unless_there_is_more_to_tell(here, grown):
     assert card.data.license == "mit" and "My own words." in card.text
     model.push_to_hub("me/grown", reports=[report])
     text = card_of(here, "me/grown").text
-    assert "My own words." not in text and f"loss of the growth batches {report.loss_before:.4f}" in text
+    assert "My own words." not in text and f"loss of the growth batches was {report.loss_before:.4f}" in text
 
 
 def test_a_push_that_fails_half_way_leaves_nothing(here, checkpoint, monkeypatch):
     here.broken = "commit"
-    done = push(checkpoint[0], "me/grown", "--base", "someone/nowhere")
+    done = push(checkpoint, "me/grown", "--base", "someone/nowhere")
     assert done.exit_code == 1 and re.search(r"The push to me/grown failed.*Push again.*500", done.stderr), done.output
     assert len(here.uploads) == 2 and set(here.files("me/grown")) == {".gitattributes"}
     here.broken = None
-    assert push(checkpoint[0], "me/grown", "--base", "someone/nowhere").exit_code == 0
+    assert push(checkpoint, "me/grown", "--base", "someone/nowhere").exit_code == 0
     card = card_of(here, "me/grown")
     assert card.data.license is None and card.data.base_model == "someone/nowhere"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert re.search(r"The push to me/other failed.*401", push(checkpoint[0], "me/other").stderr)
+    assert re.search(r"The push to me/other failed.*401", push(checkpoint, "me/other").stderr)
 
 
 def test_a_dry_run_asks_nothing_of_the_hub_but_the_licence(here, checkpoint, tmp_path):
-    told = push(checkpoint[0], "me/grown", "--dry-run", tmp_path / "look").stdout
+    told = push(checkpoint, "me/grown", "--dry-run", tmp_path / "look").stdout
     names = {path.name for path in (tmp_path / "look").iterdir()}
     assert names >= {"README.md", "model.safetensors", "growth.png"} and all(name in told for name in names)
     assert "GET /api/models/someone/base" in here.requests
@@ -249,25 +239,32 @@ def test_a_card_of_a_model_that_is_not_growable():
 
 
 def test_local_names_do_not_travel(here, grown, tmp_path):
-    """A base or a text in a folder is told by its last name; a grown checkpoint is no base, but leads to one.
-
-    Figures may come from anywhere, so of a folder that they alone name no licence is read.
-    """
+    """The card names a base or a text in a folder by its last name, and reads nothing there but figures."""
     model, _ = grown
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "README.md").write_bytes(BASE_CARD)
-    figures = {"base_model": str(tmp_path / "base"), "dataset": str(tmp_path / "secret.txt"), "growths": []}
-    text = str(model_card(model, "me/grown", figures=figures))
-    assert str(tmp_path) not in text and "`base`" in text and "secret.txt" in text and "base_model" not in text
-    assert "license" not in text and card_errors(text) == []
-    text = str(model_card(model, "me/grown", figures=figures, base_model=str(tmp_path / "base")))
-    assert "license: other" in text and "`base`" in text and card_errors(text) == []
-    (tmp_path / "figures.json").write_text(json.dumps({"base_model": str(tmp_path / "base")}))
-    assert "`base`" in str(model_card(model, "me/grown", base_model=str(tmp_path)))
-    model.save_pretrained(tmp_path / "stage")
-    assert "not recorded" in str(model_card(model, "me/grown", base_model=str(tmp_path / "stage")))
-    model_card(model, "me/stage", base_model="a/b").save(tmp_path / "stage" / "README.md")
-    assert model_card(model, "me/grown", base_model=str(tmp_path / "stage")).data.base_model == "a/b"
+    (tmp_path / "secret.txt").write_text("")
+    save_figures(tmp_path, [], model=str(tmp_path / "base"), dataset=str(tmp_path / "secret.txt"))
+    for options in ({"figures": read_figures(tmp_path)}, {"base_model": str(tmp_path / "base")}):
+        text = str(model_card(model, "me/grown", **options))
+        assert str(tmp_path) not in text and "`base`" in text and "base_model" not in text and "license" not in text
+        assert ("secret.txt" in text) == ("figures" in options) and card_errors(text) == []
+    assert "trained from random weights" in str(model_card(model, "me/grown"))
+
+
+def test_a_grown_folder_leads_to_its_base_model(tmp_path):
+    (tmp_path / FIGURES).write_text(json.dumps({"base_model": "someone/base"}))
+    save_figures(tmp_path, [], model=str(tmp_path), dataset="words")
+    assert read_figures(tmp_path)["base_model"] == "someone/base"
+    (tmp_path / FIGURES).write_text("{")
+    save_figures(tmp_path, [], model=str(tmp_path), dataset="words")
+    assert read_figures(tmp_path)["base_model"] == str(tmp_path)
+
+
+def test_losses_that_are_not_finite_stay_out(tmp_path):
+    history = [{"step": 0, "eval_loss": 2.0}, {"step": 4, "eval_loss": float("nan")}]
+    save_figures(tmp_path, [], model="", dataset="", log_history=history)
+    assert read_figures(tmp_path)["held_out"] == [(0, 2.0)]
 
 
 @pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
@@ -281,7 +278,7 @@ def test_task_heads_and_a_growth_that_kept_nothing(task):
     model.sync_config()
     card = model_card(model, "me/grown", reports=[GrowthReport(1.0, 1.0, [], 0, {}, {})], picture=True)
     assert f"AutoModelFor{task}.from_pretrained" in card.text and card_errors(str(card)) == []
-    assert "| 0 | 16 -> 20 | 16 |" in card.text and "Nothing was grown" in card.text and "](growth.png)" in card.text
+    assert "| 0 | 16 -> 20 | 16 |" in card.text and "nothing was added" in card.text and "](growth.png)" in card.text
     assert "{{" not in card.text and "{%" not in card.text
 
 

@@ -1,7 +1,7 @@
 """Saving replaces a former checkpoint, and leaves what else lies in the directory; tests/test_faults.py kills it."""
 
 import os
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,20 +37,16 @@ def make(monkeypatch, folder, way):
     """Make a folder one that is saved into in some way; forks of this process believe it too."""
     if way == "a mount":
         monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
-    if way == "the current directory":
-        monkeypatch.chdir(folder)
-    if way == "no exchange":
-        monkeypatch.setattr(sys, "platform", "elsewhere")
     if way == "no locks":
         monkeypatch.setattr(folders, "fcntl", None)
 
 
-WAYS = ["exchange", "a mount", "the current directory", "no exchange", "no locks"]
+WAYS = ["a folder", "a mount", "no locks"]
 
 
-@pytest.mark.parametrize("variant, way", [("gpt2-2", "exchange"), *(("llama-2", way) for way in WAYS)])
+@pytest.mark.parametrize("variant, way", [("gpt2-2", "a folder"), *(("llama-2", way) for way in WAYS)])
 def test_saving_over_an_old_checkpoint(tmp_path, monkeypatch, variant, way):
-    """Shards of the old one would be read beside the new one's; files that are not ours stay, nested weights too."""
+    """Shards of the old one would be read with the new one's; files that are not ours stay, nested weights too."""
     grown(4, variant).save_pretrained(tmp_path / "m", max_shard_size="20KB")
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
     (tmp_path / "m" / "runs").mkdir()
@@ -79,7 +75,7 @@ def test_pushing_passes_every_wish_on(tmp_path, monkeypatch):
     assert calls[1] == (("me/grown",), {"token": None})
 
 
-@pytest.mark.parametrize("way", WAYS[:-1])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_save_touches_no_other_save_that_goes_on(tmp_path, monkeypatch, way):
     grown(4).save_pretrained(tmp_path / "m", max_shard_size="20KB")
     make(monkeypatch, tmp_path / "m", way)
@@ -98,25 +94,56 @@ def test_a_save_into_the_directory_that_is_lent(tmp_path):
     assert torch.equal(logits(tmp_path / "m"), grown(4)(tokens()).logits)
 
 
-def test_leftovers_of_another_machine_stay(tmp_path):
-    """Whether it lives cannot be told from here. Those of this one go: tests/test_faults.py."""
-    left = tmp_path / ".m.partial-elsewhere-x"
+def test_leftovers_of_other_processes_stay(tmp_path):
+    """They may live on another machine."""
+    left = tmp_path / ".m.partial-x"
     left.mkdir()
     grown(4).save_pretrained(tmp_path / "m")
     assert left.exists()
 
 
-def test_what_others_write_during_an_exchange_stays(tmp_path, monkeypatch):
+FOREIGN = ["model_ema.safetensors", "model.fp16.safetensors", "model-of-mine.safetensors", "models.safetensors"]
+
+
+@pytest.mark.parametrize("former, new", [("1GB", "1GB"), ("20KB", "1GB"), ("1GB", "20KB"), ("20KB", "40KB")])
+def test_only_weights_that_the_new_ones_replace_go(former, new, tmp_path):
+    """Every reader finds one set of weights, with an index or without; other weights in the folder stay."""
+    grown(4).save_pretrained(tmp_path / "m", max_shard_size=former)
+    for name in FOREIGN:
+        (tmp_path / "m" / name).write_text("of someone else")
+    model = grown(9)
+    model.save_pretrained(tmp_path / "m", max_shard_size=new)
+    model.save_pretrained(tmp_path / "expected", max_shard_size=new)
+    expected = {path.name for path in (tmp_path / "expected").iterdir()}
+    assert {path.name for path in (tmp_path / "m").iterdir()} == expected | set(FOREIGN)
+    for name in FOREIGN:
+        (tmp_path / "m" / name).unlink()
+    assert torch.equal(logits(tmp_path / "m"), model(tokens()).logits)
+
+
+def test_a_variant_leaves_the_main_weights(tmp_path):
+    model = grown(4)
+    model.save_pretrained(tmp_path)
+    shutil.copy(tmp_path / "model.safetensors", tmp_path / "model_ema.safetensors")
+    (tmp_path / "model.safetensors.index.fp16.json").write_text("{}")
+    model.save_pretrained(tmp_path, variant="fp16")
+    names = {path.name for path in tmp_path.glob("*.safetensors")}
+    assert names == {"model.safetensors", "model_ema.safetensors", "model.fp16.safetensors"}
+    assert (tmp_path / "model.safetensors.index.fp16.json").exists()
+    assert torch.equal(logits(tmp_path), model(tokens()).logits)
+
+
+STRANGE = ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../secret.safetensors"}}']
+
+
+@pytest.mark.parametrize("index", STRANGE)
+def test_an_index_that_is_not_ours_removes_no_other_file(index, tmp_path):
+    (tmp_path / "secret.safetensors").write_text("")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / folders.INDEX).write_text(index)
     grown(4).save_pretrained(tmp_path / "m")
-    exchange = folders._exchange
-
-    def late(*places):
-        (tmp_path / "m" / "tokenizer.json").write_text("{}")
-        return exchange(*places)
-
-    monkeypatch.setattr(folders, "_exchange", late)
-    grown(9).save_pretrained(tmp_path / "m")
-    assert (tmp_path / "m" / "tokenizer.json").exists()
+    assert (tmp_path / "secret.safetensors").exists() and not (tmp_path / "m" / folders.INDEX).exists()
+    assert torch.equal(logits(tmp_path / "m"), grown(4)(tokens()).logits)
 
 
 def test_relative_paths_and_files_in_the_way(tmp_path, monkeypatch):

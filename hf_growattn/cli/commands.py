@@ -250,21 +250,20 @@ def race(ctx: typer.Context) -> None:
 def grow(ctx: typer.Context) -> None:
     """Grow once, and save what grew."""
     from ..growable.folders import replacing
-    from ..interop.figures import FIGURES, figures_of
+    from ..interop.cards import save_figures
     from ..report.words import report_text
     from ..training.outcome import REPORT, drawable
     from .inspection import measured
 
     recipe, as_json = _read(ctx, writes=True)
     grower, drawn, tokenizer = _ready(recipe)
-    output, before = Path(recipe.training.output_dir), grower.model.num_parameters()
+    output = Path(recipe.training.output_dir)
     report = grower.grow(drawn)
     if report.applied:
         with replacing(output.resolve()) as folder:
             grower.model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            figures = figures_of(report, recipe.name, recipe.dataset, before)
-            (folder / FIGURES).write_text(json.dumps(figures, indent=1))
+            save_figures(folder, [report], model=recipe.name, dataset=recipe.dataset)
             if drawable():
                 report.save(folder / REPORT)
     if as_json:
@@ -325,9 +324,9 @@ def evaluate(ctx: typer.Context) -> None:
 def export(
     checkpoint: Checkpoint,
     output: Output,
-    target: Annotated[str, typer.Option(help="A stock model type such as llama; auto takes the best that fits.")] = (
-        "auto"
-    ),
+    target: Annotated[
+        str | None, typer.Option(help="A stock model type such as llama; by default the best that fits.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a grown model as an ordinary one, with the same outputs, which needs no hf_growattn."""
@@ -335,32 +334,13 @@ def export(
 
     from ..interop.checkpoints import load_grown
     from ..interop.export import export_model
-    from .inspection import costs_table
 
     transformers_logging.set_verbosity_error()  # of a config that is the checkpoint's own, once for each load
     model, tokenizer = load_grown(checkpoint)
     report = export_model(model, output, target, tokenizer)
     if as_json:
         return _print_json(asdict(report) | {"path": str(report.path)})
-    typer.echo(
-        f"A stock {report.model_type} with queries and keys {report.head_dim} wide, values {report.v_head_dim} and "
-        f"{report.parameters:,} parameters, in {output}. Its logits differ by {report.difference:.1e} of the largest."
-    )
-    _print_table(costs_table({name: asdict(cost) for name, cost in report.costs.items()}))
-    if report.exact_up_to is not None:
-        typer.echo(f"That holds up to {report.exact_up_to:,} tokens.")
-
-
-@app.command(epilog=EXIT_CODES)
-def card(checkpoint: Checkpoint, repo: Repo, form: Form = "native", base: Base = None) -> None:
-    """Print the model card of a grown model: where it comes from, what grew and why, how to load it."""
-    from ..interop.checkpoints import card_of, load_grown
-
-    model, _ = load_grown(checkpoint)
-    made = card_of(checkpoint, model, repo, form, base)
-    typer.echo(str(made))
-    if getattr(made.data, "base_model", None) is None:
-        _say("The model that grew is no repository of the Hub, as far as is known; --base ID names it.")
+    typer.echo(str(report))
 
 
 @app.command(epilog=EXIT_CODES)

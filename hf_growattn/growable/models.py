@@ -24,10 +24,9 @@ class GrowableModelMixin(GrownModelMixin):
     def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
 
-        The checkpoint is written beside `save_directory` and then takes its place in one step, so a process that is
-        killed leaves the former checkpoint as it was. Other files of the directory stay. Where the directory itself
-        cannot be replaced (the current one, a mount, a disk or a system that cannot exchange two), the files are, one
-        after the other. Several processes may save there at once: the last one wins, and what it leaves is whole.
+        The checkpoint is written next to `save_directory`, and its files then move there, the config last. A process
+        that is killed while it writes leaves the former checkpoint as it was. Other files of the directory stay.
+        Several processes may save there at once: the last one wins, and what it leaves is whole.
 
         The code of the classes goes along, so that `trust_remote_code=True` loads it where this library is not.
 

@@ -1,4 +1,4 @@
-"""Model cards of grown models, and pushing a model with its card to the Hub: all in one commit, or not at all."""
+"""Model cards of grown models, the figures they show, and pushes to the Hub in one commit."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from huggingface_hub import (
     CommitInfo,
@@ -23,14 +23,13 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
 from ..grow.provenance import origin_of
-from ..growable.folders import is_weights
+from ..growable.folders import INDEX, find_replaced_weights
 from ..growable.sharding import is_sharded
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
 from ..report.report import GrowthReport
 from .costs import costs_of
-from .figures import FIGURES, check_figures, growth_figures, read_figures
 
-CARD, PICTURE = "README.md", "growth.png"
+CARD, FIGURES, PICTURE = "README.md", "figures.json", "growth.png"
 TAGS = ["hf_growattn", "growattn"]
 TASKS = {  # by the end of a model class's name: the Auto class that loads it, and the Hub's name of its task
     "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
@@ -52,6 +51,88 @@ def task_of(class_name: str) -> tuple[str, str]:
     return next(task for end, task in TASKS.items() if class_name.endswith(end))
 
 
+def save_figures(
+    folder: str | Path,
+    reports: Iterable[GrowthReport],
+    *,
+    model: str,
+    dataset: str,
+    log_history: Iterable[dict] = (),
+) -> None:
+    """Write what a model card shows: `figures.json` and, where matplotlib is installed, `growth.png`.
+
+    Args:
+        folder: of the checkpoint.
+        reports: of its growths, as `Grower.grow` returned them.
+        model: Hub id or folder of the model that grew. A folder with figures of its own leads to its base model.
+        dataset: name of the data.
+        log_history: `trainer.state.log_history` of the training.
+    """
+    reports, log_history = list(reports), list(log_history)
+    figures = _collect_figures(reports, model, dataset, log_history)
+    (Path(folder) / FIGURES).write_text(json.dumps(figures, indent=1))
+
+
+def _collect_figures(reports: list[GrowthReport], model: str, dataset: str, log_history: list[dict]) -> dict:
+    """Gather what `figures.json` holds."""
+    steps = {entry["growth_loss_before"]: entry["step"] for entry in log_history if "growth_loss_before" in entry}
+    losses = [(entry["step"], entry["eval_loss"]) for entry in log_history if "eval_loss" in entry]
+    growths = [
+        {
+            "step": steps.get(report.loss_before),
+            "growth_batches": [report.loss_before, report.loss_after],
+            "added_parameters": report.added_parameters,
+        }
+        for report in reports
+    ]
+    return {
+        "base_model": find_base_model(model),
+        "dataset": find_path(dataset),
+        "held_out": [(step, loss) for step, loss in losses if math.isfinite(loss)],
+        "growths": growths,
+    }
+
+
+def find_base_model(name: str) -> str:
+    """Return the base model that the figures in a folder name; without figures, the folder or Hub id itself."""
+    if name and (Path(name) / FIGURES).is_file():
+        with contextlib.suppress(ValueError):
+            name = read_figures(Path(name))["base_model"]
+    return find_path(name)
+
+
+def find_path(name: str) -> str:
+    """Return the whole path of a file or folder here, which nobody takes for a Hub id; other names as they are."""
+    return str(Path(name).resolve()) if name and Path(name).exists() else name
+
+
+def read_figures(folder: Path) -> dict[str, Any]:
+    """Return the figures of a checkpoint: names as text, numbers as numbers.
+
+    Raises:
+        ValueError: the file does not hold such figures; the message names the fix.
+    """
+    try:
+        figures = json.loads((folder / FIGURES).read_bytes())
+        growths = []
+        for growth in figures.get("growths") or []:
+            before, after = map(float, growth["growth_batches"])
+            step = None if growth.get("step") is None else int(growth["step"])
+            added = int(growth["added_parameters"])
+            growths.append({"step": step, "growth_batches": [before, after], "added_parameters": added})
+        return {
+            "base_model": str(figures.get("base_model") or ""),
+            "dataset": str(figures.get("dataset") or ""),
+            "held_out": [(int(step), float(loss)) for step, loss in figures.get("held_out") or []],
+            "growths": growths,
+        }
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{folder / FIGURES} does not hold the figures of a growth. Put back what was written there, or delete it: "
+            f"a model card can do without. ({type(error).__name__}: {error})"
+        ) from error
+
+
 def model_card(
     model: PreTrainedModel,
     repo_id: str,
@@ -61,57 +142,56 @@ def model_card(
     base_model: str | None = None,
     picture: bool = False,
 ) -> ModelCard:
-    """Write the card of a grown model: where it comes from, what grew where and why, what it gave, how to load it.
+    """Return the card of a grown model: its origin, its widths and costs, its losses, how to load it.
 
     Args:
         model: the grown model.
         repo_id: where it will be on the Hub.
         form: "native" or "stock", as it is pushed.
         reports: of its growths, as `Grower.grow` returned them.
-        figures: instead, what a fine-tuning left in `figures.json`, evaluations included.
-        base_model: Hub id or folder of the model that grew; by default as the figures or the model know it. The card
-            carries its licence over, but not that of a folder which only the figures name.
-        picture: whether `growth.png` will lie beside the card.
+        figures: instead of reports, what `read_figures` returned.
+        base_model: Hub id or folder of the model that grew; by default as the figures or the model know it. The licence
+            of a model on the Hub is carried over.
+        picture: whether the repository has `growth.png`.
 
     Returns:
         The card; `card.save(path)` writes it, `card.push_to_hub(repo_id)` pushes it alone.
 
     Raises:
-        ValueError: the model is not growable, or the figures are none.
+        ValueError: the model is not growable.
     """
     config = model.config
     if not config.model_type.startswith(PREFIX):
         raise ValueError(f"{type(model).__name__} is not growable: the card is for models that patch_model has seen.")
-    figures = {"growths": list(map(growth_figures, reports))} if figures is None else figures
-    check_figures(figures, "The dict of figures")
-    figures = {"growths": [], "dataset": "", "before": {}} | {k: v for k, v in figures.items() if v is not None}
-    if base_model or "base_model" not in figures:
-        base_model, base_name, licence = _origin(base_model or origin_of(model))
-    else:
-        base_model, base_name, licence = _origin(figures["base_model"], given=False)
-    auto_class, task = task_of(type(model).__name__)
+    if figures is None:
+        figures = _collect_figures(list(reports), origin_of(model), "", [])
+    base = base_model or figures["base_model"]
+    base_id = base if _is_hub_id(base) else None
+    licence = _fetch_licence(base_id)
     dataset = figures["dataset"]
-    on_hub = _is_hub_id(dataset)
-    dataset = dataset if on_hub else _plain(Path(dataset).name if Path(dataset).is_absolute() else dataset)
-    evaluations = _evaluations(figures)
-    evaluated = {
-        "dataset_type": dataset if on_hub else "text",
-        "dataset_name": dataset or "text",
-        "dataset_split": "held out",
-    }
+    dataset_id = dataset if _is_hub_id(dataset) else None
+    dataset = dataset_id or _clean_text(Path(dataset).name if Path(dataset).is_absolute() else dataset)
+    auto_class, task = task_of(type(model).__name__)
+    losses = list(dict.fromkeys(figures["held_out"][:1] + figures["held_out"][-1:]))
     results = [
-        EvalResult(task, metric_type=metric, metric_name=f"{metric} {name}", metric_value=round(value, 4), **evaluated)
-        for name, *values in evaluations
-        for metric, value in zip(("loss", "perplexity"), values)
+        EvalResult(
+            task,
+            dataset_type=dataset_id or "text",
+            dataset_name=dataset or "text",
+            dataset_split="held out",
+            metric_type="loss",
+            metric_name=f"loss at step {step}",
+            metric_value=round(loss, 4),
+        )
+        for step, loss in losses
     ]
-    grew = any(growth["layers"] for growth in figures["growths"])  # and not only the model that it started from
     data = ModelCardData(
-        base_model=base_model,
+        base_model=base_id,
         **licence,
         library_name="transformers",
         pipeline_tag=task,
         tags=TAGS,
-        datasets=[dataset] if on_hub else None,
+        datasets=[dataset_id] if dataset_id else None,
         model_name=repo_id.split("/")[-1],
         eval_results=results or None,
     )
@@ -121,23 +201,49 @@ def model_card(
         repo_id=repo_id,
         form=form,
         auto_class=auto_class,
-        base_model=base_model,
-        base_name=base_name,
+        base_id=base_id,
+        base_name=_clean_text(Path(base).name),
         licence=licence.get("license_name") or licence.get("license"),
         dataset=dataset,
-        dataset_on_hub=on_hub,
+        dataset_id=dataset_id,
         family=config.model_type.removeprefix(PREFIX),
         heads=config.num_attention_heads,
         stock_width=stock_head_dim(config),
         widths=[layer_widths(config, layer) for layer in range(config.num_hidden_layers)],
         costs=costs_of(model),
-        parameters=model.num_parameters(),
-        compared=[{**other, "name": _plain(other["name"])} for other in figures.get("compared") or []],
-        parameters_before=figures["before"].get("parameters") if grew else None,
         growths=figures["growths"],
-        evaluations=evaluations,
+        losses=losses,
         picture=PICTURE if picture else None,
     )
+
+
+def _clean_text(text: str) -> str:
+    """Return a text from elsewhere as one line that is neither Markdown nor HTML."""
+    return re.sub(r"[^\w .,:;/+=%@()'\"-]+", " ", text).strip()
+
+
+def _is_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
+
+
+def _fetch_licence(hub_id: str | None) -> dict[str, Any]:
+    """Return the metadata of a model's licence on the Hub; nothing where that cannot be asked."""
+    if hub_id is None:
+        return {}
+    try:
+        info = HfApi().model_info(hub_id, timeout=10)  # asked once; downloads are tried again and again
+        card = cast(ModelCardData, info.card_data).to_dict()
+    except Exception:  # no network, no such model, no card, or a broken one
+        return {}
+    licence = {key: _clean_text(str(card[key])) for key in ("license", "license_name") if card.get(key)}
+    link = card.get("license_link")
+    if isinstance(link, str) and re.fullmatch(r"[\w.:/?#=&%~+-]+", link):
+        licence["license_link"] = link
+    return licence
 
 
 def push_folder(
@@ -149,17 +255,22 @@ def push_folder(
     commit_message: str | None = None,
     commit_description: str | None = None,
 ) -> CommitInfo:
-    """Push the files of a folder as one commit, and take weights of a former push away that they do not replace.
+    """Push the files of a folder as one commit; it removes only the former weights that they replace.
 
     `HfApi.upload_folder` may make several commits, between which the repository holds half a model. The arguments are
-    as for `push_model`; the repository must be there.
+    as for `push_model`; the repository must exist.
     """
     api = HfApi(token=token)
     if revision is not None and not create_pr and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    names = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    former = {name for name in api.list_repo_files(repo_id, revision=revision) if is_weights(name)} - names.keys()
-    operations = [*(CommitOperationAdd(*file) for file in names.items()), *map(CommitOperationDelete, sorted(former))]
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    there = set(api.list_repo_files(repo_id, revision=revision))
+    index = None
+    if INDEX in there:
+        with tempfile.TemporaryDirectory() as cache:
+            index = Path(api.hf_hub_download(repo_id, INDEX, revision=revision, cache_dir=cache)).read_bytes()
+    replaced = sorted(find_replaced_weights(set(files), index) & there)
+    operations = [*(CommitOperationAdd(*file) for file in files.items()), *map(CommitOperationDelete, replaced)]
     message = {"commit_message": commit_message or "Upload model", "commit_description": commit_description}
     return api.create_commit(repo_id, operations, **message, revision=revision, create_pr=create_pr)
 
@@ -175,106 +286,37 @@ def push_model(
     tags: Iterable[str] | None = None,
     **commit,
 ) -> CommitInfo:
-    """Push a grown model in its native form with a card; this is `model.push_to_hub`.
+    """Push a grown model in its native form with a card, in one commit; this is `model.push_to_hub`.
 
     Args:
         model: the grown model.
-        repo_id: where to; made if it is not there.
-        reports: of the growths; with them the card is written anew, else a card that the repository has is kept.
+        repo_id: where to; made if it does not exist.
+        reports: of the growths. With them the card is written again; without them a card in the repository stays.
         private: make a new repository private.
         token: of a user who may write; None takes the one of `hf auth login` or HF_TOKEN.
         max_shard_size: size of a file of weights at most, in bytes or as in "5GB".
-        tags: for the card, beside those of this library.
-        commit: `commit_message`, `commit_description`, `revision` (a branch, made if it is not there) and `create_pr`,
-            as for `HfApi.create_commit`.
-
-    Returns:
-        The commit; it is the only one, so that the repository never holds half a model.
+        tags: for the card, besides those of this library.
+        **commit: `commit_message`, `commit_description`, `revision` (a branch, made if it does not exist) and
+            `create_pr`, as for `HfApi.create_commit`.
 
     Raises:
         ValueError: the model is not growable, or is spread over processes.
         huggingface_hub.errors.HfHubHTTPError: the Hub refused; nothing was changed there but for an empty repository.
     """
-    if any(map(is_sharded, model.parameters())):
+    sharded = any(map(is_sharded, model.parameters()))
+    if sharded:
         raise ValueError(
             f"The model is spread over processes, which would all push. Call save_pretrained(folder) on all of them, "
             f"and push that folder from one: hf upload {repo_id} folder."
         )
     repo_id = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     reports, card = list(reports), None
-    with contextlib.suppress(EntryNotFoundError):
-        card = None if reports else ModelCard.load(repo_id, token=cast(str, token))  # it takes True, too
+    if not reports:
+        with contextlib.suppress(EntryNotFoundError):
+            card = ModelCard.load(repo_id, token=cast(str, token))  # it takes True, too
     card = card or model_card(model, repo_id, reports=reports)
     card.data["tags"] = list(dict.fromkeys([*(card.data.get("tags") or []), *(tags or [])]))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         card.save(Path(folder, CARD))
         return push_folder(Path(folder), repo_id, token, **commit)
-
-
-def _plain(text: str) -> str:
-    """A text from elsewhere, as one line that is neither markdown nor HTML."""
-    return re.sub(r"[^\w .,:;/+=%@()'\"-]+", " ", text).strip()
-
-
-def _evaluations(figures: dict) -> list[tuple[str, float, float]]:
-    """Name, held-out loss and perplexity of each moment that is worth telling, in the order of time."""
-    held_out = (figures.get("with_growth") or figures.get("without_growth") or {}).get("held_out")
-    if not held_out:
-        return []
-    losses = {f"before training, step {held_out[0][0]}": held_out[0][1]}
-    for growth in figures["growths"]:
-        for when, loss in zip(("before", "after"), growth.get("held_out") or ()):
-            losses[f"{when} growth, step {growth.get('step', 'not recorded')}"] = loss
-    losses[f"after training, step {held_out[-1][0]}"] = held_out[-1][1]
-    return [(name, loss, math.exp(loss) if loss < 700 else math.inf) for name, loss in losses.items()]
-
-
-def _is_hub_id(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return not Path(name).exists()
-
-
-def _origin(base: str, given: bool = True) -> tuple[str | None, str, dict]:
-    """Follow a model's name to its Hub id, if there is one, what to call it, and its licence's metadata.
-
-    What no user or model has `given`, but a file alone, may be any folder of this machine: nothing of it but its last
-    name belongs into a card that others read.
-    """
-    if not base:
-        return None, "none, trained from random weights", {}
-    folder = Path(base)
-    if given and (folder / FIGURES).is_file():  # of a training, whose model grew from another model in its turn
-        return _origin(read_figures(folder).get("base_model") or "", given=False)
-    hub_id, card = base if _is_hub_id(base) else None, {}
-    try:
-        if hub_id:
-            info = HfApi().model_info(hub_id, timeout=10)  # asked once; downloads are tried again and again
-            hub_id = info.id  # the one of today, should it have moved
-            card = cast(ModelCardData, info.card_data).to_dict()
-        elif given:
-            card = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # no network, no such model, no card, or none that can be read: then nothing is known
-        pass
-    name = hub_id or f"`{_plain(folder.name) or '?'}`"
-    tags = card.get("tags")
-    if (isinstance(tags, list) and any(tag in TAGS for tag in tags)) or (given and _is_grown(folder)):  # on the way
-        former = card.get("base_model")
-        former = former[0] if isinstance(former, list) and former else former
-        hub_id = former if isinstance(former, str) and _is_hub_id(former) else None
-        name = hub_id or "not recorded"
-    licence = {key: _plain(str(card[key])) for key in ("license", "license_name") if card.get(key)}
-    link = card.get("license_link")
-    if isinstance(link, str) and re.fullmatch(r"[\w.:/?#=&%~+-]+", link):
-        licence["license_link"] = link
-    return hub_id, name, licence
-
-
-def _is_grown(folder: Path) -> bool:
-    try:
-        return json.loads((folder / "config.json").read_bytes())["model_type"].startswith(PREFIX)
-    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError):  # no config, or none of a model
-        return False

@@ -10,9 +10,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from ..growable.patching import architecture_of
 from ..model.configuration import PREFIX
-from .cards import CARD, PICTURE, model_card, push_folder, task_of
+from .cards import CARD, FIGURES, PICTURE, model_card, push_folder, read_figures, task_of
 from .export import export_model
-from .figures import FIGURES, read_figures
 
 _CAUSAL = "AutoModelForCausalLM"
 
@@ -21,14 +20,14 @@ def load_config(name: str, trust_remote_code: bool = False, revision: str = "mai
     """Load the config of a checkpoint, stock or grown, from a folder or by its Hub id.
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, or it holds adapters only; the message names the fix.
+        ValueError: the checkpoint is missing or damaged, or it holds adapters only; the message names the fix.
     """
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").exists():
         if (folder / "adapter_config.json").exists():
             raise ValueError(f"{name} holds adapters: merge_and_unload() them into their model, and save that.")
         raise ValueError(f"There is no checkpoint in {name}: name a folder that save_pretrained wrote (config.json).")
-    return _loaded(AutoConfig, name, "model", trust_remote_code, revision=revision)
+    return _load(AutoConfig, name, "model", trust_remote_code, revision=revision)
 
 
 def load_model(
@@ -47,7 +46,7 @@ def load_model(
             "token; grow others in Python, with hf_growattn.Grower and your own batches."
         )
     chosen = getattr(transformers, _CAUSAL if causal else auto_class)
-    return _loaded(chosen, name, "model", trust_remote_code, revision=revision, **options).eval()
+    return _load(chosen, name, "model", trust_remote_code, revision=revision, **options).eval()
 
 
 def load_growable(name: str, causal: bool = False, revision: str = "main", **options) -> PreTrainedModel:
@@ -67,7 +66,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str = "
         ValueError: it has none that can be loaded.
     """
     try:
-        tokenizer = _loaded(AutoTokenizer, name, "tokenizer", trust_remote_code, revision=revision)
+        tokenizer = _load(AutoTokenizer, name, "tokenizer", trust_remote_code, revision=revision)
         if not tokenizer("Any text", add_special_tokens=False)["input_ids"]:  # what transformers makes out of no files
             raise ValueError("its vocabulary is empty")
         return tokenizer
@@ -81,19 +80,16 @@ def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str = "
 
 
 def first_line(error: Exception) -> str:
-    """The kind of an error and its first line."""
+    """Return the kind of an error and its first line."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _loaded(auto_class: type, name: str, what: str, trust_remote_code: bool, **options):
+def _load(auto_class: type, name: str, what: str, trust_remote_code: bool, **options):
     try:
         return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # of transformers, safetensors, or the Hub's client: damage has many names
         if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"{name} comes with code of its own, which `growattn evaluate --trust_remote_code` alone would run; "
-                "read it first."
-            ) from error
+            raise ValueError(f"{name} comes with code of its own, which is not run here.") from error
         if Path(name).exists():
             raise ValueError(f"The {what} in {name} cannot be loaded. {type(error).__name__}: {error}") from error
         raise ValueError(
@@ -106,7 +102,7 @@ def load_grown(checkpoint: Path):
     """Load a grown model of any task from a folder, and its tokenizer, None if it has none.
 
     Raises:
-        ValueError: there is no such checkpoint, or it did not grow.
+        ValueError: the checkpoint is missing or damaged, or it did not grow.
     """
     model = load_model(str(checkpoint))
     if not model.config.model_type.startswith(PREFIX):
@@ -118,21 +114,11 @@ def load_grown(checkpoint: Path):
     return model, load_tokenizer(str(checkpoint)) if has_tokenizer else None
 
 
-def card_of(checkpoint: Path, model: PreTrainedModel, repo_id: str, form: str = "native", base: str | None = None):
-    """The `model_card` of what was loaded from a folder, with the figures and the picture that lie there.
-
-    Raises:
-        ValueError: `figures.json` is not what a growth left there.
-    """
-    figures = read_figures(checkpoint) if (checkpoint / FIGURES).is_file() else None
-    return model_card(model, repo_id, form, figures=figures, base_model=base, picture=(checkpoint / PICTURE).exists())
-
-
 def write_publication(checkpoint: Path, folder: Path, repo_id: str, form: str, base: str | None = None) -> None:
     """Write all that is pushed into an empty folder: the model in one of its forms, tokenizer, card and picture.
 
     Raises:
-        ValueError: there is no grown checkpoint, or no stock form of it.
+        ValueError: the checkpoint is not a grown one, it has no stock form, or its `figures.json` is damaged.
     """
     model, tokenizer = load_grown(checkpoint)
     if form == "stock":
@@ -141,20 +127,22 @@ def write_publication(checkpoint: Path, folder: Path, repo_id: str, form: str, b
         model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-    if (checkpoint / PICTURE).exists():
+    figures = read_figures(checkpoint) if (checkpoint / FIGURES).is_file() else None
+    has_picture = (checkpoint / PICTURE).is_file()
+    if has_picture:
         shutil.copy(checkpoint / PICTURE, folder / PICTURE)
-    card_of(checkpoint, model, repo_id, form, base).save(folder / CARD)
+    model_card(model, repo_id, form, figures=figures, base_model=base, picture=has_picture).save(folder / CARD)
 
 
 def publish(checkpoint: Path, repo_id: str, form: str, base: str | None, private: bool) -> str:
     """Push a grown checkpoint with its card to the Hub in one commit, and return where that is.
 
     Raises:
-        ValueError: as for `write_publication`, or there is no token.
+        ValueError: as for `write_publication`, or the token is missing.
         OSError: the Hub refused it, or cannot be reached.
     """
     if get_token() is None:
-        raise ValueError("There is no token to push with: run `hf auth login`, or set HF_TOKEN to one that may write.")
+        raise ValueError("A token is needed to push: run `hf auth login`, or set HF_TOKEN to one that may write.")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "model")
         write_publication(checkpoint, folder, repo_id, form, base)

@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 from ..growable.models import attentions, cache_bytes
 from ..model.attention import ROLES
 from ..model.configuration import stock_head_dim
-from .stock import padded_config, stock_form, stock_types
-from .unequal import MODEL_TYPE, unequal_config, widths
+from .stock import padded_config, stock_form
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,8 @@ def costs_of(model: PreTrainedModel) -> dict[str, Cost]:
     """What a patched model costs, form by form.
 
     Returns:
-        Costs by name: "before growth"; "native", as `save_pretrained` writes it; "padded", a stock form with one width
-        for all heads; "unequal", a stock form with one width for queries and keys and another for values. The last two
-        only where there is such a form.
+        Costs by name: "before growth"; "native", as `save_pretrained` writes it; "padded", the stock form, with one
+        width for all heads, a multiple of 8 where they grew. The last one only where the family has such a form.
     """
     found, size, native = attentions(model), next(model.parameters()).element_size(), model.num_parameters()
     heads, added = sum(a.heads_of("key") for a in found if a.caches), 0
@@ -44,18 +42,10 @@ def costs_of(model: PreTrainedModel) -> dict[str, Cost]:
         "native": Cost(cache_bytes(model), native),
     }
     try:
-        types = stock_types(model)
+        form, stock_class = stock_form(model)
     except ValueError:  # no stock class fits
         return costs
-    form, stock_class = stock_form(model, types[0])
     config, _ = padded_config(model, form, stock_class)
-    costs["padded"] = Cost(size * heads * 2 * stock_head_dim(config), _parameters(stock_class, config))
-    if MODEL_TYPE in types:
-        stock_class = stock_form(model, MODEL_TYPE)[1]
-        costs["unequal"] = Cost(size * heads * sum(widths(model)), _parameters(stock_class, unequal_config(model)))
-    return costs
-
-
-def _parameters(stock_class: type[PreTrainedModel], config) -> int:
     with torch.device("meta"):
-        return stock_class(config).num_parameters()
+        parameters = stock_class(config).num_parameters()
+    return costs | {"padded": Cost(size * heads * 2 * stock_head_dim(config), parameters)}

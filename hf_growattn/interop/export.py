@@ -16,77 +16,71 @@ from ..growable.models import GrowableModelMixin, is_grown
 from ..measure.passes import undisturbed
 from ..model.configuration import stock_head_dim
 from .costs import Cost, costs_of
-from .stock import fresh_rotary, rope_parameters, stock_form, stock_model
-from .unequal import MODEL_TYPE, names_of_other_readers, widths
+from .stock import MULTIPLE, fresh_rotary, rope_parameters, stock_form, stock_model, widest_head
 
 # Largest difference of the logits, over the largest logit, that is never questioned; and how many times the rounding
 # of the exported model itself is not: two models that compute the same round apart.
 TOLERANCE, TIMES_ROUNDING = 1e-5, 4.0
 _TOKENS = 128  # of the comparison
-# What transformers 4, and with it older readers, look for instead of an entry of `rope_parameters`.
-_OLDER_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What `export_model` wrote.
+    """What `export_model` wrote; prints as its widths and what the KV cache costs.
 
     Attributes:
         path: the checkpoint.
         model_type: its architecture.
-        head_dim, v_head_dim: the widths of its queries and keys, and of its values.
-        parameters: how many it holds.
+        head_dim: the width of all heads that was written.
+        widest: the widest head of the model: of queries, keys or values. A grown one is rounded up to `head_dim`.
+        parameters: number of weights written.
         difference: largest difference between its logits and the model's, over the largest logit.
         exact_up_to: the longest sequence, where frequencies that the model adapts to longer ones had to be fixed; None
             without a limit.
-        costs: bytes of the KV cache and weights, "before growth" and in each form, "native", "padded" and "unequal",
-            that the model can have; see `costs_of`.
+        costs: bytes of the KV cache and weights: "before growth", "native" and "padded"; see `costs_of`.
     """
 
     path: Path
     model_type: str
     head_dim: int
-    v_head_dim: int
+    widest: int
     parameters: int
     difference: float
     exact_up_to: int | None
     costs: dict[str, Cost]
 
+    def __str__(self) -> str:
+        rounded = f", the widest of {self.widest} rounded up to a multiple of {MULTIPLE}"
+        caches = ", ".join(f"{cost.cache_bytes:,} {form}" for form, cost in self.costs.items())
+        lines = [
+            f"A stock {self.model_type} with {self.parameters:,} parameters in {self.path}.",
+            f"Width of all heads: {self.head_dim}{rounded if self.head_dim > self.widest else ''}.",
+            f"KV cache, bytes a token: {caches}.",
+            f"Largest difference of the logits: {self.difference:.1e} of the largest logit.",
+        ]
+        if self.exact_up_to is not None:
+            lines.append(f"That holds up to {self.exact_up_to:,} tokens.")
+        return "\n".join(lines)
 
-def export_model(model: PreTrainedModel, directory, target: str = "auto", tokenizer=None) -> ExportReport:
+
+def export_model(model: PreTrainedModel, directory, target: str | None = None, tokenizer=None) -> ExportReport:
     """Write a patched model, grown or not, as a checkpoint that plain transformers loads, with the same outputs.
 
-    It is reloaded by the stock class and compared with the model on random tokens, at once and through the cache,
-    before it takes its place at `directory`. The model stays as it is. Hidden states of a GPT-2-like model come out
-    wider: the first entries are the model's. Of several processes, call it in one.
+    The stock class reloads it and is compared with the model on random tokens, at once and through the cache, before
+    it takes its place at `directory`. The model stays as it is. Of several processes, call it in one.
 
-    A grown Llama, Mistral without a window or Qwen2, with default rotation and no biases but on queries, keys and
-    values, can be a stock MiMo V2 Flash, with one width for all queries and keys and another for all values. "auto"
-    takes it where the KV cache comes out smaller. A tied head is written apart there, which may be many weights:
-    `costs` tells, and target="llama" keeps it tied. Other families have other norms, activations or experts; task heads
-    and scaled rotations have no such class. transformers runs it with eager attention. vLLM and SGLang have it, which
-    was read, not run (vllm mimo_v2_flash.py at 01ed47b, flash_attn_diffkv.py at 0305565; sglang mimo_v2_flash.py at
-    0a41b3b): config.json repeats what they read under their names. FlashAttention 3, which vLLM calls for it, takes
-    unequal widths on Hopper alone, queries up to 64 wide, or 136 to 192 with values of 104 to 128; for other widths
-    choose target="llama".
-
-    In all other forms heads are as wide as the widest, rounded up to a multiple of 8, or of 2 where the residual stream
-    widens with them.
-    transformers 4 reads the same rotation, except in Gemma 3. llama.cpp runs Llama, Mistral without a window and a few
-    more with the same tokens: scripts/to_gguf.py converts, compares, and mends a scaled rotation, which llama.cpp's
-    converter drops. vLLM was read, not run (models/llama.py at e06c9ba, granite.py at 68f442e, transformers/base.py at
-    03bf3c9, rotary_embedding at 07b12f1, cpu_attn.py at 0035860): its Llama and Granite take the width, the biases and
-    both rope types; its FlashAttention takes widths of 8, 16, .. 256, its Triton attention 32 and more, its CPU
-    attention 32, 64, 80, 96, 112, 128, 160, 192, 224 and 256. All layers have the same widths, so pages of its cache
-    are of one size. What was not exported goes to vLLM's backend for transformers models, which was read, not run,
-    either (fusers/attention.py at 0848e67, transformers/__init__.py at 055e47c). That keeps heads `config.head_dim`
-    wide, which growth leaves as it was: a layer that is wider than vLLM's own raises there, and says so.
+    All heads become as wide as the widest, rounded up to a multiple of 8 for flash kernels; the report gives the bytes
+    of the KV cache that this costs. transformers 4 reads the same rotation, except in Gemma 3. llama.cpp runs Llama,
+    Mistral without a window and a few more with the same tokens: scripts/to_gguf.py converts and compares, and mends a
+    scaled rotation, which llama.cpp's converter drops. vLLM was read, not run (models/llama.py at e06c9ba, granite.py
+    at 68f442e, rotary_embedding at 07b12f1): its Llama and Granite take the width, the biases and both rope types.
 
     Args:
         model: a patched model, with any head; adapters merged.
         directory: where to write; other files that lie there stay.
-        target: a stock model type, or "auto" for the best one that fits. "granite" holds the softmax scale in its
-            config, so nothing is folded into the queries, and half precision stays closer; few heads exist for it.
+        target: a stock model type; by default the one that most readers know: "llama" for Llama and Qwen2 without a
+            window, and the model's own type for the others. "granite" holds the softmax scale in its config, so nothing
+            is folded into the queries, and half precision stays closer.
         tokenizer: saved along, if given. The generation config travels anyway.
 
     Returns:
@@ -97,7 +91,7 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
         ValueError: no stock class can hold it, it is quantized, or the target is unknown; the message says why and what
             to do.
         OSError: `directory` cannot be written; what was there is as it was.
-        RuntimeError: the reloaded checkpoint computes something else; nothing is left of it.
+        RuntimeError: the reloaded checkpoint computes something else, and was removed.
     """
     if not isinstance(model, GrowableModelMixin):
         raise TypeError(
@@ -110,29 +104,33 @@ def export_model(model: PreTrainedModel, directory, target: str = "auto", tokeni
     with replacing(directory) as partial:
         stock = stock_model(model, form, target_class)
         stock.save_pretrained(partial)
-        if is_grown(model) or stock.config.model_type == MODEL_TYPE:
+        if is_grown(model):
             _add_older_names(partial / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        model_type, parameters = stock.config.model_type, stock.num_parameters()
-        head_dim, v_head_dim = widths(model) if model_type == MODEL_TYPE else (stock_head_dim(stock.config),) * 2
+        config, parameters = stock.config, stock.num_parameters()
         del stock  # what is new in it makes room for what is reloaded
         difference = _verify(model, target_class, partial)
     dynamic = is_grown(model) and any(p["rope_type"] == "dynamic" for p in rope_parameters(model.config).values())
-    limit = model.config.max_position_embeddings if dynamic and not form.partial else None
-    costs = costs_of(model)
-    return ExportReport(directory, model_type, head_dim, v_head_dim, parameters, difference, limit, costs)
+    return ExportReport(
+        path=directory,
+        model_type=config.model_type,
+        head_dim=stock_head_dim(config),
+        widest=widest_head(model),
+        parameters=parameters,
+        difference=difference,
+        exact_up_to=model.config.max_position_embeddings if dynamic and not form.partial else None,
+        costs=costs_of(model),
+    )
 
 
 def _add_older_names(file: Path) -> None:
     """Repeat the rotation under the names of transformers 4, whose readers would silently take the default one."""
     config = json.loads(file.read_text())
-    if config["model_type"] == MODEL_TYPE:
-        config |= names_of_other_readers(config)
-    rope, names = config.get("rope_parameters") or {}, _OLDER_NAMES.get(config["model_type"], {})
-    if "rope_type" in rope:  # else there is none, or one for each type of layer, for which they have no name
+    rope = config.get("rope_parameters") or {}
+    if "rope_type" in rope:  # one for each type of layer has no name there
         for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
-            config[names.get(name, name)] = rope[name]
+            config[name] = rope[name]
         if rope["rope_type"] != "default":
             config["rope_scaling"] = rope
         if rope["rope_type"] == "longrope":
@@ -203,11 +201,8 @@ def _outputs(model: PreTrainedModel, inputs: Tensor) -> list[Tensor]:
 
 
 def _difference(expected: list[Tensor], found: list[Tensor]) -> float:
-    """Largest difference over the largest entry; of hidden states of a wider stream the model's own entries count."""
-    return max(
-        ((theirs[..., : ours.shape[-1]] - ours).abs().max() / ours.abs().max()).item()
-        for ours, theirs in zip(expected, found)
-    )
+    """Largest difference over the largest entry."""
+    return max(((theirs - ours).abs().max() / ours.abs().max()).item() for ours, theirs in zip(expected, found))
 
 
 def _rounding(stock: PreTrainedModel, inputs: Tensor) -> float:

@@ -1,144 +1,108 @@
 """A grown model as a stock one: the row of its family in `FORMS`, and the weights and config that compute the same.
 
 A stock class has one width for queries, keys and values of all layers, rotates all of it, and takes its softmax scale
-from it. So every head is padded by zeros to the widest, or somewhat more; dims that growth added rotate with frequency
-zero, which is not at all; and queries carry `s / s'`, the scale over the one that the stock class computes. Where the
-width of a head follows from the hidden size (GPT-2), the residual stream is widened: see `_widened`.
+from it. So every head is padded with zeros to the widest, rounded up to a multiple of 8; dims that growth added rotate
+with frequency zero, which is not at all; and queries carry `s / s'`, the scale over the one that the stock class
+computes.
 """
 
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
 
-from ..growable.adapters import quantization, weight_axis
+from ..growable.adapters import quantization
 from ..growable.attention import GrowableAttention
 from ..growable.models import attentions, is_grown
 from ..growable.patching import patch_model, unpatch_model
 from ..model.configuration import PREFIX, stock_head_dim
-from .unequal import MODEL_TYPE, MULTIPLE, hindrance, pays, with_attention
+
+MULTIPLE = 8  # of the head width that flash kernels take
 
 
 @dataclass(frozen=True)
 class StockForm:
-    """How wider heads fit into the stock classes of a family. What is left out of a row is as in Llama.
+    """How wider heads fit into the stock classes of a family. What a row leaves out is as in Llama.
 
     Attributes:
         targets: the model types that a model of this family can be written as, best first.
-        inner: config field of the MLP's width. Given for a family whose head width follows from the hidden size.
-        epsilon: config field of the LayerNorms' epsilon, for such a family; None where it is no field.
         partial: the family honours `partial_rotary_factor` under every rope type.
         norm_offset: what the family adds to the weight of a norm of queries or keys.
-        refusal: given the config, says why a variant has no stock form; None where it has one.
+        refusal: why a grown model of this family has no stock form; "" where it has one.
     """
 
     targets: tuple[str, ...]
-    inner: str | None = None
-    epsilon: str | None = None
     partial: bool = False
     norm_offset: float = 0.0
-    refusal: Callable[[PreTrainedConfig], str | None] = lambda config: None
-
-
-def _opt_refusal(config: PreTrainedConfig) -> str | None:
-    if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
-        return "a norm or a projection writes to its residual stream, which would have to be widened"
-    return None
-
-
-_NATIVE = "Save it as it is, with model.save_pretrained: transformers loads that with `import hf_growattn`."
-
-
-def _refused(flag: str, reason: str) -> Callable[[PreTrainedConfig], str | None]:
-    return lambda config: reason if getattr(config, flag) else None
+    refusal: str = ""
 
 
 # A Llama with biases is what vLLM and llama.cpp can read of a grown Qwen2: their own Qwen2 knows no head_dim.
 FORMS = {
-    "llama": StockForm(("llama", "granite", MODEL_TYPE)),
-    "mistral": StockForm(("mistral", "llama", "granite", MODEL_TYPE)),
-    "qwen2": StockForm(("llama", "qwen2", "granite", MODEL_TYPE)),
-    "gpt2": StockForm(
-        ("gpt2",),
-        inner="n_inner",
-        epsilon="layer_norm_epsilon",
-        refusal=_refused("add_cross_attention", "its cross-attention would have to be widened too"),
-    ),
-    "gpt_neo": StockForm(("gpt_neo",), inner="intermediate_size", epsilon="layer_norm_epsilon"),
-    "gpt_neox": StockForm(("gpt_neox",), inner="intermediate_size", epsilon="layer_norm_eps", partial=True),
-    "stablelm": StockForm(
-        ("stablelm",),
-        inner="intermediate_size",
-        epsilon="layer_norm_eps",
-        partial=True,
-        refusal=_refused("qk_layernorm", "a LayerNorm of each head's queries and keys depends on their width"),
-    ),
-    "falcon": StockForm(
-        ("falcon",),
-        inner="ffn_hidden_size",
-        epsilon="layer_norm_epsilon",
-        refusal=_refused("alibi", "Falcon scales ALiBi by the width of its heads"),
-    ),
-    "opt": StockForm(("opt",), inner="ffn_dim", refusal=_opt_refusal),
+    "llama": StockForm(("llama", "granite")),
+    "mistral": StockForm(("mistral", "llama", "granite")),
+    "qwen2": StockForm(("llama", "qwen2", "granite")),
     "phi3": StockForm(("phi3",), partial=True),
     "gemma3_text": StockForm(("gemma3_text",), norm_offset=1.0),
-    "cohere2": StockForm(("cohere2",), refusal=lambda config: "its stock class rotates neighbouring dims in pairs"),
+    "cohere2": StockForm(("cohere2",), refusal="its stock class rotates neighbouring dims in pairs"),
 }
 for _type in "dinov2 eurobert gemma gemma2 granite mixtral olmo2 qwen3 qwen3_moe smollm3 starcoder2 vit".split():
     FORMS[_type] = StockForm((_type,))
-for _type in "bert distilbert electra esm modernbert roberta xlm-roberta".split():
-    FORMS[_type] = StockForm((_type,), refusal=lambda config: "its heads share out the hidden size, which has norms")
+for (
+    _type
+) in "bert distilbert electra esm falcon gpt2 gpt_neo gpt_neox modernbert opt roberta stablelm xlm-roberta".split():
+    FORMS[_type] = StockForm((_type,), refusal="the width of its heads follows from the hidden size")
+_NATIVE = "Save it as it is, with model.save_pretrained: transformers loads that with `import hf_growattn`."
 
 
 def stock_types(model: PreTrainedModel) -> list[str]:
-    """The model types that a model can be written as: best first, the one with unequal widths last.
+    """The model types that a model can be written as, best first.
 
     Raises:
-        ValueError: there is none, or the model is quantized; the message says why and what to do.
+        ValueError: no type fits, or the model is quantized; the message says why and what to do.
     """
     for name, module in model.named_modules():
         if problem := quantization(module):
             raise ValueError(f"{name} is {problem}")
     own, config = model.config.model_type.removeprefix(PREFIX), model.config
-    form = FORMS.get(own, StockForm((own,)))
-    problem = form.refusal(config)
-    if own not in FORMS:
-        problem = "none of its classes takes heads of another width, as far as is known here"
-    if any(_norms(a) and a.qk_head_dim > a.head_dim for a in attentions(model)):
-        problem = "it normalises all dims of queries or keys together, and the new ones are outside the norm"
-    if problem is not None and is_grown(model):
+    form = FORMS.get(own, StockForm((own,), refusal="it is not known whether its classes take heads of another width"))
+    problem = form.refusal
+    outside_norms = [a for a in attentions(model) if _norms(a) and a.qk_head_dim > a.head_dim]
+    if outside_norms:
+        problem = "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
+    if problem and is_grown(model):
         raise ValueError(f"This grown {own} model has no exact stock form: {problem}. {_NATIVE}")
-    # A window of attention is what the other families lack.
-    windows = getattr(config, "sliding_window", None) is not None
-    types = [model_type for model_type in form.targets if model_type == own or not windows]
-    return [model_type for model_type in types if model_type != MODEL_TYPE or hindrance(model) is None]
+    if getattr(config, "sliding_window", None) is not None:  # the other families have no window of attention
+        return [own]
+    if not is_grown(model):
+        return sorted(form.targets, key=lambda model_type: model_type != own)
+    return list(form.targets)
 
 
-def stock_form(model: PreTrainedModel, target: str) -> tuple[StockForm, type[PreTrainedModel]]:
-    """Return the row and the stock class to write a model as, or say that there is none."""
+def stock_form(model: PreTrainedModel, target: str | None = None) -> tuple[StockForm, type[PreTrainedModel]]:
+    """Return the row and the stock class to write a model as.
+
+    Raises:
+        ValueError: the model cannot be written so; the message names the types that fit.
+    """
     stock_class, types = type(model).__bases__[1], stock_types(model)
     own = stock_class.config_class.model_type
     form = FORMS.get(own, StockForm((own,)))
-    best = (MODEL_TYPE if MODEL_TYPE in types and pays(model) else types[0]) if is_grown(model) else own
-    choice = best if target == "auto" else target
-    name = stock_class.config_class.__name__.removesuffix("Config")
+    choice = target or types[0]
     if choice not in types:
-        reason = f" ({hindrance(model)})" if choice == MODEL_TYPE in form.targets else ""
         raise ValueError(
-            f"This {own} model can be written as {' or '.join(types)}, not as {target!r}{reason}. Leave out `target` "
-            f"for the best. {_NATIVE}"
+            f"This {own} model can be written as {' or '.join(types)}, not as {target!r}. Leave out `target` for the "
+            f"best. {_NATIVE}"
         )
     if choice == own:
         return form, stock_class
+    name = stock_class.config_class.__name__.removesuffix("Config")
     other = CONFIG_MAPPING[choice].__name__.removesuffix("Config")
     target_class = getattr(transformers, stock_class.__name__.replace(name, other, 1), None)
     if target_class is None:
@@ -149,21 +113,14 @@ def stock_form(model: PreTrainedModel, target: str) -> tuple[StockForm, type[Pre
 @torch.no_grad()
 def stock_model(model: PreTrainedModel, form: StockForm, target_class: type[PreTrainedModel]) -> PreTrainedModel:
     """Build the stock model. Tensors that need not change are the model's own ones, and new ones lie on the CPU."""
-    norm_gain = amplitude = 1.0
-    if cast(Any, target_class.config_class).model_type == MODEL_TYPE:
-        stock = with_attention(model, target_class)
-    else:
-        config, ropes = padded_config(model, form, target_class)
-        with torch.device("meta"):
-            stock = patch_model(target_class(config))
-        norm_gain = math.sqrt(model.config.hidden_size / stock.config.hidden_size)
-        # Where the norms' epsilon is fixed, the stream itself is scaled, so that they find the variance that they know.
-        amplitude = 1.0 if form.epsilon else 1 / norm_gain
-        layer_types = getattr(model.config, "layer_types", None)
-        for source, target in zip(attentions(model), attentions(stock)):
-            rope = ropes.get(layer_types[source.layer_idx] if layer_types else None, ropes.get(None))
-            _write_attention(source, target, rope, form.norm_offset, amplitude)
-        unpatch_model(stock)
+    config, ropes = padded_config(model, form, target_class)
+    with torch.device("meta"):
+        stock = patch_model(target_class(config))
+    layer_types = getattr(model.config, "layer_types", None)
+    for source, target in zip(attentions(model), attentions(stock)):
+        rope = ropes.get(layer_types[source.layer_idx] if layer_types else None, ropes.get(None))
+        _write_attention(source, target, rope, form.norm_offset)
+    unpatch_model(stock)
 
     state = model.state_dict()
     names = stock.state_dict()
@@ -180,8 +137,6 @@ def stock_model(model: PreTrainedModel, form: StockForm, target_class: type[PreT
         module, tensor = stock.get_submodule(path), state[name].detach()
         if tensor.is_meta:
             raise ValueError(f"{name} is offloaded. Load the model without offloading to export it.")
-        if tensor.shape != written.shape:
-            tensor = _widened(module, leaf, tensor, written.shape, norm_gain, amplitude)
         setattr(module, leaf, nn.Parameter(tensor, False) if leaf in module._parameters else tensor)
     stock.tie_weights()
     if getattr(model, "generation_config", None) is not None:
@@ -189,16 +144,21 @@ def stock_model(model: PreTrainedModel, form: StockForm, target_class: type[PreT
     return stock
 
 
+def widest_head(model: PreTrainedModel) -> int:
+    """Width of the widest head of a model, of queries and keys or of values."""
+    return max(max(a.qk_head_dim, a.v_head_dim) for a in attentions(model))
+
+
 def padded_config(model: PreTrainedModel, form: StockForm, target_class) -> tuple[PreTrainedConfig, dict]:
     """The config of a stock class with one width for all heads, and how these rotate, by layer type."""
-    width = max(max(a.qk_head_dim, a.v_head_dim) for a in attentions(model))
-    if width != stock_head_dim(model.config):  # a wider residual stream would cost more than the multiple gives
-        width += -width % (MULTIPLE if form.inner is None else 2)
+    width = widest_head(model)
+    if width != stock_head_dim(model.config):
+        width += -width % MULTIPLE
     ropes = _ropes(model, form, width)
-    return _padded_config(model, form, target_class, width, ropes), ropes
+    return _padded_config(model, target_class, width, ropes), ropes
 
 
-def _padded_config(model, form, target_class, width, ropes) -> PreTrainedConfig:
+def _padded_config(model, target_class, width: int, ropes: dict) -> PreTrainedConfig:
     config_class, values = target_class.config_class, model.config.to_dict()
     for ours in ("model_type", "per_layer_config", "qk_head_dim", "v_head_dim", "architectures", "auto_map"):
         values.pop(ours, None)
@@ -213,18 +173,7 @@ def _padded_config(model, form, target_class, width, ropes) -> PreTrainedConfig:
     if width == stock_head_dim(model.config):
         return config_class(**values)
 
-    if form.inner is None:
-        values["head_dim"] = width
-    else:
-        hidden, wider = model.config.hidden_size, model.config.num_attention_heads * width
-        values.pop("head_dim", None)  # the attention ignores such a field, but the rotation may read it
-        values[config_class.attribute_map.get("hidden_size", "hidden_size")] = wider
-        values[form.inner] = values[form.inner] or 4 * hidden
-        if form.epsilon is not None:
-            values[form.epsilon] *= hidden / wider
-        else:
-            values["tie_word_embeddings"] = False  # a scaled embedding cannot serve as head
-            values["word_embed_proj_dim"] = wider
+    values["head_dim"] = width
     if ropes:
         written = {layer_type: rope.parameters for layer_type, rope in ropes.items()}
         values["rope_parameters"] = written.get(None, written)
@@ -330,7 +279,7 @@ def _norms(attention: GrowableAttention) -> dict[str, str]:
     return {role: name for role, name in names.items() if name and getattr(attention, name, None) is not None}
 
 
-def _write_attention(source: GrowableAttention, target: GrowableAttention, rope, norm_offset, amplitude) -> None:
+def _write_attention(source: GrowableAttention, target: GrowableAttention, rope: _Rope | None, norm_offset) -> None:
     """Give the stock attention its weights: each role's, per head, at their places among zeros."""
     width, old_width, dtype = target.qk_head_dim, source.head_dim, source.weight_of("query").dtype
     places, gains = torch.arange(source.qk_head_dim), torch.ones(source.qk_head_dim).double()
@@ -349,6 +298,7 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope,
 
     for role in ("query", "key", "value", "output"):
         projection = target.projection_of(role)
+        # A bias of the output is carried over whole; where the target alone has one, it is zero.
         carried = role == "output" and source.projection_of(role).bias is not None
         for name in ("weight",) if carried else ("weight", "bias"):
             written = getattr(projection, name)
@@ -356,35 +306,9 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope,
                 setattr(projection, name, nn.Parameter(torch.zeros(written.shape, dtype=dtype), False))
     for role, positions in at.items():
         weight, bias = source.weight_of(role).cpu().double(), source.bias_of(role)
-        target.weight_of(role)[:, positions, : weight.shape[-1]] = (weight * factors[role][:, None]).to(dtype)
-        if bias is not None and (wide := target.bias_of(role)) is not None:
-            wide[:, positions] = (bias.cpu().double() * factors[role]).to(dtype)
-    output, written = source.weight_of("output").cpu().double() * amplitude, target.weight_of("output")
-    written[:, : output.shape[1]] = _lengthened(output, 2, written.shape[-1], mean=True).to(dtype)
-
-
-def _widened(module: nn.Module, name: str, tensor: Tensor, shape: torch.Size, norm_gain, amplitude) -> Tensor:
-    """A tensor of a model with a wider residual stream: `x` becomes `[x | mean(x), .. , mean(x)]`, (D) -> (D').
-
-    What writes to the stream writes its own mean too, so that the mean and the centred sum of squares stay. A
-    LayerNorm's variance is then `D / D'` of the old one, which its weight and the config's epsilon make up for; the
-    weight is zero on what was added, and what reads the stream ignores that by zeros.
-    """
-    norm, wide = isinstance(module, nn.LayerNorm), tensor.cpu().double()
-    if norm and name == "weight":
-        wide = wide * norm_gain
-    writes = None if norm else 0 if tensor.dim() == 1 else 1
-    if isinstance(module, (nn.Linear, Conv1D)) and tensor.dim() > 1:
-        writes = weight_axis(module, outputs=True)
-    for axis, size in enumerate(shape):
-        if size != tensor.shape[axis]:
-            wide = _lengthened(wide, axis, size, mean=axis == writes) * (amplitude if axis == writes else 1.0)
-    return wide.to(tensor.dtype)
-
-
-def _lengthened(tensor: Tensor, axis: int, size: int, mean: bool) -> Tensor:
-    """Lengthen an axis, by the mean along it or by zeros."""
-    shape = list(tensor.shape)
-    shape[axis] = size - tensor.shape[axis]
-    added = tensor.mean(axis, keepdim=True).expand(shape) if mean else tensor.new_zeros(shape)
-    return torch.cat((tensor, added), dim=axis)
+        target.weight_of(role)[:, positions] = (weight * factors[role][:, None]).to(dtype)
+        written = target.bias_of(role)
+        if bias is not None and written is not None:
+            written[:, positions] = (bias.cpu().double() * factors[role]).to(dtype)
+    output = source.weight_of("output").cpu()
+    target.weight_of("output")[:, : output.shape[1]] = output
