@@ -19,7 +19,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..training.arguments import RaceArguments, untaken
 from .options import (
-    EVALUATE_HELP,
     EXIT_CODES,
     FINETUNE_HELP,
     GROW_HELP,
@@ -140,7 +139,7 @@ class _Handed(TyperCommand):
     """Takes all words as they are, for the parser of recipes; help alone is its own."""
 
     def collect_usage_pieces(self, ctx):
-        return ["MODEL... [OPTIONS]" if self.name == "evaluate" else "MODEL DATA [OPTIONS]"]
+        return ["MODEL DATA [OPTIONS]"]
 
 
 def _handed(name: str, help: str, short_help: str):
@@ -301,23 +300,6 @@ def finetune(ctx: typer.Context) -> None:
         raise KeyboardInterrupt(told) from None
     if as_json and os.environ.get("RANK", "0") == "0":
         _print_json(figures)
-
-
-@_handed("evaluate", EVALUATE_HELP, "Show perplexity and harness tasks of models side by side.")
-def evaluate(ctx: typer.Context) -> None:
-    """Measure all of them, and show one table."""
-    recipe, as_json = _read(ctx, needs_data=False)
-    if not (recipe.evaluation.text or recipe.evaluation.task):
-        raise typer.BadParameter("there is nothing to measure: name a --text or a --task")
-    from transformers import logging as transformers_logging
-
-    from .evaluation import evaluated, for_json, table_of
-
-    transformers_logging.set_verbosity_error()
-    measured, base = evaluated(recipe), recipe.evaluation.base
-    if as_json:
-        return _print_json(for_json(measured, base))
-    _print_table(table_of(measured, base))
 
 
 @app.command(epilog=EXIT_CODES)
