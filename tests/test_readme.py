@@ -8,7 +8,6 @@ from conftest import ROOT
 from families import build, word_tokenizer
 from test_cli import call
 from test_data import CHATS, TEMPLATE, TEXTS
-from transformers import CONFIG_MAPPING
 
 from hf_growattn.interop.stock import FORMS
 from hf_growattn.model.architectures import ARCHITECTURES
@@ -61,10 +60,9 @@ def test_the_table_of_families_is_true():
     assert told.keys() >= ARCHITECTURES.keys()
     for name, row in ARCHITECTURES.items():
         (patterns, messages, refactoring, written), form = told[name], FORMS[name]
-        normed = row.query_norm is not None and form.inner is None
+        normed = row.query_norm is not None and not form.refusal
         assert (patterns, messages) == ("outside the norms" if normed else "yes", "yes"), name
         assert refactoring == ("messages" if row.rotate else "both"), name
         assert ("messages alone" in written) == normed, name
-        assert ("wider residual stream" in written) == (form.inner is not None), name
-        assert ("not exportable" in written) == (form.refusal(CONFIG_MAPPING[name]()) is not None), name
+        assert ("not exportable" in written) == bool(form.refusal), name
         assert {types[word] for word in types if word in written} - {name} == {*form.targets} - {name}, name
