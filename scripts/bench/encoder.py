@@ -18,9 +18,9 @@ PAGE = Declared(
     name="encoder",
     title="A real encoder",
     text=f"""A task is a file of pairs, of which the second answers the first, to be found among the answers of a batch,
-and of all held-out pairs. All methods train about as many weights as LoRA of rank 3 on all linear layers, as a race of
-hf_growattn trains them. The loss is that of {SCALE:g} times the cosines; recall@1 does not depend on that number. An
-encoder keeps no KV cache, so what growth costs is time.""",
+and of all held-out pairs. All methods train about the number of weights that LoRA of rank 3 on all linear layers has,
+as a race of hf_growattn trains them. The loss is that of {SCALE:g} times the cosines; recall@1 does not depend on that
+number. An encoder keeps no KV cache, so what growth costs is time.""",
     growing=[GROWTH, MIX],
     more={"recall@1": "recall", "right after the change": "at_change"},
 )

@@ -47,6 +47,10 @@ class Retrieval(Task):
         """What tables call it."""
         return f"{Path(self.source).name} on {Path(self.path).stem or 'the documentation of Python'}"
 
+    def __post_init__(self):
+        tokenizer_of(self.source)  # once, before runs are forked
+        read_pairs(self.path)
+
     def files(self) -> list[str]:
         """The encoder and the pairs."""
         return [self.source, self.path]

@@ -56,7 +56,8 @@ PAGE = Declared(
     title="Fine-tuning: growth, LoRA and its kin",
     text="""The budget is what a uniform growth by two dims of queries, keys and values a head adds. What is trained
 with a frozen base leaves all of its weights as they were, but for growth together with LoRA, which moves them. "Random
-growth" has as many new dims in the same places, with random directions. Growth in the middle keeps the optimizer.""",
+growth" has the same number of new dims in the same places, with random directions. Growth in the middle keeps the
+optimizer.""",
     growing=[GROWTH, MIX],
     more={"right after the change": "at_change"},
     reaches=reaches,

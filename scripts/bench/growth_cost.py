@@ -30,7 +30,7 @@ from hf_growattn import Grower, GrowthConfig, patch_model
 RANDOM = "Llama with random weights"
 PHASES = ("moments", "probe", "pricing", "solving", "line search")
 STEPS = 4  # before the growth and after it; the first makes the optimizer's state
-MEMORY_BATCHES = 2  # need as much memory as more of them
+MEMORY_BATCHES = 2  # need no less memory than more of them
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def measure(job: tuple[Setting, int, str]) -> dict:
 
 
 def prepare(setting: Setting, seed: int):
-    """A patched model, its optimizer, batches to grow on and as many that the growth never sees."""
+    """A patched model, its optimizer, batches to grow on and equally many that the growth never sees."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if setting.model:
         model = AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32")

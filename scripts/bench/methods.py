@@ -27,7 +27,7 @@ class Method:
         random: whether new dims point in random directions, in the places and numbers that growth chose.
         adapter: what peft calls it: "lora", "dora", "pissa", "lora_ga" or "eva".
         targets: roles of attention, names of modules, or `ALL_LINEAR`.
-        rank: of the adapter; 0 for as many whole ranks as the budget allows, after growth.
+        rank: of the adapter; 0 for the whole ranks that the budget allows, after growth.
         base: whether all weights train.
         wide: whether the model has the grown widths from the start.
         at: share of the steps before the model changes; until then all weights train.
@@ -70,7 +70,7 @@ def add_to_model(model: nn.Module, method: Method, task, batches: list[dict], se
         optimizer: of a training under way, whose state growth takes over; None where it begins.
 
     Returns:
-        What trains, its optimizer (None where there is nothing to train), and figures for the row.
+        What trains, its optimizer (None where nothing trains), and figures for the row.
     """
     if not method.trains:
         return model, None, {}

@@ -76,8 +76,8 @@ PAGE = Declared(
     text="""Points and queries lie on a sphere. The model is one stock SmolLM3 layer without rotation, its MLP zeroed
 and no final norm; queries and keys start narrow, values are as wide as a point. Mean square error of a coordinate on
 held-out queries. All weights train, unless a method freezes the base, until the model changes: after half of the steps,
-or a quarter. LoRA gets as many weights as growth to full width adds. In the theory narrow heads have to be very many:
-the last rows have more of them.""",
+or a quarter. LoRA gets the number of weights that growth to full width adds. In the theory narrow heads
+have to be very many: the last rows have more of them.""",
     growing=list(GUIDED),
     more={"right after the change": "at_change"},
     reaches=reaches,

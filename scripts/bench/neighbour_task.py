@@ -19,9 +19,9 @@ class NextNeighbour(Task):
 
     Attributes:
         head_dim: how wide the queries and keys of the one head are.
-        points: that a query is compared with; there are as many queries in a sequence.
+        points: that a query is compared with; a sequence has the same number of queries.
         dims: of the space that points and queries are drawn in; the model is twice as wide.
-        vocabulary: points to draw from, and as many queries.
+        vocabulary: points to draw from, and the number of queries to draw from.
         pretraining: optimizer steps.
         sequences: of a batch.
         held_out: sequences to measure on.

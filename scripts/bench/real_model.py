@@ -32,7 +32,8 @@ def methods(width: int) -> dict[str, Method]:
 PAGE = Declared(
     name="real_model",
     title="A real model",
-    text="""Methods train about as many weights as LoRA of rank 3 on all linear layers, but for "all weights". LoRA on
+    text="""Methods train about the number of weights that LoRA of rank 3 on all linear layers has, but for
+"all weights". LoRA on
 all linear layers, growth and their mix are trained as a race of hf_growattn trains them; the mix has two learning
 rates (mix_rates.md). Phone books have names of two words out of 64 each; "right" is the share of labelled tokens that
 are right.""",

@@ -21,7 +21,7 @@ GUIDED, RANDOM, FULL, BUDGET = "guided growth", "random growth", "all weights", 
 
 
 def methods(dims: int) -> dict[str, Method]:
-    """What is compared; a growth by fixed widths adds so many dims to each layer's queries and keys."""
+    """What is compared; a growth by fixed widths adds `dims` to each layer's queries and keys."""
     lora = Method(adapter="lora", rates=ADDED)
     growth = Method(growth={"qk_dims": dims}, rates=ADDED)
     return {

@@ -24,7 +24,7 @@ class PhoneBook(Task):
         names, numbers: words of either kind.
         few, many: pairs in the books of pretraining, which takes turns, and of fine-tuning.
         pretraining: optimizer steps.
-        pairs: pairs in a batch, so that a batch has as many sequences as fit.
+        pairs: pairs in a batch, which says how many sequences a batch has.
         dims: that a growth adds to the queries and keys of each layer: what they cost is the budget.
         asked: numbers of pairs that recall is measured at, on `held_out` books.
     """

@@ -117,6 +117,10 @@ class OnText(Pretrained):
         """What tables call it."""
         return f"{Path(self.source).name} on {Path(self.path).stem or 'the documentation of Python'}"
 
+    def __post_init__(self):
+        if self.source:
+            blocks(self.source, self.path, self.block_size)  # once, before runs are forked
+
     def files(self) -> list[str]:
         """The model and the text."""
         return [self.source, self.path]
@@ -154,6 +158,9 @@ class WordBook(Pretrained):
     def name(self) -> str:
         """What tables call it."""
         return f"{Path(self.source).name} on phone books of {self.entries}"
+
+    def __post_init__(self):
+        common_words(tokenizer_of(self.source))  # once, before runs are forked
 
     def files(self) -> list[str]:
         """The model."""
