@@ -7,7 +7,6 @@ of the clock where there is a GPU. Runs are kept as they end; the same command g
 """
 
 import json
-import multiprocessing
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -17,11 +16,10 @@ from pathlib import Path
 
 import page
 import torch
-from harness import digest_of_files, read_rows
+from harness import collect, digest_of_files
 from peak_memory import peak_of_tensors
 from results import make_parser, parse, spread
 from text_task import blocks
-from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, logging
 
 import hf_growattn
@@ -99,12 +97,25 @@ def held_out(model: torch.nn.Module, batches: list[dict]) -> float:
     return statistics.fmean(model(**batch).loss.item() for batch in batches)
 
 
-def measure(job: tuple[Setting, int, str]) -> dict:
+@dataclass(frozen=True)
+class GrowthJob:
+    """One growth and the training steps around it."""
+
+    setting: Setting
+    seed: int
+
+    def key(self) -> str:
+        """What its figures depend on."""
+        paths = (self.setting.model, self.setting.text, str(Path(hf_growattn.__file__).parent), __file__)
+        return json.dumps([asdict(self), torch.__version__, *map(digest_of_files, paths)])
+
+
+def measure(job: GrowthJob) -> dict:
     """Times of steps and of a growth with its phases, its memory, and the loss after it, as a row.
 
     The learning rate is 0, so that the growth sees the model as it was loaded.
     """
-    setting, seed, key = job
+    setting, seed, began = job.setting, job.seed, time.monotonic()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     if not torch.cuda.is_available():
@@ -115,7 +126,7 @@ def measure(job: tuple[Setting, int, str]) -> dict:
     start = now()
     report = Grower(grown, config, optimizer).grow(growing)
     growth = now() - start
-    row = {"key": key, "name": setting.name, "seed": seed, "batches": setting.batches}
+    row = {"key": job.key(), "name": setting.name, "seed": seed, "batches": setting.batches}
     row |= {"step": statistics.median(steps + seconds_of_steps(grown, optimizer, growing)), "growth": growth}
     row |= {phase: report.seconds.get(phase, 0.0) for phase in PHASES}
     row |= {"before": report.loss_before, "after": report.loss_after, "held_out": held_out(grown, fresh)}
@@ -124,7 +135,7 @@ def measure(job: tuple[Setting, int, str]) -> dict:
     train_step(grown, optimizer, growing[0])
     row["peak_step"] = peak_of_tensors(lambda: train_step(grown, optimizer, growing[0]))
     row["peak_growth"] = peak_of_tensors(lambda: Grower(grown, config, optimizer).grow(growing))
-    return row
+    return row | {"seconds": time.monotonic() - began}
 
 
 def prepare(setting: Setting, seed: int):
@@ -161,12 +172,6 @@ def seconds_of_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, b
         train_step(model, optimizer, batches[number % len(batches)])
         marks.append(now())
     return [end - start for start, end in pairwise(marks)]
-
-
-def key_of(setting: Setting, seed: int) -> str:
-    """What a run depends on."""
-    files = [digest_of_files(path) for path in (setting.model, setting.text, str(Path(hf_growattn.__file__).parent))]
-    return json.dumps([asdict(setting), seed, torch.__version__, *files])
 
 
 def in_steps(rows: list[dict], phase: str = "growth") -> list[float]:
@@ -243,21 +248,13 @@ def main() -> None:
     if arguments.quick:
         settings = [Setting(width=64, batches=2, tokens=16, budget=0.05)]
     arguments.output.mkdir(parents=True, exist_ok=True)
-    kept = arguments.output / "growth_cost.jsonl"
-    done = {row["key"]: row for row in read_rows(kept)}
-    jobs = [(setting, seed, key_of(setting, seed)) for setting in settings for seed in arguments.seeds]
-    missing = [job for job in jobs if job[2] not in done]
-    began = time.perf_counter()
-    with multiprocessing.get_context("fork").Pool(arguments.processes, maxtasksperchild=1) as pool:
-        for row in tqdm(pool.imap_unordered(measure, missing), total=len(missing), disable=None):
-            with kept.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            done[row["key"]] = row
+    jobs = [GrowthJob(setting, seed) for setting in settings for seed in arguments.seeds]
+    rows = collect(jobs, arguments.output / "growth_cost.jsonl", arguments.processes, measure)
     groups: dict[str, list[dict]] = {}
-    for setting, _, key in jobs:
-        groups.setdefault(setting.name, []).append(done[key])
-    figures = {"rows": [{k: v for k, v in row.items() if k != "key"} for rows in groups.values() for row in rows]}
-    seconds = time.perf_counter() - began
+    for row in rows:
+        groups.setdefault(row["name"], []).append({name: value for name, value in row.items() if name != "key"})
+    figures = {"rows": [row for group in groups.values() for row in group]}
+    seconds = sum(row["seconds"] for row in rows)
     page.publish("growth_cost", page_of(groups), figures, arguments.seeds, arguments.output, seconds)
 
 

@@ -13,9 +13,10 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import methods
 import peft
@@ -259,20 +260,22 @@ def pretrained(task: Task, model: nn.Module, name: str, steps: Iterable[dict], r
     return model.eval()
 
 
-def collect(jobs: list[Job], kept: Path, processes: int = 1) -> list[dict]:
+def collect(jobs: list, kept: Path, processes: int = 1, run: Callable[[Any], dict] | None = None) -> list[dict]:
     """The rows of jobs, in their order; those that the file has not yet are run first, and added to it.
 
     Args:
-        jobs: what to run, each in a fresh process, so that the peak of memory is the run's own.
+        jobs: what to run, each in a fresh process, so that the peak of memory is the run's own. A `Job`, or anything
+            whose `key()` names all that its result depends on.
         kept: JSON lines; a half-written last line is dropped.
         processes: how many run at once, one thread each.
+        run: a function of a module that gives the row of a job, its key among it; `run_job` by default.
     """
     rows = {row["key"]: row for row in read_rows(kept)}
     missing = {job.key(): job for job in jobs if job.key() not in rows}
     gc.freeze()  # what is imported is no garbage, and looking through it takes long
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool, kept.open("a") as file:
         for row in tqdm(
-            pool.imap_unordered(run_job, missing.values()), total=len(missing), desc=kept.stem, disable=None
+            pool.imap_unordered(run or run_job, missing.values()), total=len(missing), desc=kept.stem, disable=None
         ):
             file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()

@@ -25,10 +25,10 @@ RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent / "README.md"
 INTRODUCTION = """# Evidence
 
-Every section is the beginning of a page, which was written by the script that it names or by that script as the commit
-that it names has it. Each script that is here has `--help`, and `--quick`, which shows within a minute that it runs and
-nothing else. `python scripts/bench/page.py` writes this file out of the pages. Spreads are ranges over the seeds unless
-said otherwise.
+Each section is the beginning of a page, and names the command that wrote it. Where it also names a commit, the script
+is in that commit: it has changed since, or is gone. A script that is here has `--help`, and `--quick`, which shows
+within a minute that it runs and nothing else. `python scripts/bench/page.py` writes this file out of the pages. Spreads
+are ranges over the seeds unless said otherwise.
 """
 # One line for each page, in the order of the README.
 PAGES = (

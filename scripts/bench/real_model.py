@@ -56,6 +56,8 @@ def main() -> None:
     if not arguments.model:
         parser.error("--model is needed, or --quick")
     compared = methods(AutoConfig.from_pretrained(arguments.model).hidden_size)
+    if arguments.quick:
+        compared = {name: compared[name] for name in (LORA, GROWTH, MIX)}
     tasks = [OnText(source=arguments.model, path=path, **sizes) for path in arguments.text]
     tasks += [WordBook(source=arguments.model, entries=entries, **sizes) for entries in arguments.books]
     PAGE.run([Cell(task, compared) for task in tasks], arguments)
