@@ -30,7 +30,7 @@ def growth_report(
     added = trial.added_parameters()
     left = weights_of(config.budget, weights) - added
     return GrowthReport(
-        layers=[_layer_growth(config, each, taken.get(id(each), 0.0), left, number) for each in changes],
+        layers=[_layer_growth(config, each, taken.get(id(each), 0.0), left) for each in changes],
         added_parameters=added if any(steps) else 0,
         cache_bytes=(cache, cache + (trial.added_to_cache() * number if any(steps) else 0)),
         parameters=weights,
@@ -38,7 +38,7 @@ def growth_report(
     )
 
 
-def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int, number: int) -> LayerGrowth:
+def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) -> LayerGrowth:
     """Gather what is told of a change, at the step that was taken.
 
     Args:
@@ -46,7 +46,6 @@ def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int, 
         change: what was planned; it may have 0 dims.
         step: 0 where nothing was taken.
         left: weights of the budget that nothing was bought for.
-        number: bytes of a number in the cache.
     """
     gradient, block = change.gradient, change.gradient.block
     width = block.attention.width_of(block.kind.shared)
@@ -73,6 +72,5 @@ def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int, 
         existing_slope=change.existing.slope if change.existing else 0.0,
         existing_validated=change.existing.validated if change.existing else 0.0,
         quadratic_ratio=step * change.quadratic_ratio,
-        price=(weights, block.groups * number if block.attention.caches else 0),
         left=why,
     )

@@ -25,7 +25,7 @@ from ..measure.gradients import (
     sketched_gradients,
     tangent_steps,
 )
-from ..measure.passes import forward_seconds, mean_loss, mean_of
+from ..measure.passes import mean_loss, mean_of
 from ..report.report import GrowthReport
 from .batches import as_dicts, check_shared, halves_of
 from .checks import growable_model, layers_to_grow, refuse_sharded, trainable_parameters
@@ -194,11 +194,10 @@ class Grower:
         """
         with self._run(batches) as run:
             measured = self._measure(run)
-            seconds = self._forward_seconds(run) if keep and self.take_over is None else 0.0
             changes = self._plan(run, measured)
             found = self._try(run, measured, changes)
             del measured, changes  # of the weights' size, and the training's next step needs that memory
-            return self._keep(run, found, keep, seconds)
+            return self._keep(run, found, keep)
 
     def measure(self, batches: Iterable) -> GrowthReport:
         """Try what `grow` would do, and take it back: model and optimizer stay as they are, to the bit.
@@ -283,10 +282,6 @@ class Grower:
                     existing = [*tangent_steps(self.model, blocks, run.halves, run.there_and_back)]
         return _Measured(mean_of(losses), few, gradients, existing)
 
-    def _forward_seconds(self, run: _Run) -> float:
-        with self._undisturbed():
-            return forward_seconds(self.model, run.batches[:1])
-
     def _plan(self, run: _Run, measured: _Measured) -> list[Change]:
         """Decide what to do to each block: all that the config admits, or what a budget buys of it."""
         changes = candidates(self.config, measured.gradients)
@@ -310,19 +305,17 @@ class Grower:
                 steps, loss = self.steps(search, run.batches, measured.loss, run.forward)
             tried = (measured.search or search).tried
             losses = {"loss_before": measured.loss, "loss_after": loss, "line_search": tried}
-            as_searched = any(steps) and steps == search.steps_for(search.promises)
-            fell = as_searched and search.lowest < search.loss_before
-            losses |= {"judged_before": search.loss_before, "judged_after": search.lowest if fell else None}
+            losses["validated_loss"] = _validated_loss(search, steps)
             report = growth_report(self.config, self.model, changes, trial, steps, seconds=run.seconds, **losses)
         return _Found(trial, report)
 
-    def _keep(self, run: _Run, found: _Found, keep: bool, seconds: float) -> GrowthReport:
-        """Write what lowers the loss into the weights, or hand it over; `seconds` of a forward pass before it."""
+    def _keep(self, run: _Run, found: _Found, keep: bool) -> GrowthReport:
+        """Write what lowers the loss into the weights, or hand it over."""
         trial, report = found.trial, replace(found.report, kept=keep)
         with self._undone_on_failure(trial):
             if report.applied and self.take_over is None:
                 write(trial, self.model, self.wrapped, self.optimizers, run.batches, run.there_and_back)
-                return replace(report, forward_seconds=(seconds, self._forward_seconds(run)))
+                return report
             if report.applied and self.take_over is not None:
                 for new in trial.beside.values():
                     ranks.follow_first_rank(*new.tensors())
@@ -361,6 +354,17 @@ class Grower:
         if config.budget is not None:
             dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
         return sketched_gradients(self.model, blocks, halves, dims, config.oversampling, config.seed, tick)
+
+
+def _validated_loss(search: StepSearch, steps: list[float]) -> tuple[float, float] | None:
+    """The search's loss before and at these steps; None where no half is unseen, or no such loss was measured."""
+    if not any(steps):
+        return search.loss_before, search.loss_before
+    if any(change.existing for change in search.trial.changes):  # old dims move along directions of both halves
+        return None
+    if steps != search.steps_for(search.promises) or search.lowest >= search.loss_before:
+        return None
+    return search.loss_before, search.lowest
 
 
 def _as_first_rank(change: Change) -> Change:

@@ -6,6 +6,7 @@ import math
 import re
 import tempfile
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from ..grow.provenance import origin_of
 from ..growable.folders import INDEX, find_replaced_weights
 from ..growable.sharding import is_sharded
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
+from ..report.pictures import draw_growth
 from ..report.report import GrowthReport
 from .costs import costs_of
 
@@ -71,6 +73,8 @@ def save_figures(
     reports, log_history = list(reports), list(log_history)
     figures = _collect_figures(reports, model, dataset, log_history)
     (Path(folder) / FIGURES).write_text(json.dumps(figures, indent=1))
+    if reports and find_spec("matplotlib"):
+        draw_growth(reports, log_history).savefig(Path(folder) / PICTURE, dpi=110)
 
 
 def _collect_figures(reports: list[GrowthReport], model: str, dataset: str, log_history: list[dict]) -> dict:

@@ -1,10 +1,8 @@
 """Passes over batches on a model that is only looked at: what is left behind is what the caller reads."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,8 +14,6 @@ from ..growable.attention import GrowableAttention
 from ..growable.sharding import forget_pass, gathering_to_the_end, loss_unrounded, own_part, reshard, sharded_modules
 from .extension import set_extension
 from .ranks import of_all, several, together, total
-
-_TIMED = 3  # times, of which the shortest is told
 
 _LOSSES: dict[nn.Module, Callable[[Any, int], Tensor]] = {}  # of a batch and its number, while `measured_by` has them
 
@@ -103,20 +99,6 @@ def mean_loss(model: PreTrainedModel, batches: list, tick: Callable[[], object] 
                 losses.append(loss)
                 tick()
     return mean_of(losses)
-
-
-def forward_seconds(model: PreTrainedModel, batches: list) -> float:
-    """How long batches take through the model, the least of a few times; on a CPU what they take of that alone.
-
-    Call inside `undisturbed`.
-    """
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    clock = time.process_time if on_cpu else time.perf_counter  # other work on the machine does not count
-    times = [clock()]
-    for _ in range(_TIMED):
-        mean_loss(model, batches)
-        times.append(clock())
-    return min(after - before for before, after in pairwise(times))
 
 
 def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:

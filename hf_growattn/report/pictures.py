@@ -1,24 +1,25 @@
-"""Pictures of a growth, each drawn into one panel of matplotlib: for a notebook, a PNG, or a page as SVG."""
+"""Two pictures of a training with growth, by matplotlib: where it grew, and the loss."""
 
 import contextlib
 import io
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+from .words import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HELD_OUT = ("growth_held_out_before", "growth_held_out_after", "eval_loss")  # what a log history calls such a loss
-BLUE, ORANGE, GREY = "#1f77b4", "#ff9f43", "#8a8a8a"
-INK, _GRID = "#24292f", "#e6e6e6"
-_COLORS = {"patterns": BLUE, "messages": ORANGE}
-_IN_PAGES = {BLUE: "--blue", GREY: "--grey", INK: "--ink", _GRID: "--line", "#ffffff": "--paper"}
-_PLOTTED = 6  # spectra in a notebook's picture, of the layers and kinds that gain most
+Panel = Callable[["Axes"], None]
+Points = list[tuple[float, float]]
+
+_HELD_OUT = ("growth_held_out_before", "growth_held_out_after", "eval_loss")  # such losses in a log history
+_BLUE, _ORANGE, _GREY, _INK = "#1f77b4", "#d9741a", "#8a8a8a", "#24292f"
+_PANEL_SIZE = (4.4, 3.5)  # inches
 _STYLE = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -27,13 +28,63 @@ _STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _GRID,
+    "grid.color": "#e6e6e6",
     "legend.edgecolor": "none",
     "legend.fancybox": False,
     "svg.fonttype": "none",
-    "svg.hashsalt": "growth",  # the same picture gives the same text
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
 }
+
+
+def draw_growth(reports: Sequence, log_history: Iterable = ()) -> "Figure":
+    """Make a figure of where the model grew, and of the loss.
+
+    Args:
+        reports: the `GrowthReport` of each growth, at least one.
+        log_history: `trainer.state.log_history`, or pairs of step and training loss. Without losses in it, the line
+            search of the last growth is drawn.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message names the fix.
+    """
+    figure = draw_panels(list(growth_panels(reports, log_history).values()))
+
+    def to_png() -> bytes:
+        data = io.BytesIO()
+        figure.savefig(data, format="png")
+        return data.getvalue()
+
+    setattr(figure, "_repr_png_", to_png)  # noqa: B010  without pyplot, notebooks do not display figures
+    return figure
+
+
+def growth_panels(reports: Sequence, log_history: Iterable = ()) -> dict[str, Panel]:
+    """The panels of `draw_growth` by their titles; those without data are absent."""
+    panels: dict[str, Panel] = {}
+    measured = [layer for report in reports for layer in report.layers]
+    if measured:
+        panels["Where it grew: share of the gain"] = partial(_draw_places, reports=reports)
+    history = list(log_history)
+    training, held_out = _read_losses(history)
+    if training or held_out:
+        growths = {entry["step"] for entry in history if isinstance(entry, dict) and "growth_added_parameters" in entry}
+        panels["Loss"] = partial(_draw_losses, training=training, held_out=held_out, growths=sorted(growths))
+    elif any(map(math.isfinite, reports[-1].line_search.values())):
+        panels["Line search"] = partial(_draw_line_search, report=reports[-1])
+    return {title: partial(_draw_titled, title=title, panel=panel) for title, panel in panels.items()}
+
+
+def draw_panels(panels: Sequence[Panel]) -> "Figure":
+    """Make a figure of panels in one row."""
+    with _style():
+        from matplotlib.figure import Figure
+
+        columns = max(len(panels), 1)
+        figure = Figure(figsize=(_PANEL_SIZE[0] * columns, _PANEL_SIZE[1]), layout="constrained")
+        for index, panel in enumerate(panels, 1):
+            panel(figure.add_subplot(1, columns, index))
+        figure.draw_without_rendering()  # ticks take the style of the moment they are made
+        return figure
 
 
 @contextlib.contextmanager
@@ -41,209 +92,78 @@ def _style() -> Iterator[None]:
     try:
         from matplotlib import style
     except ImportError as error:
-        raise ImportError("The pictures of a growth are drawn by matplotlib: pip install matplotlib.") from error
+        raise ImportError("The pictures of a growth need matplotlib: pip install matplotlib.") from error
     with style.context(["default", _STYLE]):
         yield
 
 
-def drawn(panels: Sequence[Callable], columns: int, size: tuple[float, float] = (4.4, 3.5)) -> "Figure":
-    """Make a matplotlib figure of panels in rows of so many columns, each of a size in inches.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message names the fix.
-    """
-    with _style():
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-
-        rows = max(-(-len(panels) // columns), 1)
-        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-        places = figure.subplots(rows, columns, squeeze=False).flat
-        for draw, place in zip(panels, places):
-            place.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-            draw(place)
-        for place in places:
-            place.remove()
-        figure.draw_without_rendering()  # ticks take the style of the moment they are made
-        return figure
+def _draw_titled(axes: "Axes", title: str, panel: Panel) -> None:
+    panel(axes)
+    axes.set_title(title)
 
 
-def svg(draw: Callable, name: str) -> str:
-    """Draw one panel as an SVG element whose colours are variables of the page; `name` goes before every id in it."""
-    text = io.StringIO()
-    figure = drawn([draw], columns=1, size=(3.9, 2.6))
-    with _style():
-        figure.savefig(text, format="svg", transparent=True)
-    element = text.getvalue()[text.getvalue().index("<svg") :]
-    element = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", element, flags=re.DOTALL)
-    element = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", element)
-    element = re.sub(
-        r'<svg\b(.*?) (?:width|height)="[^"]*"(.*?) (?:width|height)="[^"]*"', r"<svg\1\2", element, count=1
-    )
-    for color, variable in _IN_PAGES.items():
-        element = element.replace(color, f"var({variable})")
-    return element
-
-
-def loss_curves(history: Iterable) -> dict[str, list[list[float]]]:
-    """Read the losses of a training as [step, loss]; a growth's step may have two held-out ones.
-
-    Args:
-        history: entries of a Trainer's log history, or (step, loss) of the training.
-    """
-    curves: dict[str, list[list[float]]] = {"training": [], "held_out": []}
-    for each in history:
-        entry: dict[str, float] = each if isinstance(each, dict) else dict(zip(("step", "loss"), each))
-        for name in ("loss", *HELD_OUT):
-            curve = curves["training" if name == "loss" else "held_out"]
-            if math.isfinite(entry.get(name, math.nan)) and [entry["step"], entry[name]] not in curve[-1:]:
-                curve.append([entry["step"], entry[name]])
-    return curves
-
-
-def draw_losses(panel: "Axes", runs: Iterable[tuple[str, dict, str]], growths: Iterable[int]) -> None:
-    """Draw the losses of trainings by step, and where they grew: each with its name, `loss_curves` and colour."""
-    shown = []
-    for name, curves, color in runs:
-        if curves["training"]:
-            steps, losses = zip(*curves["training"])
-            middles = [(step + former) / 2 for former, step in pairwise((0, *steps))]  # a mean since the last one
-            panel.plot(middles, losses, color=color, linewidth=0.9, alpha=0.6, label=f"{name}training")
-        if curves["held_out"]:
-            panel.plot(*zip(*curves["held_out"]), ".-", color=color, linewidth=1.8, label=f"{name}held out")
-        shown += [point for curve in curves.values() for point in curve]
-    mark_growths(panel, growths)
-    last = max(step for step, _ in shown)
-    late = [loss for step, loss in shown if step >= 0.1 * last]
-    margin = 0.05 * (max(late) - min(late)) or 0.1
-    panel.set_ylim(min(late) - margin, max(late) + margin)  # the first steps would flatten all that follows
-    panel.set(xlabel="step", ylabel="nats a token", title="Loss")
-    handles, labels = panel.get_legend_handles_labels()
-    unique = dict(zip(labels, handles))
-    panel.legend(unique.values(), unique.keys())
-
-
-def draw_lead(panel: "Axes", grown: dict, plain: dict, growths: Iterable[int]) -> None:
-    """Draw by how much the held-out loss of a grown model is below that of the same training without growth."""
-    losses = dict(plain["held_out"])
-    lead = [(step, losses[step] - loss) for step, loss in grown["held_out"] if step in losses]
-    panel.axhline(0, color=GREY, linewidth=1)
-    panel.plot(*zip(*lead), marker=".", color=BLUE, linewidth=1.8)
-    mark_growths(panel, growths)
-    panel.set(xlabel="step", ylabel="nats a token", title="Lead of the grown model, held out")
-
-
-def mark_growths(panel: "Axes", growths: Iterable[int]) -> None:
-    """Mark the steps of growths."""
-    for step in growths:
-        panel.axvline(step, color=BLUE, linestyle=":", linewidth=1.2, label="growth")
-
-
-def draw_line_search(panel: "Axes", report) -> None:
-    """Draw the loss at every common step that was tried, of which there must be one."""
-    tried = sorted((step, loss) for step, loss in report.line_search.items() if math.isfinite(loss))
-    steps, losses = zip(*tried)
-    best = min(losses)
-    before = report.judged_before  # of the very batches of the search
-    if before is not None:
-        panel.axhline(before, color=GREY, linestyle="--", linewidth=1, label="before")
-    panel.plot(steps, losses, ".-", color=BLUE)
-    panel.plot(steps[losses.index(best)], best, "o", color=BLUE, fillstyle="none", markersize=9, label="lowest")
-    if before is not None and best < before:  # steps far too long would flatten the valley
-        fall = before - best
-        panel.set_ylim(best - 0.15 * fall, min(max(*losses, before), before + fall) + 0.1 * fall)
-    panel.set(xscale="log", xlabel="step along all directions", ylabel="loss", title="Line search")
-    panel.locator_params(axis="x", subs=(1, 2, 5) if steps[-1] < 100 * steps[0] else (1,), numticks=6)
-    panel.xaxis.set_major_formatter("{x:g}")
-    panel.xaxis.set_minor_formatter("")
-    panel.legend()
-
-
-def has_line_search(report) -> bool:
-    """Whether there is a line search to draw."""
-    return any(map(math.isfinite, report.line_search.values()))
-
-
-def draw_spectrum(panel: "Axes", layer, legend: bool) -> None:
-    """Draw what each measured direction of one kind of one layer gains, in sample and validated."""
-    color, taken = _COLORS[layer.kind], layer.taken
-    for label, chosen in (("validated, taken", True), ("validated, left", False)):
-        bars = [(place, gain) for place, gain in enumerate(layer.validated, 1) if taken[place - 1] is chosen]
-        if bars:
-            panel.bar(*zip(*bars), width=0.7, color=color if chosen else "none", edgecolor=color, label=label)
-    panel.plot(range(1, len(layer.in_sample) + 1), layer.in_sample, "_", color=INK, label="in sample")
-    panel.axhline(0, color=GREY, linewidth=0.8)
-    panel.grid(axis="x", visible=False)
-    panel.ticklabel_format(axis="y", scilimits=(-2, 3))
-    panel.set(xlabel="direction", ylabel="gain per unit of step", title=f"Layer {layer.layer}, {layer.kind}")
-    if legend:
-        panel.legend()
-
-
-def draw_map(panel: "Axes", title: str, values: Mapping[tuple[int, str], float | None], most: float, form: str) -> None:
-    """Draw a number for each layer and kind as a map with the numbers in it, "-" for None; `most` is darkest."""
-    rows, kinds = (list(dict.fromkeys(place)) for place in zip(*values))
-    size = min(9, 170 / len(rows))
-    for (layer, kind), value in values.items():
-        text = "-" if value is None else format(value, form)
-        panel.text(kinds.index(kind), rows.index(layer), text, ha="center", va="center", fontsize=size)
-    table = [[values.get((layer, kind)) or 0.0 for kind in kinds] for layer in rows]
-    panel.imshow(table, cmap="Blues", vmin=0, vmax=1.6 * most, aspect="auto")  # pale enough to write on
-    panel.set_xticks(range(len(kinds)), kinds)
-    panel.set_yticks(range(len(rows)), list(map(str, rows)), fontsize=size)
-    panel.grid(visible=False)
-    panel.set(ylabel="layer", title=title)
-
-
-def draw_gains(panel: "Axes", title: str, gains: Mapping[tuple[int, str], float | None]) -> None:
-    """Draw the validated gain of each layer and kind as a map."""
-    draw_map(panel, title, gains, max((gain or 0.0 for gain in gains.values()), default=0.0) or 1.0, ".4f")
-
-
-def plotted(report) -> "Figure":
-    """Make a matplotlib figure of all that a report has to show: maps, line search and spectra."""
-    panels: list[Callable] = []
-    if report.layers:
-        starved = {(layer.layer, layer.kind): layer.starvation for layer in report.layers}
-        gains = {(layer.layer, layer.kind): layer.gain for layer in report.layers}
-        panels.append(partial(draw_map, title="Starvation", values=starved, most=1.0, form=".2f"))
-        panels.append(partial(draw_gains, title="Validated gain", gains=gains))
-    if has_line_search(report):
-        panels.append(partial(draw_line_search, report=report))
-    spectra = sorted(report.layers, key=lambda layer: -layer.predicted_gain)[:_PLOTTED]
-    panels += [partial(draw_spectrum, layer=layer, legend=layer is spectra[0]) for layer in spectra]
-    figure = drawn(panels, columns=3)
-
-    def png() -> bytes:
-        data = io.BytesIO()
-        figure.savefig(data, format="png")
-        return data.getvalue()
-
-    setattr(figure, "_repr_png_", png)  # noqa: B010  notebooks know figures only where pyplot was imported
-    return figure
-
-
-def draw_growth(reports: Sequence, log_history: Iterable = ()) -> "Figure":
-    """Make a figure of where the model grew, and of the loss.
-
-    Args:
-        reports: the `GrowthReport` of each growth, one at least.
-        log_history: of a Trainer; without losses in it the line search of the last growth is drawn.
-    """
-    history = list(log_history)
-    gains: dict[tuple[int, str], float | None] = {}
+def _draw_places(axes: "Axes", reports: Sequence) -> None:
+    """Draw the share of each layer and kind in the first-order gain of all growths, "-" where nothing grew."""
+    gains: dict[tuple[int, str], float] = {}
+    grown = set()
     for report in reports:
         for layer in report.layers:
             place = layer.layer, layer.kind
-            former = gains.get(place)
-            gains[place] = layer.gain if former is None else former + (layer.gain or 0.0)
-    panels: list[Callable] = []
-    if gains:
-        panels.append(partial(draw_gains, title="Where it grew: first-order gain", gains=gains))
-    curves = loss_curves(history)
-    growths = sorted({entry["step"] for entry in history if "growth_added_parameters" in entry})
-    if any(curves.values()):
-        panels.append(partial(draw_losses, runs=[("", curves, BLUE)], growths=growths))
-    elif has_line_search(reports[-1]):
-        panels.append(partial(draw_line_search, report=reports[-1]))
-    return drawn(panels, columns=2)
+            gains[place] = gains.get(place, 0.0) + layer.predicted_gain
+            if layer.step_size > 0:
+                grown.add(place)
+    total = sum(gains.values()) or 1.0
+    layers = sorted({layer for layer, _ in gains})
+    kinds = sorted({kind for _, kind in gains}, reverse=True)
+    size = min(9, 170 / len(layers))
+    for (layer, kind), gain in gains.items():
+        text = f"{gain / total:.0%}" if (layer, kind) in grown else "-"
+        axes.text(kinds.index(kind), layers.index(layer), text, ha="center", va="center", fontsize=size)
+    table = [[gains.get((layer, kind), 0.0) for kind in kinds] for layer in layers]
+    palest = 1.6 * max(gains.values()) or 1.0  # pale enough to read the text in it
+    axes.imshow(table, cmap="Blues", vmin=0, vmax=palest, aspect="auto")
+    axes.set_xticks(range(len(kinds)), [KINDS[kind] for kind in kinds])
+    axes.set_yticks(range(len(layers)), list(map(str, layers)), fontsize=size)
+    axes.grid(visible=False)
+    axes.set_ylabel("layer")
+
+
+def _read_losses(history: Iterable) -> tuple[Points, Points]:
+    """The training and the held-out losses of a log history, each with its step; only finite ones."""
+    training: Points = []
+    held_out: Points = []
+    for each in history:
+        entry = each if isinstance(each, dict) else {"step": each[0], "loss": each[1]}
+        if math.isfinite(entry.get("loss", math.nan)):
+            training.append((entry["step"], entry["loss"]))
+        held_out += [(entry["step"], entry[name]) for name in _HELD_OUT if math.isfinite(entry.get(name, math.nan))]
+    return training, held_out
+
+
+def _draw_losses(axes: "Axes", training: Points, held_out: Points, growths: list[float]) -> None:
+    """Draw the losses of a training by step, and mark the growths."""
+    if training:
+        steps, losses = zip(*training)
+        middles = [(step + former) / 2 for former, step in pairwise((0, *steps))]  # each is the mean since the last one
+        axes.plot(middles, losses, color=_BLUE, linewidth=0.9, alpha=0.6, label="training")
+    if held_out:
+        axes.plot(*zip(*held_out), ".-", color=_BLUE, linewidth=1.8, label="held out")
+    for index, step in enumerate(growths):
+        axes.axvline(step, color=_GREY, linestyle=":", linewidth=1.2, label="growth" if index == 0 else None)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+
+
+def _draw_line_search(axes: "Axes", report) -> None:
+    """Draw the loss at every common step that was tried, and that of the same batches before and as it grew."""
+    tried = sorted((step, loss) for step, loss in report.line_search.items() if math.isfinite(loss))
+    axes.plot(*zip(*tried), ".-", color=_BLUE, label="all candidates")
+    if report.validated_loss:
+        before, after = report.validated_loss
+        axes.axhline(before, color=_GREY, linestyle="--", linewidth=1, label="before")
+        axes.axhline(after, color=_ORANGE, linewidth=1, label="as grown")
+        lowest = min(loss for _, loss in tried)
+        if lowest < before:
+            axes.set_ylim(lowest - 0.2 * (before - lowest), before + (before - lowest))  # too long steps are cut off
+    axes.set(xscale="log", xlabel="step", ylabel="loss")
+    axes.legend()
