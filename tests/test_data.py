@@ -13,7 +13,7 @@ from families import build, word_tokenizer
 from test_cli import call, only_line
 from trl import SFTConfig, SFTTrainer
 
-from hf_growattn.training.data import Data, drawn, prepared, split
+from hf_growattn.training.data import Data, drawn, prepare_rows, split_rows
 from hf_growattn.training.recipe import read
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16 --budget 5%".split()
@@ -138,7 +138,7 @@ def test_the_loss_that_grows_is_the_loss_that_trains(folder, tmp_path, monkeypat
     given = [str(folder / "model"), str(folder / "pairs.jsonl"), *options.split(), "--max_length", "16"]
     given += "--budget 5% --per_device_train_batch_size 4 --growth_batches 13".split()  # all rows but those held out
     recipe = read(given, "")
-    made = prepared(Data(recipe).train, None, word_tokenizer(), recipe.training)
+    made = prepare_rows(Data(recipe).train, None, word_tokenizer(), recipe.training)
 
     def trained_on(rows) -> float:
         chosen = {name: getattr(recipe.training, name) for name in ("loss_type", "label_smoothing_factor")}
@@ -152,7 +152,7 @@ def test_the_loss_that_grows_is_the_loss_that_trains(folder, tmp_path, monkeypat
         return trainer.evaluate()["eval_loss"]
 
     drawn_rows = list(
-        itertools.islice(prepared(Data(recipe).drawn_from(), None, word_tokenizer(), recipe.training).train, 52)
+        itertools.islice(prepare_rows(Data(recipe).drawn_from(), None, word_tokenizer(), recipe.training).train, 52)
     )
     done = call("measure", *given, "--json")
     assert done.exit_code in (0, 3), done.output
@@ -162,7 +162,7 @@ def test_the_loss_that_grows_is_the_loss_that_trains(folder, tmp_path, monkeypat
     done = call("finetune", *given, *training, "-o", tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
     (growth,) = json.loads(done.stdout)["growths"]
-    expected = trained_on(split(made, recipe.training)[0])
+    expected = trained_on(split_rows(made, recipe.training)[0])
     assert growth["growth_batches"][0] == pytest.approx(expected, rel=1e-5)
     lower, higher = growth["growth_batches"][::-1]
     assert lower < higher or ("dft" in options and lower == higher)  # DFT weighs by what its gradient does not follow
@@ -175,7 +175,7 @@ def test_masked_tokens_are_not_measured(folder):
         recipe = read([str(folder / "model"), *options, "--max_length", "16"], "")
         tokenizer = word_tokenizer()
         tokenizer.chat_template = TEMPLATE
-        row = prepared(Data(recipe).train, None, tokenizer, recipe.training).train[0]
+        row = prepare_rows(Data(recipe).train, None, tokenizer, recipe.training).train[0]
         return [token for token in row["labels"] if token != -100]
 
     end = word_tokenizer().eos_token_id
@@ -230,7 +230,9 @@ def test_a_tenth_is_held_out_where_no_split_is_given(folder):
     def sizes(*options) -> tuple:
         recipe = read([str(folder / "model"), *map(str, options), "--max_length", "16"], "")
         data = Data(recipe)
-        rows, held_out = split(prepared(data.train, data.test, word_tokenizer(), recipe.training), recipe.training)
+        rows, held_out = split_rows(
+            prepare_rows(data.train, data.test, word_tokenizer(), recipe.training), recipe.training
+        )
         texts = [{tuple(row["input_ids"]) for row in part} for part in (rows, held_out)]
         assert not texts[0] & texts[1]
         return tuple(map(len, texts))
@@ -300,7 +302,7 @@ def test_a_text_longer_than_the_model_reads_is_cut_without_an_alarm(monkeypatch)
     tokenizer, text = word_tokenizer(), " ".join(TEXTS)
     tokenizer.model_max_length = 8
     options = dict(max_length=8, packing=True, packing_strategy="wrapped", bf16=False, use_cpu=True)
-    rows = prepared(datasets.Dataset.from_dict({"text": [text]}), None, tokenizer, SFTConfig(**options)).train
+    rows = prepare_rows(datasets.Dataset.from_dict({"text": [text]}), None, tokenizer, SFTConfig(**options)).train
     assert len(rows) > 60 and max(map(len, rows["input_ids"])) == 8 and not said
     tokenizer(text)
     assert len(said) == 1  # whoever asks the tokenizer itself still hears it

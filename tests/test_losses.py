@@ -161,7 +161,9 @@ def test_growattn_finetune_trains_on_smoothed_losses_of_stock(tmp_path):
     figures = finetuning.main(recipe)
 
     data, _, tokenizer = finetuning.read_all(recipe)
-    rows = finetuning.split(finetuning.prepared(data.train, data.test, tokenizer, recipe.training), recipe.training)
+    rows = finetuning.split_rows(
+        finetuning.prepare_rows(data.train, data.test, tokenizer, recipe.training), recipe.training
+    )
     stock = sft.make_trainer(real_model(), tokenizer, rows, recipe.training, None)
     assert figures["with_growth"]["held_out"][0] == [0, pytest.approx(stock.evaluate()["eval_loss"], abs=1e-6)]
 

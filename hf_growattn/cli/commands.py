@@ -190,7 +190,7 @@ def _ready(recipe):
     from ..growable.models import attentions
     from ..training.data import check_tokens, drawn
     from ..training.finetuning import load, read_all
-    from ..training.sft import sft_loss
+    from ..training.sft import make_sft_loss
 
     try:
         growth_config = recipe.growth_config(default="1%")
@@ -203,7 +203,7 @@ def _ready(recipe):
     check_budget(growth_config, attentions(model), model.num_parameters())
     _say(f"Measuring on {len(ids)} rows of at most {recipe.training.max_length} tokens, on {device}.")
     grower = Grower(model, growth_config)  # which says so if the weights are quantized
-    grower.loss = sft_loss(model.to(device), tokenizer, recipe.training)
+    grower.loss = make_sft_loss(model.to(device), tokenizer, recipe.training)
     return grower, batches, tokenizer
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 from ..interop.checkpoints import first_line, load_config, load_model, load_tokenizer
-from ..training.data import Data, prepared
+from ..training.data import Data, prepare_rows
 from ..training.finetuning import loading_options
 from ..training.recipe import Recipe
 from . import harness
@@ -175,7 +175,7 @@ def evaluated(recipe: Recipe) -> dict[str, dict[tuple[str, str], Figure]]:
     sizes = {short: sizes_of(rows, training) for short, rows in read.items()}
     block, measured = min(LONGEST_BLOCK, *lengths), {}
     for name in tqdm(names, desc="models", disable=None):
-        tokenized = {s: prepared(r, None, tokenizers[name], training).train for s, r in read.items()}
+        tokenized = {s: prepare_rows(r, None, tokenizers[name], training).train for s, r in read.items()}
         model: Any = load_model(name, True, trust, revisions[name], **loading_options(recipe))
         model.to(device)
         figures = {("model", PARAMETERS): Figure(model.num_parameters())}

@@ -214,7 +214,7 @@ class Prepared(NamedTuple):
     collate: Callable[[list[dict]], dict]
 
 
-def prepared(train: Rows, test: Rows | None, tokenizer, training: Training) -> Prepared:
+def prepare_rows(train: Rows, test: Rows | None, tokenizer, training: Training) -> Prepared:
     """Tokenize, mask and pack data as SFTTrainer does, without the model.
 
     Raises:
@@ -266,8 +266,8 @@ def _predicts(row: dict) -> bool:
     return any(label != -100 for label in row["labels"][1:])
 
 
-def split(prepared: Prepared, training: Training) -> tuple[Rows, Rows]:
-    """What `prepared` made: rows to train on and held-out ones; a tenth, where none are given.
+def split_rows(prepared: Prepared, training: Training) -> tuple[Rows, Rows]:
+    """What `prepare_rows` made: rows to train on and held-out ones; a tenth, where none are given.
 
     Raises:
         ValueError: there are too few rows to hold any out.
@@ -304,15 +304,15 @@ def drawn(data: Data, tokenizer, training: Training, batches: int) -> tuple[list
         What the collator of SFTTrainer made of the rows, and their input_ids.
 
     Raises:
-        ValueError: as for `prepared`, or there are too few rows.
+        ValueError: as for `prepare_rows`, or there are too few rows.
     """
-    made, size = prepared(data.drawn_from(), None, tokenizer, training), training.per_device_train_batch_size
+    made, size = prepare_rows(data.drawn_from(), None, tokenizer, training), training.per_device_train_batch_size
     rows: list[dict] = list(islice(made.train, max(batches * size, _FEWEST)))
     check_count(len(rows), training)
     rows = rows[: batches * size]
     if len(rows) >= 2 * size:  # a loss is the mean over batches: in a small one each row would count more
         rows = rows[: len(rows) // size * size]
-    return batches_of(rows, made.collate, training), [row["input_ids"] for row in rows]
+    return make_batches(rows, made.collate, training), [row["input_ids"] for row in rows]
 
 
 def first_rows(rows: Rows, count: int, seed: int) -> Dataset:
@@ -322,7 +322,7 @@ def first_rows(rows: Rows, count: int, seed: int) -> Dataset:
     return rows.shuffle(seed=seed).select(range(min(count, len(rows))))
 
 
-def batches_of(rows: Rows, collate: Callable[[list[dict]], dict], training: Training) -> list[dict]:
+def make_batches(rows: Rows, collate: Callable[[list[dict]], dict], training: Training) -> list[dict]:
     """Make batches of rows, two at least, on the device of the training."""
     rows = list(rows)
     size = min(training.per_device_train_batch_size, -(-len(rows) // 2) or 1)

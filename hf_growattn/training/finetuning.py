@@ -37,12 +37,12 @@ from ..report.words import Compared
 from . import outcome
 from .arguments import budget_of
 from .contest import Run, paired
-from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split
+from .data import Data, Rows, check_length, check_tokens, first_rows, make_batches, prepare_rows, split_rows
 from .judged import judged
-from .methods import METHODS, Budget, rate_of, started
-from .quantized import check_adapted, is_quantized, placed
+from .methods import METHODS, Budget, choose_rate, prepare_model
+from .quantized import check_adapted, is_quantized, move_to_device
 from .recipe import Recipe
-from .sft import make_trainer, save, sft_loss, train
+from .sft import make_sft_loss, make_trainer, save_model, train
 from .trainer import GROWN_BASE, GrownBase, GrowthCallback, load_grown_base, note, twin_of
 
 
@@ -170,7 +170,7 @@ def run(
         tokenizer: its own, saved beside it.
         data: rows to train on and held-out ones, as `split` gives them.
         recipe: how to train and to grow.
-        start: makes the patched model ready for another method than "full", as `methods.started`.
+        start: makes the patched model ready for another method than "full", as `methods.prepare_model`.
         verdict: of a race before it.
         ended: gets what was saved gives on the held-out rows, one by one.
 
@@ -208,9 +208,9 @@ def run(
     except RuntimeError as error:
         if trainer.state.global_step < trainer.state.max_steps or reports or not callback:
             raise
-        save(trainer, dense)  # it never grew, and yet is trained
+        save_model(trainer, dense)  # it never grew, and yet is trained
         raise ValueError(f"{error} It is saved in {output}.") from error
-    save(trainer, dense)
+    save_model(trainer, dense)
     first, after = trainer.is_world_process_zero(), outcome.size_of(trainer.model)
     after = {"cache_bytes": before["cache_bytes"]} | after  # one that did not grow is a stock model again
     own = None
@@ -275,8 +275,8 @@ def _compared(twin: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe:
         untrained, how, peft_config = model, copy.copy(training), get_peft_config(recipe.model)
         if name == "lora":
             patched, method = patch_model(model), METHODS["lora"]
-            untrained, _ = started(patched, method, Budget.near(patched, max(weights, 1)), [], training.seed)
-            how.learning_rate, peft_config = rate_of(method, model.config), None
+            untrained, _ = prepare_model(patched, method, Budget.near(patched, max(weights, 1)), [], training.seed)
+            how.learning_rate, peft_config = choose_rate(method, model.config), None
         other = make_trainer(untrained, tokenizer, data, how, peft_config)
         train(other)
         ended[name] = other.state.log_history, judged(other, name, data[1], cache)
@@ -323,21 +323,23 @@ def main(recipe: Recipe, verdict: str = "", ended: Callable[[Run], object] | Non
     """
     callback, training = callback_of(recipe), recipe.training
     data, config, tokenizer = read_all(recipe)
-    made = prepared(data.train, data.test, tokenizer, training)
-    rows = split(made, training)
+    made = prepare_rows(data.train, data.test, tokenizer, training)
+    rows = split_rows(made, training)
     check_tokens(rows[1]["input_ids"], config)
     method, start = METHODS[recipe.growth.method], None
-    training.learning_rate = training.learning_rate or rate_of(method, config)
+    training.learning_rate = training.learning_rate or choose_rate(method, config)
     model: Any = load(recipe, dtype="float32")
     if callback:
         callback.check_budgets(model)
     if not method.base:
         budget = Budget.near(model, recipe.growth_config(default="2%").budget or 0)
-        placed(model, training.device)
+        move_to_device(model, training.device)
         batches = []
         if method.growth:
             wanted = training.per_device_train_batch_size * recipe.growth.growth_batches
-            batches = batches_of(first_rows(rows[0], wanted, training.seed), made.collate, training)
-        loss_of = partial(sft_loss, tokenizer=tokenizer, training=training)
-        start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed, loss_of=loss_of)
+            batches = make_batches(first_rows(rows[0], wanted, training.seed), made.collate, training)
+        loss_of = partial(make_sft_loss, tokenizer=tokenizer, training=training)
+        start = partial(
+            prepare_model, method=method, budget=budget, batches=batches, seed=training.seed, loss_of=loss_of
+        )
     return run(model, tokenizer, rows, recipe, start, verdict, ended)

@@ -45,13 +45,13 @@ def check_adapted(recipe: Recipe) -> None:
         raise ValueError(f"--compare is not to be had with {option}: growattn race compares them, on the same weights.")
 
 
-def placed(model: nn.Module, device: torch.device) -> Any:
+def move_to_device(model: nn.Module, device: torch.device) -> Any:
     """A model on a device, to be trained; a quantized one is where it was loaded, and refuses to move."""
     keep_unpacked(model)
     return model if is_quantized(model) else model.to(device)
 
 
-def adapted_by(config: PeftConfig, model: PreTrainedModel, seed: int) -> nn.Module:
+def add_adapter(config: PeftConfig, model: PreTrainedModel, seed: int) -> nn.Module:
     """Give a model an adapter, whose weights are drawn by a seed."""
     torch.manual_seed(seed)
     with _names_of_peft():
@@ -66,16 +66,16 @@ def _names_of_peft() -> Iterator[None]:
         yield
 
 
-def grown_beside(
+def grow_quantized(
     model: PreTrainedModel, weights: int, batches: list, seed: int, loss_of: Callable[[nn.Module], Callable] | None
 ) -> tuple[nn.Module, GrowthReport]:
     """Put new dims beside the quantized weights of a patched model, where they help most, as an adapter that trains."""
-    adapted: Any = adapted_by(GrowAttnConfig(budget=weights, task_type="CAUSAL_LM"), model, seed)
+    adapted: Any = add_adapter(GrowAttnConfig(budget=weights, task_type="CAUSAL_LM"), model, seed)
     report = initialize_growattn_weights(adapted, batches, loss=loss_of and loss_of(adapted))
     return adapted, report
 
 
-def merged(adapted: PeftModel, dense: PreTrainedModel) -> GrowableModelMixin:
+def merge_adapters(adapted: PeftModel, dense: PreTrainedModel) -> GrowableModelMixin:
     """Merge adapters that were trained beside quantized weights into the dense model that was quantized."""
     with tempfile.TemporaryDirectory() as folder, _names_of_peft():
         adapted.save_pretrained(folder, save_embedding_layers=False)

@@ -12,8 +12,8 @@ from trl.trainer.sft_trainer import SFTTrainer
 from ..growable.models import is_grown
 from ..growable.patching import unpatch_model
 from .data import Rows, unused
-from .methods import Method, slow_what_grew
-from .quantized import is_quantized, merged
+from .methods import Method, scale_grown_rates
+from .quantized import is_quantized, merge_adapters
 from .recipe import Training
 from .trainer import loss_of
 
@@ -33,14 +33,14 @@ class MixTrainer(SFTTrainer):
         optimizer = super().create_optimizer(model)
         if not made:
             trained = self.model if model is None else model
-            slow_what_grew(optimizer, cast(nn.Module, trained), self.grown_share)
+            scale_grown_rates(optimizer, cast(nn.Module, trained), self.grown_share)
         return optimizer
 
 
 def make_trainer(
     model, tokenizer, data: tuple[Rows, Rows | None], training, peft_config, growth=None, method: Method | None = None
 ) -> SFTTrainer:
-    """Make an SFTTrainer of rows that `prepared` made, that grows if asked, and trains what `started` by a method."""
+    """Make an SFTTrainer of rows from `prepare_rows`, that grows if asked, and trains what `started` by a method."""
     training = copy.copy(training)
     training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
     set_seed(training.seed)  # adapters begin alike; TRL 1.14 leaves that to the caller
@@ -65,7 +65,7 @@ def make_trainer(
     return trainer
 
 
-def sft_loss(model, tokenizer, training: Training) -> Callable:
+def make_sft_loss(model, tokenizer, training: Training) -> Callable:
     """The loss that SFTTrainer trains a model on with these options, for a growth before the training."""
     row = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
     return loss_of(make_trainer(model, tokenizer, (row, None), unused(training), None))
@@ -80,14 +80,14 @@ def train(trainer: SFTTrainer) -> float:
     return output.metrics["train_runtime"]
 
 
-def save(trainer: SFTTrainer, dense: Callable[[], PreTrainedModel]) -> None:
+def save_model(trainer: SFTTrainer, dense: Callable[[], PreTrainedModel]) -> None:
     """Save the model, adapters merged, as a stock one if nothing grew, and the tokenizer; every process calls this.
 
     Those beside quantized weights are merged into the patched model that `dense` loads.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if hasattr(model, "merge_and_unload"):
-        model = merged(model, dense()) if is_quantized(model) else model.merge_and_unload()
+        model = merge_adapters(model, dense()) if is_quantized(model) else model.merge_and_unload()
     vars(model).pop("forward", None)  # TRL's own, which computes a loss without logits
     trainer.model = model if is_grown(model) else unpatch_model(model)
     trainer.save_model()

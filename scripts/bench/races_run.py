@@ -21,7 +21,7 @@ from trl import SFTConfig
 
 from hf_growattn import patch_model
 from hf_growattn.training.contest import LONGER, Contest
-from hf_growattn.training.data import Prepared, prepared
+from hf_growattn.training.data import Prepared, prepare_rows
 from hf_growattn.training.methods import METHODS, Budget
 from hf_growattn.training.race import run_race
 
@@ -106,7 +106,7 @@ def on_text(model: str, text: str, setting: Setting, output: Path):
     tokenizer, training = AutoTokenizer.from_pretrained(model), config_of(setting, output)
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.bos_token
     pieces = [whole[at : at + 2000] for whole in documents_of(text) for at in range(0, len(whole), 2000)]
-    rows = prepared(Dataset.from_dict({"text": pieces[:1000]}), None, tokenizer, training)
+    rows = prepare_rows(Dataset.from_dict({"text": pieces[:1000]}), None, tokenizer, training)
     return lambda: patch_model(AutoModelForCausalLM.from_pretrained(model)), tokenizer, rows, training
 
 
