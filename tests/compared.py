@@ -37,7 +37,7 @@ class ComparedGrower(Grower):
         if self.estimator != "random":
             return super().steps(search, batches, loss_before, tick)
         steps = [1.0] * len(search.trial.changes)
-        search.trial.take(steps)
+        search.trial.set_steps(steps)
         return steps, loss_before
 
 
@@ -55,7 +55,7 @@ def compared_gradients(
 
     Per-sequence, pooled-truncated and gradient differ in what they truncate: the mean over sequences of `X_n^+ G_n
     X_n^+T`, the pooled `C_a^-1 T C_b^-1` (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022). "random"
-    draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside `undisturbed`.
+    draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside `evaluation_mode`.
     """
     whole = whole_gradients(model, blocks, halves, tick)
     weights = shares(halves)

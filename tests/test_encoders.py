@@ -169,7 +169,11 @@ def test_adapters_and_dims_beside(name):
 
     model = patch_model(build(name))
     row = attentions(model)[0].architecture
-    targets = {row.query, row.value, f"attention.{row.beside}.{row.output}" if row.beside else row.output}
+    targets = {
+        row.query,
+        row.value,
+        f"attention.{row.output_sibling}.{row.output}" if row.output_sibling else row.output,
+    }
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=list(targets), r=2, init_lora_weights=False))
     assert Grower(adapted, GrowthConfig(qk_dims=2, v_dims=2)).grow(batches(name)).applied
     before = outputs(adapted, name)
