@@ -14,24 +14,23 @@ import subprocess
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import harness
 import page
 import torch
 from datasets import Dataset
-from harness import Task, collect, digest_of_files, pretrained, source_of
+from harness import Task, collect, digest_of_files, source_of
 from neighbour_task import NextNeighbour
 from recall_task import PhoneBook
 from results import spread
-from text_task import OnText, tiny_llama, tokenizer_of
+from text_task import READ, OnText, OnTextNarrow, tiny_llama, tokenizer_of
 from tokenizers import Tokenizer, models
-from torch import nn
 from torch.nn.functional import pad
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig
 
-from hf_growattn import patch_model
 from hf_growattn.training.comparison import MARGIN, SURE, Race, compare_runs
 from hf_growattn.training.data import Prepared
 from hf_growattn.training.methods import METHODS, Budget
@@ -40,40 +39,6 @@ from hf_growattn.training.race import run_race
 LONGER = 5  # times as many steps
 RANK = 3  # of LoRA on all linear layers, whose weights are the budget
 WIDTHS = (6, 10, 24)  # of the heads of small Llamas
-READ = 400  # batches of the text that a small Llama is pretrained on
-
-
-@dataclass(frozen=True)
-class OnTextNarrow(OnText):
-    """A text, and a small Llama with heads of some width, pretrained on another text.
-
-    Attributes:
-        head_dim: how wide the heads are.
-        known: the text of the pretraining.
-        source: of the tokenizer.
-    """
-
-    head_dim: int = 8
-    known: str = ""
-
-    @property
-    def name(self) -> str:
-        """What tables call it."""
-        return f"Llama, heads {self.head_dim} wide, on {Path(self.path).stem}"
-
-    def files(self) -> list[str]:
-        """The tokenizer and the texts."""
-        return [self.source, self.path, self.known]
-
-    def model(self, seed: int, wide: bool = False) -> nn.Module:
-        """The model, the same for all seeds."""
-        words = len(tokenizer_of(self.source))
-        sizes = dict(hidden_size=64, intermediate_size=172, num_hidden_layers=4, num_attention_heads=8)
-        config = LlamaConfig(vocab_size=words, head_dim=self.head_dim, tie_word_embeddings=True, **sizes)
-        torch.manual_seed(0)
-        reader = OnText(source=self.source, path=self.known, batch_size=16, block_size=self.block_size)
-        batches = (reader.batch(0, step) for step in range(READ))
-        return patch_model(pretrained(reader, LlamaForCausalLM(config), f"llama-{self.head_dim}", batches, 4e-3))
 
 
 @dataclass(frozen=True)
@@ -176,6 +141,7 @@ def run(pair: Pair, steps: int) -> tuple[Race, float]:
     return race, time.process_time() - began
 
 
+@cache
 def commit() -> str:
     """The commit of this repository, short."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -331,9 +297,7 @@ def make_pairs(arguments: argparse.Namespace) -> list[Pair]:
 def main() -> None:
     """Run the pairs and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", nargs="+", help="paths or Hub ids of causal LMs"
-    )
+    parser.add_argument("--model", nargs="+", help="paths or Hub ids of causal LMs")
     parser.add_argument("--text", nargs="+", help="text files, also of JSON rows, or Hub ids")
     parser.add_argument("--pretrain", help="the text that small Llamas are pretrained on")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
@@ -345,6 +309,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     harness.MODELS = arguments.output / "pretrained_models"
     pairs = make_pairs(arguments)
+    commit()  # now: there may be another one before the last pair ends
     new = collect(pairs, arguments.output / "races.jsonl", arguments.processes, measure)
     kept = json.loads((page.RESULTS / "races.json").read_text())["figures"]
     setting = {name: value for name, value in asdict(pairs[0]).items() if name != "task"}
