@@ -31,7 +31,7 @@ from tqdm.auto import tqdm
 
 import hf_growattn
 from hf_growattn.growable.models import cache_bytes
-from hf_growattn.training.methods import trained_weights
+from hf_growattn.training.methods import count_trained_weights
 
 TUNING_SEED = 100
 STEP = 3  # between a learning rate and the next
@@ -178,7 +178,7 @@ def train(job: Job) -> dict:
             curve.append([step + 1, measured(task, trained, job.seed)[task.metric]])
     figures |= measured(task, trained, job.seed)
     curve.append([steps, figures[task.metric]])
-    figures |= {"curve": curve, "weights": trained_weights(trained) if method.trains else 0}
+    figures |= {"curve": curve, "weights": count_trained_weights(trained) if method.trains else 0}
     return figures | serving_cost(job, model, trained)
 
 

@@ -122,10 +122,10 @@ def _add_as_library(model: nn.Module, method: Method, task, batches: list[dict],
     """As a race of hf_growattn does it."""
     chosen = library.METHODS[method.library]
     budget = library.Budget.near(model, task.budget(model))
-    trained, report = library.started(model, chosen, budget, batches, seed, lambda _: task.loss)
+    trained, report = library.prepare_model(model, chosen, budget, batches, seed, lambda _: task.loss)
     optimizer = make_optimizer(trained, rate)
     if optimizer is not None:
-        library.slow_what_grew(optimizer, trained, chosen.grown_share(budget.width))
+        library.scale_grown_rates(optimizer, trained, chosen.grown_share(budget.width))
         for group in optimizer.param_groups:
             group["full_rate"] = group["lr"]
     figures = {} if report is None else {"grown_weights": report.added_parameters}

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from harness import Task
+from harness import Task, pretrained
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from texts import blocks_of, english, load_texts, train_tokenizer
 
 WORDS, ASKED, FIGURES = 64, 8, 3  # first and second words of names, names asked for in a row, figures of a number
+READ = 400  # batches that a small Llama is pretrained on
 LONGEST = 2_000_000  # characters that are read of a document
 
 
@@ -136,6 +137,39 @@ class OnText(Pretrained):
         """Held-out blocks."""
         aside = blocks(self.source, self.path, self.block_size)[: self.held_out]
         return [{"input_ids": some, "labels": some} for some in aside.split(self.batch_size)]
+
+
+@dataclass(frozen=True)
+class OnTextNarrow(OnText):
+    """A text, and a small Llama with heads of some width, pretrained on another text.
+
+    Attributes:
+        head_dim: how wide the heads are.
+        known: the text of the pretraining.
+        source: of the tokenizer.
+    """
+
+    head_dim: int = 8
+    known: str = ""
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"Llama, heads {self.head_dim} wide, on {Path(self.path).stem}"
+
+    def files(self) -> list[str]:
+        """The tokenizer and the texts."""
+        return [self.source, self.path, self.known]
+
+    def model(self, seed: int, wide: bool = False) -> nn.Module:
+        """The model, the same for all seeds."""
+        words = len(tokenizer_of(self.source))
+        sizes = dict(hidden_size=64, intermediate_size=172, num_hidden_layers=4, num_attention_heads=8)
+        config = LlamaConfig(vocab_size=words, head_dim=self.head_dim, tie_word_embeddings=True, **sizes)
+        torch.manual_seed(0)
+        reader = OnText(source=self.source, path=self.known, batch_size=16, block_size=self.block_size)
+        batches = (reader.batch(0, step) for step in range(READ))
+        return patch_model(pretrained(reader, LlamaForCausalLM(config), f"llama-{self.head_dim}", batches, 4e-3))
 
 
 @dataclass(frozen=True)
