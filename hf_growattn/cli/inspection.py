@@ -18,7 +18,7 @@ KIND_NAMES = {"patterns": "queries and keys", "messages": "values"}
 
 
 @torch.no_grad()
-def inspect_model(model: PreTrainedModel, tick: Callable[[], object]) -> dict:
+def inspect_model(model: PreTrainedModel, tick: Callable[[], object] = lambda: None) -> dict:
     """The widths of a model's heads, and how much of them each head uses.
 
     Args:
