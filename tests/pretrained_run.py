@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from conftest import real_batches, real_model
+from conftest import LONG, real_batches, real_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchrun import keep_first, report
@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 
-CONFIGS = (GrowthConfig(qk_dims=2, v_dims=2), GrowthConfig(budget=0.05))
+CONFIGS = [GrowthConfig(budget=0.05)] + ([GrowthConfig(qk_dims=2, v_dims=2)] if LONG else [])
 BATCHES = 19
 
 

@@ -237,13 +237,17 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "phase",
+    "phase, error",
     [
-        *("measure_moments", "sketched_gradients", "tangent_steps", "StepSearch", "measure_steepness"),
-        *("swap_parameters", "Trial"),
+        ("measure_moments", KeyboardInterrupt),
+        ("sketched_gradients", RuntimeError),
+        ("tangent_steps", MemoryError),
+        ("StepSearch", KeyboardInterrupt),
+        ("measure_steepness", RuntimeError),
+        *[("swap_parameters", error) for error in (RuntimeError, KeyboardInterrupt, MemoryError)],
+        *[("Trial", error) for error in (RuntimeError, KeyboardInterrupt, MemoryError)],
     ],
 )
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, MemoryError])
 def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, monkeypatch):
     import hf_growattn.grow.growth as growth
     import hf_growattn.grow.keeping as keeping
@@ -362,8 +366,8 @@ def test_accelerate_with_one_process():
 def test_the_users_model_may_be_compiled(in_place):
     model = patch_model(build("llama-2"))
     if in_place:
-        model.compile(backend="aot_eager")  # what is asked is whether the graph is made anew, not what becomes of it
-    compiled = model if in_place else torch.compile(model, backend="aot_eager")
+        model.compile(backend="eager")  # what is asked is whether the graph is made anew, not what becomes of it
+    compiled = model if in_place else torch.compile(model, backend="eager")
     batch = lm_batches()[0]
     compiled(**batch, use_cache=False)
     report = Grower(compiled, GrowthConfig(qk_dims=4)).grow(lm_batches())
