@@ -1,4 +1,4 @@
-"""Training next to quantized weights (`--load_in_4bit`, `--load_in_8bit`): adapters alone, merged into dense weights."""
+"""Training next to quantized weights (`--load_in_4bit`, `--load_in_8bit`): adapters alone, merged at the end."""
 
 import contextlib
 import tempfile
