@@ -152,20 +152,19 @@ def test_smoothed_losses_of_a_real_model(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated in .SFTTrainer")  # by TRL, not by users
 def test_growattn_finetune_trains_on_smoothed_losses_of_stock(tmp_path):
-    modules = ("finetuning", "recipe", "sft")
-    finetuning, recipes, sft = (pytest.importorskip(f"hf_growattn.training.{name}") for name in modules)
+    finetuning, sft = (pytest.importorskip(f"hf_growattn.training.{name}") for name in ("finetuning", "sft"))
+    from hf_growattn.cli.options import read_recipe
+
     (tmp_path / "play.txt").write_text(data_path("text", "tinyshakespeare.txt").read_text()[:30_000])
     words = [str(data_path("models", "stories260K")), str(tmp_path / "play.txt"), "--output_dir", str(tmp_path / "out")]
     words += ["--max_steps", "2", "--growth_batches", "2", "--qk_dims", "1", "--max_length", "128"]
-    recipe = recipes.read([*words, "--label_smoothing_factor", "0.1", "--loss_type", "nll", "--use_cpu"], usage="")
-    figures = finetuning.main(recipe)
+    recipe = read_recipe("finetune", [*words, "--label_smoothing_factor", "0.1", "--loss_type", "nll", "--use_cpu"])
+    figures = finetuning.finetune(recipe)
 
-    data, _, tokenizer = finetuning.read_all(recipe)
-    rows = finetuning.split_rows(
-        finetuning.prepare_rows(data.train, data.test, tokenizer, recipe.training), recipe.training
-    )
+    prepared, _, tokenizer = finetuning.read_rows(recipe)
+    rows = prepared.train, prepared.test
     stock = sft.make_trainer(real_model(), tokenizer, rows, recipe.training, None)
-    assert figures["with_growth"]["held_out"][0] == [0, pytest.approx(stock.evaluate()["eval_loss"], abs=1e-6)]
+    assert figures["held_out"][0] == [0, pytest.approx(stock.evaluate()["eval_loss"], abs=1e-6)]
 
 
 def preferences():
