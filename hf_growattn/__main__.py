@@ -5,16 +5,17 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; interrupted while it is still being loaded, it ends as it does later."""
+    """Run the command line and exit with its code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # so that a log of long work grows as it goes
+        sys.stdout.reconfigure(line_buffering=True)  # a log of long work grows as it goes
     try:
-        from .cli.commands import app
+        from .cli.commands import main as run
 
-        app()
-    except KeyboardInterrupt:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # while modules were still being imported
         print("Interrupted: nothing was written.", file=sys.stderr)
-        sys.exit(130)
+        code = 130
+    sys.exit(code)
 
 
 if __name__ == "__main__":

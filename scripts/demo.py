@@ -22,7 +22,7 @@ OPTIONS = """
 
 def main() -> None:
     """Train the tokenizer and the model, and fine-tune it as `growattn finetune` does."""
-    from hf_growattn.training.data import prepared, split
+    from hf_growattn.training.data import prepare_rows, split_rows
     from hf_growattn.training.finetuning import run
     from hf_growattn.training.recipe import read
 
@@ -52,8 +52,8 @@ def main() -> None:
     chosen = f"--max_steps {arguments.steps} --seed {arguments.seed} --growth_batches {min(32, arguments.steps)}"
     named = ["--output_dir", arguments.output, "--dataset_name", DATASET]
     recipe = read([*OPTIONS.split(), *chosen.split(), *named], usage="demo.py")
-    rows = prepared(Dataset.from_dict({"text": texts}), None, tokenizer, recipe.training)
-    run(model, tokenizer, split(rows, recipe.training), recipe)
+    rows = prepare_rows(Dataset.from_dict({"text": texts}), None, tokenizer, recipe.training)
+    run(model, tokenizer, split_rows(rows, recipe.training), recipe)
 
 
 if __name__ == "__main__":

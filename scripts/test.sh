@@ -5,8 +5,8 @@ if [ "${1:-}" = "--lowest" ]; then
     export VENV="${VENV:-.venv-lowest}" CONSTRAINTS="scripts/lowest.txt"
 fi
 source "$(dirname "$0")/setup.sh" test
-ruff check . && ruff format --check .
 if [ -z "${CONSTRAINTS:-}" ]; then
+    ruff check . && ruff format --check .
     basedpyright  # types are those of the newest versions
     packages=$(mktemp -d)
     python scripts/packages.py --output "$packages"

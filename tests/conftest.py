@@ -15,8 +15,8 @@ LONG = bool(os.environ.get("GROWATTN_LONG"))  # what is cut short otherwise in f
 DATA = Path(os.environ.get("GROWATTN_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 # The files that take longest, begun first: with two workers, a long one that begins last would leave the other idle.
-LONGEST = ("attention", "sharded", "benchmarks", "training", "contract", "race", "finetune", "hub", "project", "export")
-LONGEST += ("plan", "probe", "tour")
+LONGEST = ("sharded", "benchmarks", "training", "attention", "contract", "race", "finetune", "hub", "user_loss")
+LONGEST += ("project", "export", "probe", "losses", "plan", "tour")
 
 sys.path += [str(ROOT / "scripts" / "bench"), str(ROOT / "scripts")]  # for directions that are there to compare
 torch.set_num_threads(1)  # models this small are slower on more

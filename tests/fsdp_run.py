@@ -1,10 +1,9 @@
-"""Run by torchrun: growth in a model that `fully_shard` holds in shards. Each rank checks for itself.
+"""Growth in a model that `fully_shard` holds in shards. Each rank checks for itself.
 
-Usage: torchrun fsdp_run.py FOLDER, where the first run leaves checkpoints that a later one, of other ranks, resumes.
+Run by torchrun.py. The first run leaves checkpoints that a later one, on another number of ranks, resumes.
 """
 
 import copy
-import sys
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torchrun import leave
+from torchrun import report
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hf_growattn.grow.optimizer
@@ -72,7 +71,7 @@ def train(model, optimizer, steps, seed=31, scheduler=None):
     return losses
 
 
-def equal_to_ddp():
+def equal_to_ddp(folder: Path):
     """Losses before, at and after the growth: in fp64 to the rounding, in fp32 to 1e-6.
 
     On 4 ranks sums round in another order. Weights that differ by 1e-7 give directions that differ by 1e-5, on one
@@ -101,7 +100,7 @@ def equal_to_ddp():
         assert worst < tolerance, (variant, dtype, worst)
 
 
-def a_rank_without_batches():
+def a_rank_without_batches(folder: Path):
     model, optimizer = prepared("fsdp2")
     report = Grower(model, FIXED, optimizer).grow(mine(4) if dist.get_rank() else [])
     assert report.applied and report.loss_after < report.loss_before
@@ -124,7 +123,7 @@ def same(one, other):
     return one == other
 
 
-def a_failure_on_one_rank_is_one_on_all():
+def a_failure_on_one_rank_is_one_on_all(folder: Path):
     """A loss that is not finite, an error amid a pass, or no memory when the optimizer's state is carried."""
     carried = hf_growattn.grow.optimizer._carried
 
@@ -167,7 +166,7 @@ def a_failure_on_one_rank_is_one_on_all():
     assert Grower(model, FIXED).grow(mine(3)).applied
 
 
-def what_people_combine():
+def what_people_combine(folder: Path):
     """bf16 with a rounded output, activation checkpointing, gradients accumulated, an evaluation before the growth."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.bfloat16)
     falls = []
@@ -187,7 +186,7 @@ def what_people_combine():
     assert falls[1] > 0.9 * falls[0], falls  # a loss rounded to bf16 loses 29 %
 
 
-def what_is_refused():
+def what_is_refused_under_fsdp2(folder: Path):
     for config, match in ((dict(update_existing=True), "update_existing=True rewrites"), ({}, "frozen and sharded")):
         model, _ = prepared("fsdp2")
         if not config:
@@ -207,9 +206,8 @@ def what_is_refused():
         raise AssertionError("CPUOffloadPolicy")
 
 
-def saved_and_resumed():
+def saved_and_resumed(folder: Path):
     """A distributed checkpoint, which another number of ranks resumes, and an ordinary one."""
-    folder = Path(sys.argv[1])
     if not (folder / "loss.pt").exists():
         model, optimizer = prepared("fsdp2")
         train(model, optimizer, 2)
@@ -256,9 +254,8 @@ def adapters(kind, load):
     return train(wrapped, optimizer, 4), model
 
 
-def new_dims_as_an_adapter():
+def new_dims_as_an_adapter(folder: Path):
     """The peft method trains as under DDP, also beside 4-bit weights; its adapter is saved and loads."""
-    folder = Path(sys.argv[1])
     if dist.get_rank() == 0:
         build("llama-2").save_pretrained(folder / "stock")
     dist.barrier()
@@ -291,17 +288,12 @@ def fingerprint_of_states(optimizer):
     return [optimizer.state[p]["exp_avg_sq"].full_tensor() for group in optimizer.param_groups for p in group["params"]]
 
 
-EVERYWHERE = [equal_to_ddp, saved_and_resumed]
-CHECKS = [a_rank_without_batches, a_failure_on_one_rank_is_one_on_all, what_people_combine, what_is_refused]
-CHECKS += [new_dims_as_an_adapter]
+CHECKS = [equal_to_ddp, a_rank_without_batches, a_failure_on_one_rank_is_one_on_all, what_people_combine]
+CHECKS += [what_is_refused_under_fsdp2, new_dims_as_an_adapter]
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for check in EVERYWHERE + (CHECKS if dist.get_world_size() == 2 else []):
-        check()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(check.__name__, flush=True)
-    leave()
+def main(folder: Path) -> None:
+    chosen = {1: [], 2: CHECKS, 4: [equal_to_ddp]}[dist.get_world_size()]
+    for check in (saved_and_resumed, *chosen):
+        check(folder)
+        report(check.__name__)

@@ -1,9 +1,8 @@
-"""Run by torchrun: growth under tensor parallelism, which gives each process some heads of every layer.
+"""Growth under tensor parallelism, which gives each process some heads of every layer.
 
-Usage: torchrun parallel_run.py FOLDER, where a run of one process leaves what those of several must give, too.
+Run by torchrun.py. The first run leaves what one on another number of ranks must give, too.
 """
 
-import sys
 from pathlib import Path
 
 import accelerate
@@ -13,7 +12,7 @@ from accelerate import ParallelismConfig
 from families import lm_batches
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
-from torchrun import leave
+from torchrun import keep_first, report
 from training import Rows
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -48,14 +47,6 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
 
 
-def compared(name: str, folder: Path, found: dict) -> dict:
-    """What one process found; it leaves that in a file."""
-    file = folder / f"{name}.pt"
-    if dist.get_world_size() == 1:
-        torch.save(found, file)
-    return torch.load(file)
-
-
 def honour_tensor_parallelism_on_cpus() -> None:
     """accelerate takes it on accelerators only; all that it then does runs on CPUs, too."""
     ParallelismConfig._validate_accelerator = lambda *_: None
@@ -72,7 +63,7 @@ def train(model, optimizer, steps: int, seed: int) -> list[float]:
     return losses
 
 
-def equal_to_one_process(folder: Path) -> None:
+def equal_on_any_number(folder: Path) -> None:
     """Losses before, at and after a growth, widths and weights."""
     for family, config, dtype, tolerance in CASES:
         model = loaded(folder, family, dtype)
@@ -85,7 +76,7 @@ def equal_to_one_process(folder: Path) -> None:
         state = whole(optimizer.state[weight]["exp_avg_sq"])
         found = {"losses": losses, "widths": [layer.width for layer in report.layers], "state": state}
         found["weight"] = whole(weight.detach()).clone()
-        wanted = compared(f"{family}-{dtype}", folder, found)
+        wanted = keep_first(found, folder / f"{family}-{dtype}.pt")
         assert found["widths"] == wanted["widths"], (found["widths"], wanted["widths"])
         worst = max(abs(a - b) / a for a, b in zip(wanted["losses"], losses))
         assert worst < tolerance, (family, dtype, worst)
@@ -115,7 +106,7 @@ def with_the_trainer(folder: Path) -> None:
     trainer = Trainer(model, arguments, train_dataset=Rows(60), callbacks=[growth])
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    wanted = compared("trainer", folder, {"losses": losses})["losses"]
+    wanted = keep_first(losses, folder / "trainer.pt")
     assert max(abs(a - b) for a, b in zip(losses, wanted)) < 1e-6, (losses, wanted)
     place = folder / "trainer" / "checkpoint-6"
     dist.barrier()
@@ -157,17 +148,7 @@ def what_is_refused(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Make all checks; rank 0 names each one that went well."""
-    for check in (equal_to_one_process, with_the_trainer, what_is_refused):
-        check(folder)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(check.__name__, flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     honour_tensor_parallelism_on_cpus()
-    main(Path(sys.argv[1]))
-    leave()
+    for check in (equal_on_any_number, with_the_trainer, what_is_refused):
+        check(folder)
+        report(check.__name__)

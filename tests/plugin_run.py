@@ -1,11 +1,10 @@
-"""Run by torchrun with two processes: trainings under accelerate's FSDP2 plugin, next to the same ones under DDP.
+"""On two ranks: trainings under accelerate's FSDP2 plugin, next to the same ones under DDP.
 
-Usage: torchrun plugin_run.py FOLDER. Each rank checks for itself.
+Run by torchrun.py. Each rank checks for itself.
 """
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import accelerate
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from packaging.version import Version
-from torchrun import leave
+from torchrun import report
 from training import honour_fsdp_on_cpus, with_accelerate, with_trainer
 
 RESUMED = 6  # a step between the growths
@@ -40,6 +39,7 @@ def furthest(one: dict, other: dict) -> float:
 
 def main(folder: Path) -> None:
     """Each loop under DDP, then sharded, then resumed from after the first growth."""
+    honour_fsdp_on_cpus()
     for loop, kind in CASES:
         theirs, wanted = trained(loop, folder / "ddp", None)
         assert wanted["model.layers.0.self_attn.q_proj.weight"].shape == (4 * 20, 48)
@@ -50,14 +50,7 @@ def main(folder: Path) -> None:
         if kind == "FULL_STATE_DICT" or EXACT:
             again, resumed = trained(loop, folder / "again", kind, folder / kind / f"checkpoint-{RESUMED}")
             assert again[12] == ours[12] and furthest(resumed, weights) == 0, (loop, furthest(resumed, weights))
+        report(loop.__name__)
         if dist.get_rank() == 0:
-            print(loop.__name__, flush=True)
             shutil.rmtree(folder)
         dist.barrier()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    honour_fsdp_on_cpus()
-    main(Path(sys.argv[1]))
-    leave()

@@ -1,22 +1,21 @@
-"""Run by torchrun: growth of pretrained weights in fp32, spread over processes in every way, ends as without.
+"""Growth of pretrained weights in fp32, spread over processes in every way, ends as without.
 
-Usage: torchrun pretrained_run.py FOLDER, where a run of one process leaves what tensor parallelism must give, too.
+Run by torchrun.py. The first run leaves what one on another number of ranks must give, too.
 """
 
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from conftest import real_batches, real_model
+from conftest import LONG, real_batches, real_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torchrun import leave
+from torchrun import keep_first, report
 from transformers.distributed import DistributedConfig
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 
-CONFIGS = (GrowthConfig(qk_dims=2, v_dims=2), GrowthConfig(budget=0.05))
+CONFIGS = [GrowthConfig(budget=0.05)] + ([GrowthConfig(qk_dims=2, v_dims=2)] if LONG else [])
 BATCHES = 19
 
 
@@ -64,23 +63,17 @@ def fully_sharded(config: GrowthConfig) -> None:
 
 
 def tensor_parallel(number: int, config: GrowthConfig, folder: Path) -> None:
-    """Against one process."""
+    """Against another number of ranks."""
     ranks = dist.get_world_size()
     spread = {"distributed_config": DistributedConfig(tp_size=ranks)} if ranks > 1 else {}
     found = losses_of(patch_model(real_model(**spread)).train(), config, real_batches(BATCHES, size=8, tokens=64))
-    if ranks == 1:
-        torch.save(found, folder / f"{number}.pt")
-    wanted = torch.load(folder / f"{number}.pt")
+    wanted = keep_first(found, folder / f"{number}.pt")
     assert apart(found, wanted) < 1e-6, (found, wanted)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main(folder: Path) -> None:
     for number, config in enumerate(CONFIGS):
-        tensor_parallel(number, config, Path(sys.argv[1]))
+        tensor_parallel(number, config, folder)
         if dist.get_world_size() > 1:
             fully_sharded(config)
-    if dist.get_rank() == 0:
-        print("equal")
-    leave()
+    report("pretrained_ends_equal")

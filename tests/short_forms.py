@@ -11,9 +11,9 @@ import traceback
 from pathlib import Path
 
 import matplotlib.pyplot  # noqa: F401
+import peft  # noqa: F401
 import torch._dynamo  # noqa: F401
-import trl.trainer.sft_trainer  # noqa: F401
-from transformers import LlamaForCausalLM, Trainer  # noqa: F401
+from transformers import BertModel, GPT2LMHeadModel, LlamaForCausalLM, SmolLM3ForCausalLM  # noqa: F401
 
 import hf_growattn  # noqa: F401
 

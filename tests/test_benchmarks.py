@@ -1,181 +1,237 @@
-"""Every benchmark in its short form: it runs, and leaves a page with its figures, of which some are certain."""
+"""Benchmarks: short forms run and leave a page; the harness keeps runs, sweeps rates, and compares equal things."""
 
-import itertools
 import json
-import math
 import os
 import subprocess
 import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import harness
+import methods
+import page
 import pytest
+import results
 import torch
 from conftest import ROOT
+from recall_task import PhoneBook
+
+from hf_growattn.growable.models import attentions, cache_bytes
 
 BENCH = ROOT / "scripts" / "bench"
-sys.path.insert(0, str(BENCH))
+# One of each kind: a task from nothing, read-in vectors, a causal LM from a folder, an encoder, and timings.
+SHORT = ("recall_map", "in_context_regression", "real_model", "encoder", "growth_cost", "overhead")
+BOOK = PhoneBook(
+    steps=3, growth_batches=2, hidden=16, head_dim=2, names=16, numbers=4, few=(2,), many=4, pretraining=2, pairs=8,
+    dims=2, asked=(2,), held_out=4,
+)  # fmt: skip
 
 
-def names() -> list[str]:
-    return sorted(path.stem for path in BENCH.glob("*.py") if "def main(" in path.read_text())
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 
 
-def patched_models_hold_as_much_memory_as_stock_ones(figures):
-    for comparisons in figures["models"].values():
-        for action in ("forward", "forward + backward", "generate"):
-            assert comparisons["patched / stock"][action]["memory"]["ratio"] == pytest.approx(1, abs=0.01)
-        assert comparisons["grown / as wide"]["forward + backward"]["memory"]["ratio"] < 1.01
-
-
-def zero_dims_change_nothing_under_the_kept_scale(figures):
-    """But for the order of rounding; under the others they change the logits."""
-    import page
-
-    by_policy = {}
-    for row in page.in_rows(figures["rows"]):
-        if row["new"] == "zero" and row["source"].startswith("a tiny Llama"):
-            by_policy.setdefault(row["policy"], []).append(row)
-    kept, again = by_policy["kept (ours)"], by_policy["1 / sqrt(width) again"]
-    for quantity in ("variance", "entropy", "loss"):
-        assert [row[quantity] for row in kept] == pytest.approx([kept[0][quantity]] * len(kept), rel=1e-4)
-    assert again[-1]["variance"] < 0.7 * kept[-1]["variance"]  # half as much, where layers below change nothing
-
-
-# What figures show even in the short form, where times and losses say nothing.
-CERTAIN = {
-    "overhead": patched_models_hold_as_much_memory_as_stock_ones,
-    "scale": zero_dims_change_nothing_under_the_kept_scale,
-}
+@pytest.fixture(autouse=True)
+def models_elsewhere(tmp_path, monkeypatch):
+    """Pretrained models of tests go into a folder of their own."""
+    monkeypatch.setattr(harness, "MODELS", tmp_path / "models")
 
 
 @pytest.fixture(scope="module")
 def short_forms():
     """A process that runs scripts in forks of its own."""
-    command, environment = (
-        [sys.executable, Path(__file__).parent / "short_forms.py"],
-        {**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command = [sys.executable, Path(__file__).parent / "short_forms.py"]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
         yield process
         process.stdin.close()
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", SHORT)
 def test_a_benchmark_in_its_short_form(name, short_forms, tmp_path):
     log = tmp_path / "log"
     job = [str(BENCH / f"{name}.py"), str(log), ["--quick", "--output", str(tmp_path)]]
     short_forms.stdin.write(json.dumps(job) + "\n")
     short_forms.stdin.flush()
     assert short_forms.stdout.readline() == "0\n", log.read_text()
-    page, text = json.loads((tmp_path / f"{name}.json").read_text()), (tmp_path / f"{name}.md").read_text()
+    made, text = json.loads((tmp_path / f"{name}.json").read_text()), (tmp_path / f"{name}.md").read_text()
     title, claim, summary, *_ = text.split("\n\n")
-    assert page["command"].startswith(f"OMP_NUM_THREADS=1 python scripts/bench/{name}.py --quick")
-    assert page["machine"]["threads"] == 1 and page["versions"]["torch"] == torch.__version__
+    assert made["command"].startswith(f"OMP_NUM_THREADS=1 python scripts/bench/{name}.py --quick")
+    assert made["machine"]["threads"] == 1 and made["versions"]["torch"] == torch.__version__
     assert title.startswith("# ") and claim.endswith(".") and summary.startswith("| ") and summary.count("|") > 8
     assert str(ROOT) not in text and str(tmp_path) not in text
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    CERTAIN.get(name, lambda figures: None)(page["figures"])
+    if name == "overhead":
+        for comparisons in made["figures"]["models"].values():
+            for action in ("forward", "forward + backward", "generate"):
+                assert comparisons["patched / stock"][action]["memory"]["ratio"] == pytest.approx(1, abs=0.01)
+
+
+@dataclass(frozen=True)
+class Slope(harness.Task):
+    """A number that falls fastest at a learning rate, without a model: runs take no time."""
+
+    steps: int = 1
+    best: float = 0.01
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"slope {self.best}"
+
+    def files(self) -> list[str]:
+        return [self.path]
+
+
+def run_slope(job: harness.Job) -> dict:
+    off = abs(torch.tensor(job.rate / job.task.best).log().item())
+    figures = {"loss": float("nan") if job.rate > 1 else off + job.seed / 1e4, "weights": 3, "cache": 0.0}
+    row = {"key": job.key(), "task": job.task.name, "method": job.title, "rate": job.rate, "seed": job.seed}
+    with open(job.task.path, "a") as file:
+        file.write(f"{job.rate}\n")
+    return harness.finite(row | figures | {"forward": 1.0, "seconds": 1.0, "curve": []})
+
+
+@pytest.fixture
+def slope(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "run_job", run_slope)
+    monkeypatch.setattr(Slope, "files", lambda task: [])
+    return Slope(path=str(tmp_path / "ran"))
+
+
+def rates_that_ran(task: Slope) -> list[float]:
+    return [float(line) for line in Path(task.path).read_text().splitlines()]
+
+
+def test_the_sweep_goes_beyond_an_end_and_the_best_rate_trains_all_seeds(slope, tmp_path):
+    compared = {
+        methods.LORA: methods.Method(rates=(1e-3, 3e-3)),
+        "one rate": methods.Method(rates=(0.5,)),
+        "diverges": methods.Method(rates=(2.0, 3.0)),
+    }
+    cell = harness.Cell(slope, compared)
+    found = harness.run_cells([cell], [0, 1, 2], tmp_path / "rows.jsonl")
+    swept = {title: [r["rate"] for r in found["sweep"] if r["method"] == title] for title in compared}
+    assert swept[methods.LORA] == [1e-3, 3e-3, 9e-3, 2.7e-2] and swept["one rate"] == []
+    ended = [(row["method"], row["rate"], row["seed"]) for row in found["rows"]]
+    assert [(methods.LORA, 9e-3, seed) for seed in range(3)] == [row for row in ended if row[0] == methods.LORA]
+    assert {row["seed"] for row in found["sweep"]} == {harness.TUNING_SEED}
+    table = results.Results([cell], found)
+    lead = table.lead(slope.name, "one rate")
+    assert lead.mean < -3 and lead.error == pytest.approx(0, abs=1e-6) and lead.is_clear
+    assert "diverges | diverged |" in table.table().replace("**", "") or found["rows"][-1]["loss"] is not None
+    json.dumps(table.figures(), allow_nan=False)
+
+
+def test_the_same_command_goes_on_where_it_was_killed(slope, tmp_path):
+    kept = tmp_path / "rows.jsonl"
+    jobs = [harness.Job(slope, "growth", methods.Method(growth={}), rate, 0) for rate in (0.1, 0.2, 5.0)]
+    first = harness.collect(jobs[:2], kept)
+    whole = kept.read_text()
+    kept.write_text(whole + '{"key": "half')
+    rows = harness.collect(jobs, kept)
+    assert rows[:2] == first and rates_that_ran(slope) == [0.1, 0.2, 5.0]
+    assert kept.read_text().startswith(whole) and len(kept.read_text().splitlines()) == 3
+    assert rows[2]["loss"] is None  # it diverged, and is valid JSON
+
+
+def test_whatever_changes_a_result_makes_another_run(tmp_path, monkeypatch):
+    file = tmp_path / "text.txt"
+    file.write_text("one")
+    job = harness.Job(Slope(path=str(file)), "title", methods.Method(adapter="lora"), 0.1, 0)
+    others = [replace(job, rate=0.2), replace(job, seed=1), replace(job, method=methods.Method(adapter="dora"))]
+    others += [replace(job, task=replace(job.task, steps=2)), replace(job, task=BOOK)]
+    keys = {each.key() for each in (job, *others)}
+    assert len(keys) == 6 and replace(job, title="another").key() == job.key()
+    monkeypatch.setattr(harness, "_FILES", {})
+    file.write_text("two")
+    assert job.key() not in keys
+
+
+COMPARED = {
+    "lora": methods.Method(adapter="lora"),
+    "growth": methods.Method(growth={}),
+    "random growth": methods.Method(growth={"qk_dims": 2}, random=True),
+    "library": methods.Method(library="growth"),
+    "both": methods.Method(growth={}, share=0.25, adapter="lora"),
+}
+
+
+@pytest.mark.parametrize("title", COMPARED)
+def test_methods_train_what_they_add_within_the_budget(title):
+    task, method = replace(BOOK, dims=8), COMPARED[title]  # a rank of LoRA on all layers is within this budget
+    model = task.model(0)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    row = harness.train(harness.Job(task, title, method, 0.01, 0))
+    assert 0 < row["weights"] <= task.budget(model)
+    assert (row["cache"] > 0) == method.grows and row["curve"][-1] == [3, row["recall"]]
+    batches = [task.batch(0, step) for step in range(2)]
+    trained, optimizer, _ = methods.add_to_model(model, method, task, batches, 0, 0.01, None)
+    for step in range(2):
+        task.loss(trained, batches[step]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = dict(model.named_parameters())
+    for name, old in before.items():
+        module, _, leaf = name.rpartition(".")
+        new = after[name] if name in after else after[f"{module}.base_layer.{leaf}"]
+        old_entries = tuple(slice(size) for size in old.shape)
+        if title != "both" or new.shape == old.shape:  # next to LoRA, all of what grew trains
+            assert torch.equal(new.detach()[old_entries], old), name
+
+
+def test_random_new_dims_change_nothing_at_first_and_are_as_many_as_guided_ones():
+    task, widths = BOOK, []
+    batches = [task.batch(0, step) for step in range(2)]
+    for random in (False, True):
+        model = task.model(0)
+        before = task.loss(model, batches[0]).item()
+        method = methods.Method(growth={"qk_dims": 2}, random=random)
+        trained, _, _ = methods.add_to_model(model, method, task, batches, 0, 0.01, None)
+        assert (task.loss(trained, batches[0]).item() == pytest.approx(before, abs=1e-6)) == random
+        widths.append([attention.qk_head_dim for attention in attentions(model)])
+        assert attentions(model)[1].weight_of("key")[:, 2:].abs().min() > 0
+    assert widths[0] == widths[1]
+
+
+def test_growth_in_the_middle_keeps_the_optimizer_and_the_wide_model_costs_what_a_grown_one_does():
+    method = methods.Method(growth={"qk_dims": 2}, at=0.34, base=True)
+    grown = harness.train(harness.Job(BOOK, "growth", method, 1e-3, 0))
+    wide = harness.train(harness.Job(BOOK, "wide", methods.Method(wide=True, base=True), 1e-3, 0))
+    assert grown["weights"] == wide["weights"] and grown["cache"] == pytest.approx(wide["cache"])
+    assert cache_bytes(BOOK.model(0, wide=True)) > cache_bytes(BOOK.model(0))
+
+
+def test_batches_are_the_same_whenever_they_are_asked_for():
+    def same(one: dict, other: dict) -> bool:
+        return all(torch.equal(one[name], other[name]) for name in ("input_ids", "labels"))
+
+    assert same(BOOK.batch(0, 2), BOOK.batch(0, 2))
+    assert not same(BOOK.batch(0, 2), BOOK.batch(0, 3)) and not same(BOOK.batch(0, 2), BOOK.batch(1, 2))
+
+
+def test_the_readme_is_what_the_pages_say():
+    assert (BENCH / "README.md").read_text() == page.readme()
+    written = {file.stem for file in page.RESULTS.glob("*.md")}
+    assert written == set(page.PAGES) == {file.stem for file in page.RESULTS.glob("*.png")}
+    for name in written:
+        text = (page.RESULTS / f"{name}.md").read_text()
+        assert (BENCH / f"{name}.py").exists() or "Last written on" in text, name
+        json.loads((page.RESULTS / f"{name}.json").read_text())
+
+
+def test_a_page_keeps_its_aims_and_a_line_for_each_run(tmp_path):
+    reach = page.Reach("at most 3", "4", "missed")
+    made = page.Page("Title", "Claim.", page.table(["a"], [[1]]), "Text.", lambda plt: plt.figure(), [reach])
+    rows = [{"seed": seed, "curve": [[0, seed / 3]]} for seed in range(4)]
+    page.publish("recall", made, {"rows": rows, "task": asdict(BOOK)}, [0], tmp_path, 60.0)
+    text = (tmp_path / "recall.md").read_text()
+    assert page.aims_of(text) == ["| at most 3 | 4 | missed |"] and text.startswith("# Title\n\nClaim.\n\n| a |")
+    lines = (tmp_path / "recall.json").read_text().splitlines()
+    assert all(any(json.dumps(row) in line for line in lines) for row in rows)
+    with pytest.raises(ValueError, match="perhaps"):
+        page.Reach("aim", "measured", "perhaps")
 
 
 def test_every_script_is_read_in_one_sitting():
     assert [path.name for path in BENCH.glob("*.py") if len(path.read_text().splitlines()) > 400] == []
-
-
-def test_results_hold_what_their_pages_need_a_line_for_each_run():
-    import page
-
-    texts = {file.stem: file.read_text() for file in page.RESULTS.glob("*.json")}
-    lines = [line for text in texts.values() for line in text.splitlines()]
-    assert texts.keys() == set(page.PAGES) == set(names())
-    runs = [line for line in lines if not line.startswith(' "command"')]  # which is one line, however long
-    assert len(lines) <= 6000 and sum(map(len, lines)) < 300_000 and max(map(len, runs)) < 400
-    assert all(text == page.lines_of(page.rounded(json.loads(text))) + "\n" for text in texts.values())
-
-
-def test_every_page_and_the_readme_are_what_the_figures_say():
-    """In a process of its own: the scripts and the tests have modules of the same names."""
-    rendered = "{name: page.markdown(*page.read(name)) for name in page.PAGES}"
-    command = [sys.executable, "-c", f"import json, page; print(json.dumps([{rendered}, page.readme()]))"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=BENCH)
-    assert done.returncode == 0, done.stderr
-    pages, readme = json.loads(done.stdout)
-    for name, text in pages.items():
-        assert (BENCH / "results" / f"{name}.md").read_text() == text, name
-    assert (BENCH / "README.md").read_text() == readme
-
-
-def test_figures_keep_what_is_named_with_thin_curves():
-    import page
-
-    curve = [[step, step / 7] for step in range(1001)]
-    (run,) = page.kept([{"seed": 3, "loss": 0.5, "report": {"layers": []}, "curve": curve}], "seed", "loss", "curve")
-    assert list(run) == ["seed", "loss", "curve"] and run["seed"] == 3
-    assert len(run["curve"]) == page.POINTS and run["curve"][0] == curve[0] and run["curve"][-1] == curve[-1]
-    steps = [step for step, _ in run["curve"]]
-    assert steps == sorted(set(steps)) and max(b - a for a, b in itertools.pairwise(steps)) <= 1000 / 39 + 1
-    assert page.kept([{"curve": curve[:40]}], "seed", "curve") == [{"curve": curve[:40]}]
-
-
-def test_runs_in_columns_are_the_same_runs():
-    import page
-
-    rows = itertools.product((0, 1), (3, 5))
-    runs = [{"row": row, "seed": seed, "loss": seed / 7} | ({"right": 1} if row else {}) for row, seed in rows]
-    columns = page.in_columns(runs, "seed", "loss", "right")
-    assert columns[1] == {"row": 1, "seed": [3, 5], "loss": [3 / 7, 5 / 7], "right": [1, 1]}
-    assert page.in_rows(columns) == runs
-
-
-def test_rows_near_lora_take_more_seeds_and_all_growth_if_one_of_it_does():
-    """By the better of their learning rates, on the tasks where anything is near."""
-
-    def more_seeds(*done: dict) -> list[dict]:
-        read = "import json, real_model, sys; print(json.dumps(real_model.more_seeds(json.load(sys.stdin))))"
-        given = dict(input=json.dumps(done), capture_output=True, text=True, cwd=BENCH)
-        ended = subprocess.run([sys.executable, "-c", read], **given)
-        return json.loads(ended.stdout or pytest.fail(ended.stderr))
-
-    def run(task: str, row: str, *losses: float) -> dict:
-        ended = [{"rate": 10.0**-place, "loss": loss} for place, loss in enumerate(losses, 1)]
-        return {"model": "", "task": task, "path": "", "row": row, "seed": 0, "setting": {}, "ended": ended}
-
-    lora, growth, mix, whole = "LoRA on all linear layers", "growth", "1/3 growth, 2/3 LoRA", "all weights"
-    far = [run("apart", lora, 2.0), run("apart", growth, 1.97), run("apart", whole, 2.03)]
-    near = [run("near", lora, 2.5, 2.0), run("near", growth, 2.5), run("near", mix, 2.019), run("near", whole, 2.021)]
-    found = more_seeds(run("near", "", 3.0), *far, *near)
-    assert [job["row"] for job in found] == [lora, growth, mix] * 2
-    assert [job["seed"] for job in found] == [1] * 3 + [2] * 3
-    assert {job["task"] for job in found} == {"near"} and found[0]["rates"] == [0.01]
-    found = more_seeds(run("near", lora, 2.0), run("near", growth, 2.1), run("near", whole, 1.99))
-    assert [job["row"] for job in found] == [lora, whole] * 2  # no growth is near
-
-
-def test_figures_are_rounded_to_what_an_fp32_holds():
-    import page
-
-    values = {
-        "loss": [1 / 3, 123456789.123],
-        "tokens": 123456789123,
-        "spread": (math.inf, True),
-        "row": "0.333333333333",
-    }
-    kept = {"loss": [0.333333333, 123456789.0], "tokens": 123456789123, "spread": [math.inf, True]}
-    assert page.rounded(values) == kept | {"row": "0.333333333333"}
-    fp32 = torch.rand(1000)
-    assert torch.equal(torch.tensor(page.rounded(fp32.tolist())), fp32)
-
-
-def test_a_run_takes_a_line_and_a_long_one_fills_some():
-    import page
-
-    runs = [{"row": f"row {seed}", "seed": seed, "loss": seed / 3} for seed in range(9)]
-    curves = [
-        {"seed": seed, "curve": [[step, step / 3] for step in range(90)], "end": {"loss": 1.5}} for seed in (0, 1)
-    ]
-    figures = {"setting": {"text": "a " * 300}, "runs": runs, "curves": curves, "none": [], 0.5: "rate"}
-    lines = page.lines_of(figures).splitlines()
-    assert json.loads("\n".join(lines)) == json.loads(json.dumps(figures))
-    assert all(any(json.dumps(run) in line for line in lines) for run in runs)
-    assert max(len(line) for line in lines if "a a" not in line) <= page.WIDTH
-    assert len(lines) < 60

@@ -7,12 +7,12 @@ from families import VARIANTS, build, lm_batches, padded, tokens
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.trial import Trial
 from hf_growattn.growable.models import attentions
-from hf_growattn.measure.extension import NewDims, set_extension
+from hf_growattn.measure.extension import ExtraDims, set_extension
 
 
-def new_dims(attention, qk_dims: int, v_dims: int) -> NewDims:
+def new_dims(attention, qk_dims: int, v_dims: int) -> ExtraDims:
     """Random ones, large enough to change what the module computes."""
-    new, dims = NewDims(), {"query": qk_dims, "key": qk_dims, "value": v_dims, "output": v_dims}
+    new, dims = ExtraDims(), {"query": qk_dims, "key": qk_dims, "value": v_dims, "output": v_dims}
     for role, count in dims.items():
         weight, bias = attention.weight_of(role), attention.bias_of(role)
         new.weights[role] = torch.randn(len(weight), count, weight.shape[-1]) * 0.3
@@ -20,8 +20,10 @@ def new_dims(attention, qk_dims: int, v_dims: int) -> NewDims:
     return new
 
 
-@pytest.mark.parametrize("qk_dims, v_dims", [(3, 0), (0, 2), (2, 5)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant, qk_dims, v_dims",
+    [*((variant, 2, 5) for variant in VARIANTS), ("llama-5-bias", 3, 0), ("llama-5-bias", 0, 2), ("gpt2-2", 3, 0)],
+)
 @torch.no_grad()
 def test_kept_dims_compute_what_they_did_beside_the_weights(variant, qk_dims, v_dims):
     model, batch = patch_model(build(variant)), padded()
@@ -40,7 +42,7 @@ def test_kept_dims_compute_what_they_did_beside_the_weights(variant, qk_dims, v_
         set_extension(attention, None)
     assert torch.equal(model(**batch).logits, before)
     for attention, new in found.items():
-        new.keep_in(attention)
+        new.write_into(attention)
     model.sync_config()
     # fp32, sums of other orders; weights are wide here, and so are the logits.
     size = beside[kept].abs().max().item()
@@ -54,7 +56,7 @@ def test_a_search_reads_the_weights_and_writes_none(variant, monkeypatch):
     weights = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
     taken = []
 
-    def take(trial, steps, half=None, original=Trial.take):
+    def set_steps(trial, steps, half=None, original=Trial.set_steps):
         original(trial, steps, half)
         live = dict(model.named_parameters())
         assert live.keys() == weights.keys()
@@ -63,7 +65,7 @@ def test_a_search_reads_the_weights_and_writes_none(variant, monkeypatch):
         )
         taken.append(any(steps))
 
-    monkeypatch.setattr(Trial, "take", take)
+    monkeypatch.setattr(Trial, "set_steps", set_steps)
     assert Grower(model, GrowthConfig(budget=0.05)).grow(lm_batches(6)).applied
     assert sum(taken) > 10
 
@@ -74,6 +76,6 @@ def test_dims_that_cannot_be_written_leave_the_weights_as_they_were():
     new = new_dims(attention, 2, 2)
     new.weights["value"] = new.weights["value"][..., 1:]
     with pytest.raises(RuntimeError):
-        new.keep_in(attention)
+        new.write_into(attention)
     assert (attention.qk_head_dim, attention.v_head_dim) == (16, 16)
     assert all(dict(attention.named_parameters())[name] is weight for name, weight in weights.items())

@@ -1,20 +1,16 @@
-"""Data through the real command line, format by format; and each error that people meet, in one line with its fix."""
+"""Data of every kind, joined, split and refused, as the commands read them."""
 
-import itertools
 import json
-import logging
 from pathlib import Path
 
 import datasets
 import pytest
-import torch
-from conftest import ROOT
 from families import build, word_tokenizer
-from test_cli import call, only_line
 from trl import SFTConfig, SFTTrainer
 
-from hf_growattn.training.data import Data, drawn, prepared, split
-from hf_growattn.training.recipe import read
+from hf_growattn.cli.options import read_recipe
+from hf_growattn.training.data import check_length, check_tokens, draw_batches, load_data, prepare_rows, split_rows
+from hf_growattn.training.finetuning import prepare_growth
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16 --budget 5%".split()
 TEMPLATE = (
@@ -36,16 +32,18 @@ PAIRS = [{"prompt": "w9 " + words(start, 4), "completion": " " + words(start + 7
 CHATS = [{"messages": [START, {"role": "assistant", "content": words(start, 6)}]} for start in range(60)]
 
 
+def chat_tokenizer():
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A tiny model whose tokenizer has a chat template, and the same rows in every kind of file."""
-    folder = tmp_path_factory.mktemp("data")
-    tokenizer = word_tokenizer()
-    tokenizer.save_pretrained(folder / "bare")
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "model")
-    for name in ("bare", "model"):
-        build("llama-2").save_pretrained(folder / name)
+    folder = tmp_path_factory.mktemp("data[1]")  # a pattern, if it is not escaped
+    chat_tokenizer().save_pretrained(folder / "model")
+    build("llama-2").save_pretrained(folder / "model")
     rows = datasets.Dataset.from_dict({"text": TEXTS, "number": list(range(60))})
     rows.to_csv(folder / "rows.csv")
     rows.to_csv(folder / "rows.tsv", sep="\t")
@@ -55,294 +53,168 @@ def folder(tmp_path_factory) -> Path:
     rows.rename_column("text", "said").to_csv(folder / "other.csv")
     for name, entries in (("pairs", PAIRS), ("chats", CHATS)):
         datasets.Dataset.from_list(entries).to_json(folder / f"{name}.jsonl")
-    renamed = datasets.Dataset.from_list(PAIRS).rename_columns({"prompt": "question", "completion": "reply"})
-    renamed.to_csv(folder / "questions.csv")
     (folder / "rows.txt").write_text("\n".join(TEXTS))
-    for name in ("texts/a", "texts/in/b", "tables"):
+    for name in ("texts/a", "texts/b", "tables", "mixed", "nothing"):
         (folder / name).mkdir(parents=True)
-    for name in ("a/one.txt", "in/b/two.TXT"):
-        (folder / "texts" / name).write_text(" ".join(TEXTS[::2] if name[0] == "a" else TEXTS[1::2]))
+    (folder / "texts/a/one.txt").write_text(" ".join(TEXTS[::2]))
+    (folder / "texts/b/two.txt").write_text(" ".join(TEXTS[1::2]))
     rows.select(range(40)).to_csv(folder / "tables" / "train.csv")
     rows.select(range(40, 60)).to_csv(folder / "tables" / "test.csv")
-    parts = [f"  - {{path: {folder}/{name}, columns: [text], fraction: 0.5}}" for name in ("rows.csv", "rows.jsonl")]
-    recipe = [f"model_name_or_path: {folder}/model", "max_length: 16", "budget: 0.05", "datasets:", *parts]
-    (folder / "mixture.yaml").write_text("\n".join(recipe))
+    (folder / "mixed/a.txt").write_text("w1 w2")
+    (folder / "mixed/b.csv").write_text("text\nw1 w2")
     return folder
+
+
+def recipe_of(folder: Path, names: str, options: str = ""):
+    return read_recipe(
+        "measure", [f"{folder}/model", *(f"{folder}/{n}" for n in names.split()), *SMALL, *options.split()]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own setting
 @pytest.mark.parametrize(
-    "name, options, rows",
+    "names, options, rows",
     [
         ("rows.txt", "", 46),  # 60 x 12 words and the end of the text, in rows of 16
         ("texts", "", 46),
-        ("rows.txt", "--packing False --max_length 128", None),
+        ("texts/a/one.txt texts/b/two.txt", "", 46),
         ("rows.csv", "", 60),
+        ("rows.csv tables", "", 100),
         ("rows.tsv", "", 60),
         ("rows.json", "", 60),
-        ("rows.jsonl", "--packing", None),
+        ("rows.jsonl rows.parquet", "", 120),
         ("rows.jsonl", "--packing --packing_strategy wrapped", 49),  # an end of text for each row
         ("rows.jsonl", "--dataset_streaming", 60),
         ("rows.parquet", "", 60),
         ("other.csv", "--dataset_text_field said", 60),
         ("pairs.jsonl", "", 60),
-        ("questions.csv", "--dataset_columns prompt=question completion=reply", 60),
         ("chats.jsonl", "--assistant_only_loss", 60),
         ("tables", "", 40),
     ],
 )
-def test_what_is_measured_is_what_sft_trains(folder, name, options, rows):
-    """The rows that are drawn are among those that TRL's own trainer makes of the same data; then measured for real."""
-    given = [str(folder / "model"), str(folder / name), *SMALL, *options.split()]
-    recipe = read(given, "")
-    data, tokenizer = Data(recipe), word_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    if name == "rows.txt" and "False" in options:
-        with pytest.raises(ValueError, match="The data give 1 row of"):
-            drawn(data, tokenizer, recipe.training, 4)
-        return
-    seen = {"train_dataset": data.train, "processing_class": tokenizer, "model": build("llama-2")}
-    chosen = {key: getattr(recipe.training, key) for key in ("packing", "packing_strategy", "max_length")}
-    chosen |= dict(assistant_only_loss="assistant" in options, dataset_text_field=recipe.training.dataset_text_field)
+def test_what_is_measured_is_what_sft_trains(folder, names, options, rows):
+    """The rows that are drawn are those that TRL's own trainer makes of the same data."""
+    recipe = recipe_of(folder, names, options)
+    training, tokenizer = recipe.training, chat_tokenizer()
+    data = load_data(recipe)
+    chosen = {key: getattr(training, key) for key in ("packing", "packing_strategy", "max_length")}
+    chosen |= dict(assistant_only_loss="assistant" in options, dataset_text_field=training.dataset_text_field)
     config = SFTConfig("unused", **chosen, max_steps=2, use_cpu=True, bf16=False)
-    trained = {(tuple(row["input_ids"]), tuple(row["labels"])) for row in SFTTrainer(args=config, **seen).train_dataset}
-    batches, _ = drawn(data, tokenizer, recipe.training, 40)
-    found = {
+    trainer = SFTTrainer(build("llama-2"), config, train_dataset=data.train, processing_class=tokenizer)
+    trained = {(tuple(row["input_ids"]), tuple(row["labels"])) for row in trainer.train_dataset}
+    batches, _ = draw_batches(data, tokenizer, training, 40)
+    drawn = {
         (tuple(ids[mask].tolist()), tuple(labels[mask].tolist()))
         for batch in batches
         if "attention_mask" in batch
         for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"].bool())
     }
-    if recipe.training.packing_strategy != "wrapped":  # those begin and end elsewhere in another order
-        assert found <= trained
-    if rows:
-        assert sum(len(batch["input_ids"]) for batch in batches) in (rows, rows // 5 * 5)
-    done = call("measure", *given, "--json")
-    assert done.exit_code in (0, 3), done.output
-    assert json.loads(done.stdout)["loss_before"] > 0
+    if training.packing_strategy != "wrapped" or names == "rows.txt":  # else they begin elsewhere in another order
+        assert drawn <= trained
+    assert sum(len(batch["input_ids"]) for batch in batches) == rows // 5 * 5
+    assert (data.test is not None) == ("tables" in names)
 
 
-LOSSES = {
-    "of the completions": "",
-    "of all tokens": "--completion_only_loss False",
-    "smoothed": "--label_smoothing_factor 0.1 --loss_type nll",
-    "DFT": "--loss_type dft",
+def test_a_mixture_as_trl_reads_it(folder, tmp_path):
+    parts = [f"  - {{path: {kind}, data_files: {folder}/rows.{kind}, split: train, columns: [text], fraction: 0.5}}"
+             for kind in ("csv", "parquet")]  # fmt: skip
+    parts = [part.replace("[1]", "[[]1]") for part in parts]
+    lines = [f"model_name_or_path: {folder}/model", "max_length: 16", "test_split_size: 0.25", "datasets:", *parts]
+    (tmp_path / "mixture.yaml").write_text("\n".join(lines))
+    recipe = read_recipe("measure", ["--config", str(tmp_path / "mixture.yaml"), "--growth_batches", "2"])
+    data = load_data(recipe)
+    assert (len(data.train), len(data.test)) == (90, 30) and recipe.dataset == "csv, parquet"
+    assert data.train["text"] == load_data(recipe).train["text"]  # every process must split alike
+    grower, batches, _ = prepare_growth(recipe)
+    assert len(batches) == 2 and grower.measure(batches).loss_before > 0
+
+
+def test_rows_are_held_out(folder):
+    tokenizer = word_tokenizer()
+    recipe = recipe_of(folder, "rows.csv")
+    prepared = prepare_rows(load_data(recipe).train, None, tokenizer, recipe.training)
+    train, held_out = split_rows(prepared, recipe.training)
+    assert (len(train), len(held_out)) == (52, 8)
+    rows = {tuple(row) for part in (train, held_out) for row in part["input_ids"]}
+    assert rows == {tuple(row) for row in prepared.train["input_ids"]}
+    data = load_data(recipe_of(folder, "tables"))
+    prepared = prepare_rows(data.train, data.test, tokenizer, recipe.training)
+    assert [len(part) for part in split_rows(prepared, recipe.training)] == [40, 20]
+
+
+def test_only_replies_are_trained(folder):
+    recipe = recipe_of(folder, "chats.jsonl", "--assistant_only_loss")
+    prepared = prepare_rows(load_data(recipe).train, None, chat_tokenizer(), recipe.training)
+    for row in list(prepared.train)[:5]:
+        trained = [label for label in row["labels"] if label != -100]
+        assert row["labels"][:4] == [-100] * 4 and trained == row["input_ids"][4:]
+
+
+BAD = {
+    "broken.jsonl": ('{"text": "w1"}\n{"text": w2}\n', "JSON"),
+    "binary.txt": (b"\xff\xfe\x00\xff", "UnicodeDecodeError"),
+    "binary.csv": (b"\xff\xfe\x00\xff", "UnicodeDecodeError"),
+    "empty.jsonl": ("", ""),
+    "ragged.csv": ("text\nw1\nw2,w3,w4\n", "Expected 1 fields in line 3, saw 3"),
+    "columns.csv": ("question,reply\nw1,w2\n", "it has the columns question, reply; name that of the text by"),
+    "gaps.jsonl": (json.dumps({"text": None}) + '\n{"text": "w1 w2"}', ""),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # TRL's own settings
-@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
-def test_the_loss_that_grows_is_the_loss_that_trains(folder, tmp_path, monkeypatch, options):
-    """What is measured, and lowered before and in a training, is what TRL's trainer says of the same rows."""
-    monkeypatch.setattr("hf_growattn.training.finetuning.reloaded_difference", lambda *_: 0.0)
-    given = [str(folder / "model"), str(folder / "pairs.jsonl"), *options.split(), "--max_length", "16"]
-    given += "--budget 5% --per_device_train_batch_size 4 --growth_batches 13".split()  # all rows but those held out
-    recipe = read(given, "")
-    made = prepared(Data(recipe).train, None, word_tokenizer(), recipe.training)
-
-    def trained_on(rows) -> float:
-        chosen = {name: getattr(recipe.training, name) for name in ("loss_type", "label_smoothing_factor")}
-        config = SFTConfig(
-            str(tmp_path), **chosen, per_device_eval_batch_size=4, use_cpu=True, bf16=False, report_to="none",
-            dataset_kwargs={"skip_prepare_dataset": True},
-        )  # fmt: skip
-        trainer = SFTTrainer(
-            build("llama-2"), config, train_dataset=rows, eval_dataset=rows, processing_class=word_tokenizer()
-        )
-        return trainer.evaluate()["eval_loss"]
-
-    drawn_rows = list(
-        itertools.islice(prepared(Data(recipe).drawn_from(), None, word_tokenizer(), recipe.training).train, 52)
-    )
-    done = call("measure", *given, "--json")
-    assert done.exit_code in (0, 3), done.output
-    expected = trained_on(datasets.Dataset.from_list(drawn_rows))
-    assert json.loads(done.stdout)["loss_before"] == pytest.approx(expected, rel=1e-5)
-    training = "--learning_rate 1e-30 --max_steps 2 --save_strategy no --eval_strategy no".split()
-    done = call("finetune", *given, *training, "-o", tmp_path / "out", "--json")
-    assert done.exit_code == 0, done.output
-    (growth,) = json.loads(done.stdout)["growths"]
-    expected = trained_on(split(made, recipe.training)[0])
-    assert growth["growth_batches"][0] == pytest.approx(expected, rel=1e-5)
-    lower, higher = growth["growth_batches"][::-1]
-    assert lower < higher or ("dft" in options and lower == higher)  # DFT weighs by what its gradient does not follow
+@pytest.mark.parametrize("name", BAD)
+def test_what_datasets_and_trl_say_is_passed_on_with_the_name(folder, tmp_path, name):
+    content, said = BAD[name]
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    recipe = read_recipe("measure", [f"{folder}/model", f"{tmp_path}/{name}", *SMALL])
+    with pytest.raises(ValueError, match=f"{name} cannot be read: ") as raised:
+        prepare_growth(recipe)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_masked_tokens_are_not_measured(folder):
-    """Of a pair the completion alone has labels, of a chat the replies; all of them where that is asked for."""
-
-    def labels(*options) -> torch.Tensor:
-        recipe = read([str(folder / "model"), *options, "--max_length", "16"], "")
-        tokenizer = word_tokenizer()
-        tokenizer.chat_template = TEMPLATE
-        row = prepared(Data(recipe).train, None, tokenizer, recipe.training).train[0]
-        return [token for token in row["labels"] if token != -100]
-
-    end = word_tokenizer().eos_token_id
-    reply = [int(word[1:]) for word in words(7, 5).split()]
-    assert labels(str(folder / "pairs.jsonl")) == [*reply, end]
-    assert len(labels(str(folder / "pairs.jsonl"), "--completion_only_loss", "False")) == 11
-    assert labels(str(folder / "chats.jsonl"), "--assistant_only_loss") == [int(w[1:]) for w in words(0, 6).split()] + [
-        end
-    ]
-    assert len(labels(str(folder / "chats.jsonl"))) == 11
-    chatml = ("--assistant_only_loss", "--chat_template_path", str(ROOT / "scripts" / "recipes" / "chatml.jinja"))
-    replies = labels(str(folder / "chats.jsonl"), *chatml)  # its marks are many words here, so that rows are cut
-    assert replies == [int(word[1:]) for word in words(0, 3).split()]
+@pytest.mark.parametrize(
+    "names, options, said",
+    [
+        ("rows.txt rows.csv", "", "text files and tables cannot be joined"),
+        ("rows.csv other.csv", "", "different columns cannot be joined: number, said / number, text"),
+        ("mixed", "", "holds .csv, .txt files, which cannot be joined"),
+        ("nothing", "", "nothing"),
+        ("gone.csv", "", "there is no file or folder"),
+        ("rows.csv", "--dataset_test_split validation", "it has the splits train"),
+        ("rows.csv", "--dataset_train_split validation", "it has the splits train"),
+    ],
+)
+def test_data_that_cannot_be_joined_or_found_are_refused(folder, names, options, said):
+    with pytest.raises(ValueError, match="cannot be read: ") as raised:
+        load_data(recipe_of(folder, names, options))
+    assert said in str(raised.value)
 
 
-def test_a_recipe_names_a_mixture(folder):
-    """The same file of options for measuring, growing and training; the command line goes before it."""
-    done = call("measure", "--config", folder / "mixture.yaml", "--json", "--growth_batches", 3)
-    assert done.exit_code in (0, 3), done.output
-    assert "Measuring on 24 rows of at most 16 tokens" in done.stderr
-    (folder / "wrong.yaml").write_text("model_name_or_path: m\nmax_lenght: 3\n")
-    done = call("measure", "--config", folder / "wrong.yaml")
-    assert done.exit_code == 2 and "unknown: --max_lenght 3" in done.stderr
+def test_a_name_of_the_hub_that_does_not_load(folder, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="me/nowhere cannot be read: "):
+        load_data(read_recipe("measure", [f"{folder}/model", "me/nowhere", *SMALL]))
 
 
-def test_a_dataset_of_the_hub_is_asked_for_as_named(folder, monkeypatch):
-    asked = {}
-
-    def load(**how):
-        asked.update(how)
-        return datasets.DatasetDict({"learn": datasets.Dataset.from_dict({"said": TEXTS})})
-
-    monkeypatch.setattr("hf_growattn.training.data.load_dataset", load)
-    options = "--dataset_config english --dataset_revision v2 --dataset_train_split learn --dataset_text_field said"
-    done = call("measure", folder / "model", "me/words", *SMALL, *options.split())
-    assert done.exit_code in (0, 3), done.output
-    assert asked == dict(path="me/words", name="english", revision="v2", streaming=False)
-    done = call("measure", folder / "model", "me/words", *SMALL)
-    assert "me/words has the splits learn: name them by --dataset_train_split" in only_line(done)
+def test_too_few_rows_are_refused(folder, tmp_path):
+    (tmp_path / "short.txt").write_text(" ".join(TEXTS[:3]))
+    recipe = read_recipe("measure", [f"{folder}/model", f"{tmp_path}/short.txt", *SMALL])
+    with pytest.raises(ValueError, match="The data give 3 rows of at most 16 tokens, too few to hold any out"):
+        prepare_growth(recipe)
+    prepared = prepare_rows(load_data(recipe).train, None, word_tokenizer(), recipe.training)
+    with pytest.raises(ValueError, match="at least 20 are needed"):
+        split_rows(prepared, recipe.training)
 
 
-def test_batches_come_from_all_over_a_long_text(tmp_path):
-    """Of a text of 95 words, each in a stretch of its own, many are drawn though few tokens are."""
-    (tmp_path / "long.txt").write_text(" ".join(f"w{index} " * 3000 for index in range(2, 97)))
-    recipe = read(["m", str(tmp_path / "long.txt"), "--max_length", "128"], "")
-    batches, ids = drawn(Data(recipe), word_tokenizer(), recipe.training, 8)
-    assert [tuple(batch["input_ids"].shape) for batch in batches] == [(8, 128)] * 8
-    assert len({token for row in ids for token in row}) >= 5
-
-
-def test_a_tenth_is_held_out_where_no_split_is_given(folder):
-    def sizes(*options) -> tuple:
-        recipe = read([str(folder / "model"), *map(str, options), "--max_length", "16"], "")
-        data = Data(recipe)
-        rows, held_out = split(prepared(data.train, data.test, word_tokenizer(), recipe.training), recipe.training)
-        texts = [{tuple(row["input_ids"]) for row in part} for part in (rows, held_out)]
-        assert not texts[0] & texts[1]
-        return tuple(map(len, texts))
-
-    assert sizes(folder / "rows.csv") == (52, 8) and sizes(folder / "tables") == (40, 20)
-    assert sizes(folder / "rows.csv", "--dataset_streaming", "--max_steps", 2) == (0, 60)  # at most 128 are held out
-
-
-def test_evaluation_counts_what_training_does(folder):
-    done = call("evaluate", folder / "model", "--text", folder / "pairs.jsonl", folder / "chats.jsonl", "--json")
-    assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)["models"][str(folder / "model")]
-    pairs = told["pairs.jsonl"]
-    assert pairs["nats a word"]["value"] == pytest.approx(
-        pairs["nats a token"]["value"] * 6 / 5
-    )  # the end of text, too
-    assert told["chats.jsonl"]["perplexity"]["value"] > 1
-
-
-def test_errors_of_data_name_the_fix(folder, tmp_path):
-    lines = [json.dumps({"text": words(start)}) for start in range(2000)]
-    files = {
-        "column.csv": "id,said\n1,w2\n",
-        "wide.csv": "text,id\n" + "w2 w3,1\n" * 7 + "w2, w3,1\n",
-        "header.csv": "text\n",
-        "empty.jsonl": "",
-        "empty.txt": "",
-        "broken.jsonl": "\n".join([*lines, "", "{'text': 'w2'}"]),
-        "absent.jsonl": "\n".join([*lines, '{"words": "w2"}']),
-        "list.JSON": '[\n{"text": "w2"},\n{"text": }\n]',
-        "few.jsonl": "\n".join(lines[:15]),
-        "number.jsonl": '{"text": 3}\n',
-        "sheet.xlsx": "",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    for name, told in {
-        "column.csv": "has no column text, but id, said. Training reads one with text (--dataset_text_field COLUMN)",
-        "wide.csv": "Expected 2 fields in line 9, saw 3. Put a text that has commas of its own in quotes",
-        "header.csv": "header.csv is empty",
-        "empty.jsonl": "empty.jsonl is empty",
-        "empty.txt": "empty.txt is empty",
-        "broken.jsonl": "broken.jsonl is not JSON in line 2,002: Expecting property name",
-        "absent.jsonl": ", first in line 2,001: every row needs a text there",
-        "list.JSON": "list.JSON is not JSON in line 3: Expecting value",
-        "few.jsonl": "The data give 15 rows of at most 16 tokens, too few to hold any out: at least 20 are needed",
-        "number.jsonl": "has numbers, not text, in the column text",
-        "sheet.xlsx": "is a table of another program: save it as .csv or .parquet",
-    }.items():
-        for command in (["measure"], ["finetune", "-o", tmp_path / "out"]):
-            done = call(command[0], folder / "model", tmp_path / name, *command[1:], *SMALL)
-            assert told in only_line(done), (name, command)
-    chats = call("measure", folder / "bare", folder / "chats.jsonl", *SMALL)
-    assert "the tokenizer has no chat template: name one by --chat_template_path" in only_line(chats)
-    (folder / "bare" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
-    chats = call("measure", folder / "bare", folder / "chats.jsonl", *SMALL, "--assistant_only_loss")
-    assert "Name one by --chat_template_path FILE.jinja, or leave --assistant_only_loss out" in only_line(chats)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own setting
-def test_a_text_longer_than_the_model_reads_is_cut_without_an_alarm(monkeypatch):
-    """transformers would say that it leads to indexing errors, which it does not in rows."""
-    said = []
-    log = logging.getLogger("transformers.tokenization_utils_base")
-    monkeypatch.setattr(log, "warning", lambda text, *_: said.append(text))
-    tokenizer, text = word_tokenizer(), " ".join(TEXTS)
-    tokenizer.model_max_length = 8
-    options = dict(max_length=8, packing=True, packing_strategy="wrapped", bf16=False, use_cpu=True)
-    rows = prepared(datasets.Dataset.from_dict({"text": [text]}), None, tokenizer, SFTConfig(**options)).train
-    assert len(rows) > 60 and max(map(len, rows["input_ids"])) == 8 and not said
-    tokenizer(text)
-    assert len(said) == 1  # whoever asks the tokenizer itself still hears it
-
-
-RECIPES = {
-    "chat": "chats.jsonl",
-    "completions": "pairs.jsonl",
-    "text": "rows.txt",
-    "lora": "rows.csv",
-    "growth": "chats.jsonl",
-}
-
-
-def test_every_recipe_has_a_test():
-    assert {path.stem for path in (ROOT / "scripts" / "recipes").glob("*.yaml")} == RECIPES.keys()
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own reading
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes(recipe, folder, tmp_path, monkeypatch):
-    """Each trains a tiny model on tiny data, and grows it; options of the command line go before it."""
-    monkeypatch.setattr(
-        "hf_growattn.training.finetuning.reloaded_difference", lambda *_: 0.0
-    )  # test_finetune.py does it
-    options = "--max_length 16 --max_steps 6 --growth_batches 4 --save_strategy no"
-    if recipe != "growth":
-        options += " --budget 5%"
-    named = [
-        folder / RECIPES[recipe],
-        "-o",
-        tmp_path / "out",
-        "--config",
-        ROOT / "scripts" / "recipes" / f"{recipe}.yaml",
-    ]
-    done = call("finetune", folder / "model", *named, "--json", *options.split())
-    assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    (growth,) = told["growths"]
-    assert growth["step"] == 3 and growth["held_out"][1] < growth["held_out"][0] and growth["added_parameters"] > 0
-    assert told["with_growth"]["held_out"][-1][1] < told["with_growth"]["held_out"][0][1]
-    assert (told["without_growth"] is not None) == (recipe == "growth")
-    assert max(told["after"]["qk_head_dim"] + told["after"]["v_head_dim"]) > 16
-    card = call("card", tmp_path / "out", "me/grown").stdout
-    assert "## What grew" in card and RECIPES[recipe] in card
+def test_model_and_tokenizer_must_fit_the_data(folder):
+    recipe, config = recipe_of(folder, "rows.csv", "--max_length 4096"), build("llama-2").config
+    with pytest.raises(ValueError, match="This model reads 64 tokens at once: choose --max_length 64 or less"):
+        check_length(recipe.training, config)
+    recipe.training.max_length = type(recipe.training).max_length
+    check_length(recipe.training, config)
+    assert recipe.training.max_length == 64
+    with pytest.raises(ValueError, match="save the model's own tokenizer"):
+        check_tokens([[0, 1], [5, config.vocab_size]], config)
+    tokenizer = word_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="name one that it knows by --eos_token"):
+        prepare_rows(load_data(recipe).train, None, tokenizer, recipe.training)

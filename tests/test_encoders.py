@@ -22,7 +22,7 @@ from hf_growattn import (
     trim_model,
     unpatch_model,
 )
-from hf_growattn.cli.inspection import inspected
+from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.growable.models import attentions
 from hf_growattn.interop.costs import costs_of
 
@@ -155,7 +155,7 @@ def test_stock_forms(grown, name, tmp_path):
         assert (ours - theirs).abs().max() / ours.abs().max() < TOLERANCE
         assert report.costs["padded"].parameters == stock.num_parameters()
     assert {cost.cache_bytes for cost in costs_of(model).values()} == {0}
-    assert inspected(build(name))["costs"]["native"]["cache_bytes"] == 0
+    assert inspect_model(build(name))["costs"]["native"]["cache_bytes"] == 0
     task = "image-classification" if name in SEES else "fill-mask"
     assert model_card(grown(name), "me/m").data.pipeline_tag == task
 
@@ -169,7 +169,11 @@ def test_adapters_and_dims_beside(name):
 
     model = patch_model(build(name))
     row = attentions(model)[0].architecture
-    targets = {row.query, row.value, f"attention.{row.beside}.{row.output}" if row.beside else row.output}
+    targets = {
+        row.query,
+        row.value,
+        f"attention.{row.output_sibling}.{row.output}" if row.output_sibling else row.output,
+    }
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=list(targets), r=2, init_lora_weights=False))
     assert Grower(adapted, GrowthConfig(qk_dims=2, v_dims=2)).grow(batches(name)).applied
     before = outputs(adapted, name)

@@ -49,8 +49,17 @@ def train(model, optimizers, batches, schedulers=()):
             step_scheduler(scheduler, loss.item())
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "adafactor-torch", "adafactor-transformers", "asgd"])
-@pytest.mark.parametrize("held", [True, False], ids=["held", "not held"])
+@pytest.mark.parametrize(
+    "name, held",
+    [
+        ("adamw", True),
+        ("adamw", False),
+        ("sgd-momentum", True),
+        ("adafactor-torch", False),
+        ("adafactor-transformers", True),
+        ("asgd", False),
+    ],
+)
 def test_old_entries_stay_and_new_ones_train(name, held):
     model, before = frozen()
     given = (p for p in model.parameters() if held or p.requires_grad)

@@ -10,15 +10,14 @@ import zipfile
 
 import pytest
 import torch
+from command import call
 from conftest import ROOT
 from families import build, lm_batches, tokens, word_tokenizer
 from hub_server import Hub, Repository, card_errors
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from hf_growattn import Grower, GrowthConfig, model_card, patch_model
-from hf_growattn.cli.commands import app
 from hf_growattn.growable.models import attentions
 from hf_growattn.interop.cards import FIGURES, read_figures, save_figures
 
@@ -79,7 +78,7 @@ def command(hub, home, *options) -> subprocess.CompletedProcess:
 
 def push(*options):
     """The command in this process."""
-    return CliRunner().invoke(app, ["push", *map(str, options)])
+    return call("push", *options)
 
 
 def card_of(hub, repo: str) -> ModelCard:
@@ -183,7 +182,7 @@ def here(hub, tmp_path, monkeypatch):
 
 
 def test_the_stock_form(here, checkpoint, grown):
-    assert push(checkpoint, "me/stock", "--form", "stock").exit_code == 0
+    assert push(checkpoint, "me/stock", "--form", "stock").code == 0
     card = card_of(here, "me/stock")
     assert "import hf_growattn" not in card.text and "trust_remote_code" not in card.text
     stock = AutoModelForCausalLM.from_pretrained("me/stock")
@@ -215,18 +214,18 @@ def test_a_card_that_is_there_is_kept_unless_there_is_more_to_tell(here, grown):
 def test_a_push_that_fails_half_way_leaves_nothing(here, checkpoint, monkeypatch):
     here.broken = "commit"
     done = push(checkpoint, "me/grown", "--base", "someone/nowhere")
-    assert done.exit_code == 1 and re.search(r"The push to me/grown failed.*Push again.*500", done.stderr), done.output
+    assert done.code == 1 and re.search(r"The push to me/grown failed.*Push again.*500", done.err), done
     assert len(here.uploads) == 2 and set(here.files("me/grown")) == {".gitattributes"}
     here.broken = None
-    assert push(checkpoint, "me/grown", "--base", "someone/nowhere").exit_code == 0
+    assert push(checkpoint, "me/grown", "--base", "someone/nowhere").code == 0
     card = card_of(here, "me/grown")
     assert card.data.license is None and card.data.base_model == "someone/nowhere"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert re.search(r"The push to me/other failed.*401", push(checkpoint, "me/other").stderr)
+    assert re.search(r"The push to me/other failed.*401", push(checkpoint, "me/other").err)
 
 
 def test_a_dry_run_asks_nothing_of_the_hub_but_the_licence(here, checkpoint, tmp_path):
-    told = push(checkpoint, "me/grown", "--dry-run", tmp_path / "look").stdout
+    told = push(checkpoint, "me/grown", "--dry-run", tmp_path / "look").out
     names = {path.name for path in (tmp_path / "look").iterdir()}
     assert names >= {"README.md", "model.safetensors", "growth.png"} and all(name in told for name in names)
     assert "GET /api/models/someone/base" in here.requests

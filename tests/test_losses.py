@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import data_path, real_batches, real_model
+from conftest import real_batches, real_model
 from families import build, lm_batches, word_tokenizer
 from training import Rows
 from transformers import (
@@ -76,9 +76,11 @@ def losses(model, folder, data_collator=None, compute_loss_func=None, callbacks=
     return [*trained, trainer.evaluate()["eval_loss"]]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+@pytest.mark.parametrize(
+    "variant, options", [*(("llama-2", name) for name in OPTIONS), ("gpt2-2", "plain"), ("gpt2-2", "label smoothing")]
+)
 def test_patched_trains_on_the_losses_of_stock(tmp_path, variant, options):
+    options = OPTIONS[options]
     stock = losses(build(variant), tmp_path, **options)
     assert losses(patch_model(build(variant)), tmp_path, **options) == stock
 
@@ -119,8 +121,9 @@ def test_code_of_a_checkpoint_trains_on_smoothed_losses_of_stock(tmp_path):
     assert float(done.stdout.split()[-1]) == stock
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", ["plain", "label smoothing", "packing", "own loss"])
 def test_under_lora_patched_trains_on_the_losses_of_stock(tmp_path, options):
+    options = OPTIONS[options]
     peft = pytest.importorskip("peft")
 
     def adapted(model):
@@ -148,22 +151,6 @@ def test_smoothed_losses_of_a_real_model(tmp_path):
         trainer = Trainer(model, arguments)
         measured[name] = trainer.compute_loss(model, {"input_ids": batch, "labels": batch.clone()}).item()
     assert measured["patched"] == measured["stock"]
-
-
-@pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated in .SFTTrainer")  # by TRL, not by users
-def test_growattn_finetune_trains_on_smoothed_losses_of_stock(tmp_path):
-    modules = ("finetuning", "recipe", "sft")
-    finetuning, recipes, sft = (pytest.importorskip(f"hf_growattn.training.{name}") for name in modules)
-    (tmp_path / "play.txt").write_text(data_path("text", "tinyshakespeare.txt").read_text()[:30_000])
-    words = [str(data_path("models", "stories260K")), str(tmp_path / "play.txt"), "--output_dir", str(tmp_path / "out")]
-    words += ["--max_steps", "2", "--growth_batches", "2", "--qk_dims", "1", "--max_length", "128"]
-    recipe = recipes.read([*words, "--label_smoothing_factor", "0.1", "--loss_type", "nll", "--use_cpu"], usage="")
-    figures = finetuning.main(recipe)
-
-    data, _, tokenizer = finetuning.read_all(recipe)
-    rows = finetuning.split(finetuning.prepared(data.train, data.test, tokenizer, recipe.training), recipe.training)
-    stock = sft.make_trainer(real_model(), tokenizer, rows, recipe.training, None)
-    assert figures["with_growth"]["held_out"][0] == [0, pytest.approx(stock.evaluate()["eval_loss"], abs=1e-6)]
 
 
 def preferences():

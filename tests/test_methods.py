@@ -11,7 +11,7 @@ from trl import SFTConfig
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
-from hf_growattn.training.methods import METHODS, Budget, Method, started, trained_weights
+from hf_growattn.training.methods import METHODS, Budget, Method, count_trained_weights, prepare_model
 from hf_growattn.training.sft import make_trainer
 
 
@@ -25,8 +25,8 @@ def test_every_method_trains_as_many_weights(variant):
     ids = torch.randint(0, stock.config.vocab_size, (4, 4, 16), generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": rows, "labels": rows} for rows in ids]
     for name in ("lora", "growth", "both"):
-        model, report = started(patch_model(build(variant)), METHODS[name], budget, batches, seed=0)
-        weights = trained_weights(model)
+        model, report = prepare_model(patch_model(build(variant)), METHODS[name], budget, batches, seed=0)
+        weights = count_trained_weights(model)
         if name == "lora":
             assert weights == budget.weights and report is None
         assert weights <= budget.weights
@@ -35,8 +35,8 @@ def test_every_method_trains_as_many_weights(variant):
         optimizer.step()
         embeddings = model.get_input_embeddings().weight
         assert embeddings.equal(stock.get_input_embeddings().weight) and not embeddings.requires_grad
-    whole, _ = started(patch_model(build(variant)), METHODS["full"], budget, [], seed=0)
-    assert trained_weights(whole) == whole.num_parameters()
+    whole, _ = prepare_model(patch_model(build(variant)), METHODS["full"], budget, [], seed=0)
+    assert count_trained_weights(whole) == whole.num_parameters()
 
 
 @pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
@@ -48,10 +48,10 @@ def test_a_mix_leaves_alone_what_grew_before(variant):
     model.sync_config()
     budget, base = Budget.near(model, 0.3), model.num_parameters()
     ids = torch.randint(0, model.config.vocab_size, (4, 4, 16), generator=torch.Generator().manual_seed(0))
-    mix, report = started(model, METHODS["both"], budget, [{"input_ids": r, "labels": r} for r in ids], seed=0)
+    mix, report = prepare_model(model, METHODS["both"], budget, [{"input_ids": r, "labels": r} for r in ids], seed=0)
     adapters = sum(p.numel() for name, p in mix.named_parameters() if "lora_" in name)
     added = sum(p.numel() for p in mix.parameters()) - base - adapters
-    assert report.applied and added > 0 and trained_weights(mix) == added + adapters <= budget.weights
+    assert report.applied and added > 0 and count_trained_weights(mix) == added + adapters <= budget.weights
 
 
 @pytest.mark.parametrize("width, share", [(16, 1.0), (64, 1.0), (256, 0.125), (4096, 1 / 30)])
@@ -68,7 +68,7 @@ def test_a_mix_trains_at_two_learning_rates(name, tmp_path, monkeypatch):
     batch = {name: torch.tensor(rows[name][:4]) for name in rows.column_names}
     training = SFTConfig(str(tmp_path), max_steps=4, learning_rate=1e-2, use_cpu=True, bf16=False, report_to=[])
     stock, found = patch_model(families.build("llama-5-bias")), []
-    model, _ = started(stock, METHODS[name], Budget.near(stock, 0.3), [batch, batch], seed=0)
+    model, _ = prepare_model(stock, METHODS[name], Budget.near(stock, 0.3), [batch, batch], seed=0)
 
     class Watch(TrainerCallback):
         def on_optimizer_step(self, args, state, control, optimizer, model, **kwargs):

@@ -1,6 +1,7 @@
 """State that is carried through a growth."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -29,6 +30,11 @@ def trained(variant, make, steps=3):
     for batch in lm_batches(steps):
         step(model, optimizers, batch)
     return model, optimizers
+
+
+def on_alternate_families(names):
+    """Each optimizer with one family: Llama's projections grow along their first axis, GPT-2's along their second."""
+    return [*zip(names, itertools.cycle(["llama-2", "gpt2-2"]))]
 
 
 def states(optimizers):
@@ -145,8 +151,7 @@ def largest_updates(model, update, size=torch.abs):
     return {role: (m[:, :16].max(), m[:, 16:].max()) for role, m in moved.items() if m.shape[1] > 16}
 
 
-@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
-@pytest.mark.parametrize("name", BOUNDED | SCALED)
+@pytest.mark.parametrize("name, variant", on_alternate_families(BOUNDED | SCALED))
 def test_first_updates_of_new_columns_are_no_larger_than_the_old_ones(name, variant):
     # Old entries themselves move by up to 3 times the learning rate under NAdam, and 8 times under Adafactor. Muon
     # gives every update singular values of about 1, so what its learning rate bounds is the norm of a column.
@@ -160,9 +165,8 @@ def test_first_updates_of_new_columns_are_no_larger_than_the_old_ones(name, vari
         assert all(new <= 1.5 * (old if own_measure else LR) for old, new in updates.values())
 
 
-@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
 @pytest.mark.parametrize(
-    "name", OPTIMIZERS
+    "name, variant", on_alternate_families(OPTIMIZERS)
 )  # SGD's updates are as large as the gradients, so this is all it can promise
 def test_gradients_of_equal_size_move_new_columns_no_more_than_old_ones(name, variant):
     model = patch_model(build(variant))

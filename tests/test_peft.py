@@ -20,7 +20,7 @@ from hf_growattn.growable.models import attentions
 from hf_growattn.measure.blocks import measure_moments
 from hf_growattn.measure.gradients import exact_gradients
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import mean_loss, undisturbed
+from hf_growattn.measure.passes import evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")
 # What peft asks of transformers is not ours to mend.
@@ -150,7 +150,7 @@ def test_growth_under_lora_lowers_the_loss_and_training_goes_on(variant, targets
         assert moved.any() != (name in frozen), name
         for part in places.get(name, ()):
             assert moved.index_select(int("lora_A" in name), part).max() > 0, name
-    with undisturbed(model.get_base_model()):
+    with evaluation_mode(model.get_base_model()):
         assert mean_loss(model.get_base_model(), BATCHES) < report.loss_after
 
 
@@ -172,7 +172,7 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
     merged = copy.deepcopy(model).merge_and_unload()
     measured = []
     for base in (model.get_base_model(), merged):
-        with undisturbed(base):
+        with evaluation_mode(base):
             blocks, _ = measure_moments(base, attentions(base)[:1], [PATTERNS, MESSAGES], BATCHES, 0.05)
             measured.append(exact_gradients(base, blocks, (BATCHES[0::2], BATCHES[1::2]), dims=4))
     for under_lora, plain_one in zip(*measured):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.models import attentions
-from hf_growattn.measure.passes import mean_loss, undisturbed
+from hf_growattn.measure.passes import evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")
 from hf_growattn import GrowAttnConfig, initialize_growattn_weights  # noqa: E402  they import peft
@@ -264,7 +264,7 @@ def test_the_guided_start_is_what_growth_finds(variant):
     assert report.applied and report.loss_after < report.loss_before - 0.1
     assert (report.loss_before, report.loss_after) == (growth.loss_before, growth.loss_after)
     model.set_adapter("fresh")
-    with undisturbed(base):
+    with evaluation_mode(base):
         assert mean_loss(base, BATCHES) == pytest.approx(report.loss_after, rel=1e-5)  # another order of sums
     assert same(dict(model.merge_and_unload().state_dict()), dict(grown.state_dict()))
 

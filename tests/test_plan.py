@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compared import ComparedGrower, compared_gradients
-from conftest import data_path, real_batches, real_model
+from conftest import LONG, data_path, real_batches, real_model
 from families import build, lm_batches
 from test_growth import fingerprint, same
 
@@ -15,7 +15,7 @@ from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import measure_moments
 from hf_growattn.measure.gradients import sketched_gradients, tangent_steps, whole_gradients
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import mean_loss, undisturbed
+from hf_growattn.measure.passes import evaluation_mode, mean_loss
 
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
 DIM = {"patterns": 6 * (48 + 1), "messages": 4 * 48 + 2 * (48 + 1)}
@@ -31,7 +31,7 @@ def halved(batches):
 
 def sketched(model, batches, dims):
     """The gradients of every layer and kind, as `Grower` measures them."""
-    with undisturbed(model):
+    with evaluation_mode(model):
         blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
         return sketched_gradients(model, blocks, halved(batches), dims, oversampling=8, seed=0)
 
@@ -128,9 +128,9 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     gradients = sketched(model, batches, 4)
     logits = model(**batches[0]).logits
     trial = Trial([Change(gradient, 4, torch.zeros(4)) for gradient in gradients])
-    trial.take([1.0] * len(trial.changes))
+    trial.set_steps([1.0] * len(trial.changes))
     torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
-    trial.keep()
+    trial.commit()
     torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
     model(**batches[0]).loss.backward()
     layer = attentions(model)[1]
@@ -147,7 +147,7 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
 
 def new_factors(trial, block):
     """The new dims that a trial holds beside a block: stacked (H, a, n), shared (G, b, n)."""
-    beside = trial.beside[block.attention]
+    beside = trial.extensions[block.attention]
     return [F.join_bias(beside.weights[role], beside.biases[role]) for role in block.kind.roles]
 
 
@@ -157,7 +157,7 @@ def test_a_new_pair_has_one_length_on_both_sides_but_its_shared_side_is_never_sm
     trial = Trial([Change(gradient, 4, torch.ones(4)) for gradient in gradients])
     blocks, products = [gradient.block for gradient in gradients], {}
     for step in (1e-3, 1e9):
-        trial.take([step] * len(gradients))
+        trial.set_steps([step] * len(gradients))
         found = [new_factors(trial, block) for block in blocks]
         products[step] = [stacked @ shared.mT / step for stacked, shared in found]
         for block, (stacked, shared) in zip(blocks, found):
@@ -182,17 +182,17 @@ def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
     gradients = sketched(model, batches, 4)
     blocks = [gradient.block for gradient in gradients]
-    with undisturbed(model):
+    with evaluation_mode(model):
         existing = tangent_steps(model, blocks, halved(batches))
     logits = model(**batches[0]).logits
     patterns = [F.product_norm(*block.whitened_factors()) for block in blocks]
     changes = [Change(g, 4, strength_of(g), step, refactor=True) for g, step in zip(gradients, existing)]
     for step in (0.0, 1e-3):
         trial = Trial(changes)
-        trial.take([step] * len(changes))
+        trial.set_steps([step] * len(changes))
         if step == 0:
             torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-6, atol=1e-6)
-        trial.keep()
+        trial.commit()
         for block, norm, change in zip(blocks, patterns, changes):
             # The best of the stepped product, and balanced: both sides have the singular values as their Gram matrix.
             stacked, shared = block.whitened_factors()
@@ -237,7 +237,7 @@ def test_refactoring_refuses_rotary_patterns_and_says_why():
 def test_the_steepest_step_of_the_existing_weights_descends(variant):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
     gradients = sketched(model, batches, 1)
-    with undisturbed(model):
+    with evaluation_mode(model):
         before = mean_loss(model, batches)
         existing = tangent_steps(model, [gradient.block for gradient in gradients], halved(batches))
     changes = [Change(g, 0, torch.zeros(0), step) for g, step in zip(gradients, existing)]
@@ -245,8 +245,8 @@ def test_the_steepest_step_of_the_existing_weights_descends(variant):
     assert slope > 0 and all(change.quadratic_ratio >= 0 for change in changes)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     promise = 1e-4
-    trial.take([promise / slope] * len(changes))
-    with undisturbed(model):
+    trial.set_steps([promise / slope] * len(changes))
+    with evaluation_mode(model):
         assert before - mean_loss(model, batches) == pytest.approx(promise, rel=0.02)
     trial.undo()
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
@@ -287,7 +287,7 @@ def test_whitened_directions_gain_most_in_their_metric(estimator):
     """At equal length in the metric no estimator promises more than the whitened one."""
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
     halves = halved(batches)
-    with undisturbed(model):
+    with evaluation_mode(model):
         blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
         whole = whole_gradients(model, blocks, halves)
         name = "pooled-truncated" if estimator == "whitened" else estimator
@@ -309,18 +309,19 @@ def test_a_single_batch_is_split_by_its_rows_and_a_single_sequence_refused():
 
 
 def test_promised_gains_are_those_of_fresh_batches():
-    """20 draws of growth batches: the promise, first order, against what fresh batches measure along the same step."""
+    """Several draws: the promise, first order, against what fresh batches measure along the same step."""
     model = patch_model(real_model())
     data_path("text", "tinyshakespeare.txt")
     pool = [{"input_ids": x, "labels": x} for x in real_batches(110, size=4)]
     fresh, pool = pool[:30], pool[30:]
     kinds, dims = [PATTERNS, MESSAGES], 4
     ratios: dict[str, tuple[list[float], list[float]]] = {kind.name: ([], []) for kind in kinds}
-    for draw in range(20):
+    draws = 20 if LONG else 8
+    for draw in range(draws):
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(draw))[:8]
         batches = [pool[i] for i in order]
         halves = halved(batches)
-        with undisturbed(model):
+        with evaluation_mode(model):
             blocks, _ = measure_moments(model, attentions(model), kinds, batches, 0.05)
             gradients = sketched_gradients(model, blocks, halves, dims, oversampling=16, seed=draw)
             if draw == 0:
@@ -338,7 +339,7 @@ def test_promised_gains_are_those_of_fresh_batches():
             measured.append((F.stack_groups(u, block.groups) * (whole @ v)).sum().item())
     layers = len(truth) // 2
     for name, (promised, measured) in ratios.items():
-        totals = [torch.tensor(values).view(20, layers).sum(1).median().item() for values in (promised, measured)]
+        totals = [torch.tensor(values).view(draws, layers).sum(1).median().item() for values in (promised, measured)]
         ratio = totals[0] / totals[1]
         print(f"{name}: promised {totals[0]:.4g}, measured on fresh batches {totals[1]:.4g}, ratio {ratio:.3f}")
         assert 0.8 <= ratio <= 1.25

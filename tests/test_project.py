@@ -38,7 +38,7 @@ def test_the_readme_names_every_family_and_is_short():
     from hf_growattn.model.architectures import ARCHITECTURES
 
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) < 200
+    assert len(text.splitlines()) <= 180
     assert all(f"`{model_type}`" in text for model_type in ARCHITECTURES)
 
 

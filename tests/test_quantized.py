@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.bitnet import AutoBitLinear
 
 from hf_growattn import Grower, GrowthConfig, attention_views, export_model, patch_model, trim_model
-from hf_growattn.cli.inspection import inspected
+from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.growable.models import attentions
 
 peft = pytest.importorskip("peft")
@@ -226,7 +226,7 @@ def test_views_are_those_of_the_dequantized_weights(kind, folders):
         for view in (stock, patched):
             for read in (lambda v: v.pattern(1, 2).dense(), lambda v: v.message(3).dense()):
                 assert (read(view) - read(reference)).norm() < tolerance * read(reference).norm()
-    inspected(model)
+    inspect_model(model)
     assert torch.equal(logits(model), expected)
 
 

@@ -29,35 +29,33 @@ FRESH = f"""
 import sys, torch, transformers, hf_growattn
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from families import tokens
-folder, first, second = sys.argv[1:]
+folder = sys.argv[1]
 def families():
     names = [name.split(".") for name in sys.modules if name.startswith("transformers.models.")]
     return sorted({{n[2] for n in names if n[-1].startswith("modeling_") and n[2] != "auto"}})
 assert families() == []
-if first == "llama":
-    model = transformers.AutoModelForCausalLM.from_pretrained(f"{{folder}}/{{first}}").eval()
-else:
-    model = torch.load(f"{{folder}}/{{first}}.model", weights_only=False)
-assert families() == [first], families()
-torch.save(model(tokens()).logits, f"{{folder}}/{{first}}.logits")
-config = torch.load(f"{{folder}}/{{second}}.config", weights_only=False)
+model = transformers.AutoModelForCausalLM.from_pretrained(f"{{folder}}/llama").eval()
+assert families() == ["llama"], families()
+torch.save(model(tokens()).logits, f"{{folder}}/llama.logits")
+model = torch.load(f"{{folder}}/gpt2.model", weights_only=False)
+assert families() == ["gpt2", "llama"], families()
+torch.save(model(tokens()).logits, f"{{folder}}/gpt2.logits")
+config = torch.load(f"{{folder}}/mistral.config", weights_only=False)
 print(type(transformers.AutoModelForCausalLM.from_config(config)).__name__)
 """
 
 
-@pytest.mark.parametrize("first, second", [("llama", "gpt2"), ("gpt2", "llama")])
-def test_a_fresh_process_imports_the_family_it_needs_and_no_other(tmp_path, first, second):
-    """The first model is loaded, or unpickled whole; the second is built from an unpickled config."""
-    models = {"llama": grown("llama-5-bias"), "gpt2": grown("gpt2-2")}
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / name)
-        torch.save(model, tmp_path / f"{name}.model")
-        torch.save(model.config, tmp_path / f"{name}.config")
-    command = [sys.executable, "-c", FRESH, tmp_path, first, second]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_a_fresh_process_imports_the_families_it_needs_and_no_others(tmp_path):
+    """One model is loaded, one is unpickled whole, and one is built from an unpickled config."""
+    models = {"llama": grown("llama-5-bias"), "gpt2": grown("gpt2-2"), "mistral": grown("mistral")}
+    models["llama"].save_pretrained(tmp_path / "llama")
+    torch.save(models["gpt2"], tmp_path / "gpt2.model")
+    torch.save(models["mistral"].config, tmp_path / "mistral.config")
+    done = subprocess.run([sys.executable, "-c", FRESH, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == type(models[second]).__name__
-    assert torch.equal(torch.load(tmp_path / f"{first}.logits"), models[first](tokens()).logits)
+    assert done.stdout.strip() == type(models["mistral"]).__name__
+    for name in ("llama", "gpt2"):
+        assert torch.equal(torch.load(tmp_path / f"{name}.logits"), models[name](tokens()).logits)
 
 
 def test_classes_have_one_identity():

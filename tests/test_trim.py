@@ -10,11 +10,11 @@ from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_model
-from hf_growattn.grow.trim import Cuts, NewDims
+from hf_growattn.grow.trim import Cuts, GrownDims
 from hf_growattn.growable.models import attentions
 from hf_growattn.measure.blocks import Block, Roots, measure_moments
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import mean_loss, undisturbed
+from hf_growattn.measure.passes import evaluation_mode, mean_loss
 
 STOCK, QK, V = 16, 4, 3  # widths of the tiny models, and what they grow by here
 ROLES = ("query", "key", "value", "output")
@@ -57,7 +57,7 @@ def logits(model):
 
 
 def loss(model, batches):
-    with undisturbed(model):
+    with evaluation_mode(model):
         return mean_loss(model, batches)
 
 
@@ -298,14 +298,14 @@ def test_a_head_with_fewer_directions_can_still_train():
 
 def found(model, batches, whitened=True):
     """The new dims of every layer and kind, factored anew; without the whitening in the metric of the weights."""
-    with undisturbed(model):
+    with evaluation_mode(model):
         blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
     every = []
     for block in blocks:
         if not whitened:
             one, plain = torch.tensor(1.0), torch.eye(len(block.roots.shared_root))
             block = Block(block.attention, block.kind, Roots(one, one, plain, plain))
-        every.append(NewDims.of(block.attention, block.kind))
+        every.append(GrownDims.of(block.attention, block.kind))
         every[-1].refactor(block)
     return every
 

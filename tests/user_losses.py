@@ -239,7 +239,7 @@ def contrastive_on_ranks(folder) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    chosen = {name: TRAINERS[name] for name in ("label smoothing", "preferences", "sentences")}
+    chosen = {name: TRAINERS[name] for name in ("preferences", "sentences")}
     for name, make in chosen.items():
         trains_down(Path(sys.argv[1], name), make)
         print(name, flush=True)

@@ -1,10 +1,9 @@
-"""What a checkpoint's heads use of their width, and what a measurement says, in figures."""
+"""How wide a model's heads are, and how much of that width they use, as figures and as tables."""
 
 from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from ..growable.models import is_grown
@@ -12,24 +11,24 @@ from ..interop.costs import Cost, costs_of
 from ..measure.kinds import KINDS
 from ..measure.views import FactoredMatrix, attention_views
 from ..model.configuration import PREFIX, layer_widths, stock_head_dim
-from ..report.report import GrowthReport
-from ..report.words import facts
+from ..report.words import format_table
 
-FULL = 0.9  # of its width: a head whose effective rank is beyond has hardly a direction to spare
+FULL = 0.9  # a head whose effective rank exceeds this share of its width has hardly a direction to spare
+KIND_NAMES = {"patterns": "queries and keys", "messages": "values"}
 
 
 @torch.no_grad()
-def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None) -> dict:
-    """Gather the widths of a model's heads, and how much of them each head uses.
+def inspect_model(model: PreTrainedModel, tick: Callable[[], object] = lambda: None) -> dict:
+    """The widths of a model's heads, and how much of them each head uses.
 
     Args:
         model: stock, patched or grown.
         tick: called after each layer.
 
     Returns:
-        What `json.dumps` takes. For each layer and kind: the width, the effective rank of every query head, and which
-        heads are full. Patterns of rotated heads are taken at equal positions; where a family normalises queries and
-        keys there is no pattern, and the ranks are None. What it costs, as it is and in other forms: see `costs_of`.
+        JSON-ready figures. For each layer and kind: the width, the effective rank of every query head, and which heads
+        are full. Rotated heads are read at equal positions. The ranks are None where the model normalises queries and
+        keys, since their product is then no fixed matrix. `costs` holds what `costs_of` gives.
 
     Raises:
         ValueError: the family of the model is unknown.
@@ -44,14 +43,14 @@ def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None)
                 "layer": view.layer_idx,
                 "heads": view.heads,
                 "key_value_heads": view.groups,
-                "patterns": _used(view.pattern, view.heads, widths[0]),
-                "messages": _used(view.message, view.heads, widths[1]),
+                "patterns": _measure_ranks(view.pattern, view.heads, widths[0]),
+                "messages": _measure_ranks(view.message, view.heads, widths[1]),
             }
         )
         tick()
     dims = sum(layer["key_value_heads"] * sum(layer[kind]["width"] for kind in KINDS) for layer in layers)
-    as_it_is = Cost(caches * dims * next(model.parameters()).element_size(), model.num_parameters())
-    costs = costs_of(model) if is_grown(model) else {"native": as_it_is}
+    present = Cost(caches * dims * next(model.parameters()).element_size(), model.num_parameters())
+    costs = costs_of(model) if is_grown(model) else {"native": present}
     return {
         "model": config.name_or_path,
         "class": type(model).__name__,
@@ -65,10 +64,10 @@ def inspected(model: PreTrainedModel, tick: Callable[[], object] = lambda: None)
     }
 
 
-def _used(matrix: Callable[[int], FactoredMatrix], heads: int, width: int) -> dict:
+def _measure_ranks(matrix: Callable[[int], FactoredMatrix], heads: int, width: int) -> dict:
     try:
         ranks = [matrix(head).effective_rank.item() for head in range(heads)]
-    except ValueError:  # queries and keys are normalised: there is no pattern
+    except ValueError:  # normalised queries and keys have no fixed product
         return {"width": width, "effective_rank": None, "full_heads": None}
     return {
         "width": width,
@@ -77,54 +76,28 @@ def _used(matrix: Callable[[int], FactoredMatrix], heads: int, width: int) -> di
     }
 
 
-def table_of(figures: dict) -> Table:
-    """What `inspected` gathered, for people."""
-    table = Table("layer", "kind", "width", "effective rank: mean (range)", "full heads")
+def format_layers(figures: dict) -> str:
+    """The figures of `inspect_model` as a table, a row for each layer and kind."""
+    rows = []
     for layer in figures["layers"]:
-        for kind in KINDS:
-            table.add_row(str(layer["layer"]), kind, *_cells(layer[kind], layer["heads"], figures["stock_width"]))
-    return table
+        for kind, name in KIND_NAMES.items():
+            cells = _format_cells(layer[kind], layer["heads"], figures["stock_width"])
+            rows.append([str(layer["layer"]), name, *cells])
+    return format_table(["layer", "kind", "width", "effective rank: mean (range)", "full heads"], rows)
 
 
-def costs_table(costs: dict[str, dict]) -> Table:
-    """What each form of a model costs, for people."""
-    table = Table("form", "KV cache, bytes a token", "weights")
-    for form, cost in costs.items():
-        table.add_row(form, f"{cost['cache_bytes']:,}", f"{cost['parameters']:,}")
-    return table
+def format_costs(costs: dict[str, dict]) -> str:
+    """The cost of each form of a model as a table."""
+    rows = [[form, f"{cost['cache_bytes']:,}", f"{cost['parameters']:,}"] for form, cost in costs.items()]
+    return format_table(["form", "KV cache, bytes a token", "weights"], rows)
 
 
-def _cells(used: dict, heads: int, stock: int) -> list[str]:
-    width = f"{stock} -> {used['width']}" if used["width"] > stock else str(stock)
+def _format_cells(used: dict, heads: int, stock_width: int) -> list[str]:
+    width = str(stock_width)
+    if used["width"] > stock_width:
+        width += f" -> {used['width']}"
     ranks, full = used["effective_rank"], used["full_heads"]
     if ranks is None:
         return [width, "none: they are normalised", "-"]
-    named = "all" if len(full) == heads > 1 else ", ".join(map(str, full)) or "none"
-    return [width, f"{sum(ranks) / heads:.1f} ({min(ranks):.1f} to {max(ranks):.1f})", named]
-
-
-def measured(report: GrowthReport) -> dict:
-    """A report as what `json.dumps` takes."""
-    return {
-        "applied": report.applied,
-        "verdict": " ".join(text for _, text in facts([report])),
-        "validated_gain": report.predicted_gain,
-        "loss_before": report.loss_before,
-        "loss_after": report.loss_after,
-        "added_parameters": report.added_parameters,
-        "cache_bytes": list(report.cache_bytes),
-        "layers": [
-            {
-                "layer": layer.layer,
-                "kind": layer.kind,
-                "width": list(layer.width),
-                "starvation": layer.starvation,
-                "validated_gain": layer.predicted_gain,
-                "step_size": layer.step_size,
-                "price": dict(zip(("weights", "cache_bytes"), layer.price)),
-                "left": layer.left or None,
-            }
-            for layer in report.layers
-        ],
-        "seconds": report.seconds,
-    }
+    names = "all" if len(full) == heads > 1 else ", ".join(map(str, full)) or "none"
+    return [width, f"{sum(ranks) / heads:.1f} ({min(ranks):.1f} to {max(ranks):.1f})", names]

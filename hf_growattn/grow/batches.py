@@ -14,7 +14,7 @@ def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
     """Read the batches once: tensors of input_ids become causal LM batches.
 
     Raises:
-        ValueError: there are none, or one that this model cannot read; the message names it and the fix.
+        ValueError: the list is empty, or this model cannot read a batch; the message names it and the fix.
     """
     listed = []
     for index, batch in enumerate(batches):
@@ -50,7 +50,7 @@ def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
 
 
 def check_shared(batches: list, chosen: list[GrowableAttention]) -> None:
-    """Make sure that processes which share out each layer's heads have been given the same batches.
+    """Raise a ValueError if processes that share the heads of a layer got different batches.
 
     Raises:
         ValueError: they have not.

@@ -1,4 +1,4 @@
-"""What must hold before a model grows: which layers and parameters it resizes, and whether training can go on."""
+"""Checks before a growth: which layers and parameters it resizes, and whether training can go on."""
 
 from collections.abc import Iterable
 from itertools import chain
@@ -37,7 +37,7 @@ def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but
 
     Raises:
         ValueError: they are, by FSDP, tensor parallelism, DeepSpeed, Megatron or ZeroRedundancyOptimizer. With
-            `but_in_place`, `fully_shard` is admitted, and tensor parallelism that spreads whole heads evenly.
+            `but_in_place`, `fully_shard` and tensor parallelism over whole heads are allowed.
     """
     known: set[int] = set()
     if but_in_place and isinstance(model, nn.Module):
@@ -63,7 +63,7 @@ def _spread_by_heads(model: nn.Module, others: set[int]) -> set[int]:
     """The ids of all parameters that tensor parallelism spreads over the processes, whole heads to each.
 
     Raises:
-        ValueError: it spreads them in another way, or FSDP2 or other processes are beside it.
+        ValueError: it spreads them in another way, or it is combined with FSDP2 or data parallelism.
     """
     spread: dict[str, Any] = {name: p for name, p in model.named_parameters() if is_sharded(p) and id(p) not in others}
     growable = [attention for attention in attentions(model) if attention.heads_mesh is not None]
@@ -73,8 +73,8 @@ def _spread_by_heads(model: nn.Module, others: set[int]) -> set[int]:
     for name, parameter in spread.items():
         if others or parameter.device_mesh.ndim > 1 or parameter.device_mesh.size() != size:
             raise ValueError(
-                f"{name} is spread by tensor parallelism over a part of the {size} processes, and growth wants all of "
-                "them: without FSDP or data parallelism beside it, tp_size is the number of processes."
+                f"{name} is spread by tensor parallelism over only some of the {size} processes. Growth needs all of "
+                "them: set tp_size to the number of processes, without FSDP or data parallelism."
             )
     plans = (getattr(module, "_tp_plan", None) or {} for module in model.modules())
     sequence = any("sequence_parallel" in plan.values() for plan in plans)
@@ -120,7 +120,7 @@ def growable_model(model: Any) -> GrowableModelMixin:
     """The patched model that a module holds, or is: inside peft, sentence-transformers or whatever wraps it.
 
     Raises:
-        ValueError: there is none, or more than one; or peft adds prompts or new dims of its own.
+        ValueError: it holds no patched model or several; or peft adds prompts or new dims of its own.
     """
     outer = unwrapped(model)
     inside: list[Any] = [*outer.modules()] if isinstance(outer, nn.Module) else []
@@ -148,7 +148,7 @@ def growable_model(model: Any) -> GrowableModelMixin:
 
 
 def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[GrowableAttention]:
-    """The attention modules of these layers, of all for None; raises a ValueError if there is no such layer."""
+    """The attention modules of these layers, or of all for None; a ValueError for an unknown layer."""
     by_layer = {attention.layer_idx: attention for attention in attentions(model)}
     layers = by_layer if chosen is None else dict.fromkeys(chosen)
     for layer in layers:
@@ -157,16 +157,16 @@ def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[Grow
     return [by_layer[layer] for layer in layers]
 
 
-def layers_to_grow(model: PreTrainedModel, config: GrowthConfig, beside: bool = False) -> list[GrowableAttention]:
+def layers_to_grow(model: PreTrainedModel, config: GrowthConfig, as_extension: bool = False) -> list[GrowableAttention]:
     """The attention modules that a config chooses, all of which can grow as it says; see `trainable_parameters`.
 
     Raises:
-        ValueError: there is no such layer, or it cannot grow so; the message names the fix.
+        ValueError: a layer does not exist or cannot grow like that; the message names the fix.
     """
     chosen = layers_of(model, config.layers)
     if torch.is_inference_mode_enabled():
         raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
-    trainable_parameters(model, chosen, config.chosen_kinds, beside=beside)
+    trainable_parameters(model, chosen, config.chosen_kinds, as_extension=as_extension)
     rewriting = ["update_existing=True"] if config.update_existing else []
     rewriting += ['method="refactor"'] if config.method == "refactor" else []
     for attention in chosen:
@@ -202,15 +202,19 @@ def _check_room(attention: GrowableAttention, config: GrowthConfig) -> None:
 
 
 def trainable_parameters(
-    model: nn.Module, chosen: list[GrowableAttention], kinds: list[Kind], frozen: bool = False, beside: bool = False
+    model: nn.Module,
+    chosen: list[GrowableAttention],
+    kinds: list[Kind],
+    frozen: bool = False,
+    as_extension: bool = False,
 ) -> dict[str, nn.Parameter]:
     """Return those parameters that growing these kinds resizes and that train, by name.
 
     Frozen ones train their new entries once they have grown. Under peft they stay frozen: where a pattern or a message
     carries an adapter on either side, growth writes its base weights, and training moves the adapter's new entries.
 
-    With `frozen` all of them may be frozen, as for cutting. With `beside` quantized ones are passed over: new dims will
-    stay beside them.
+    With `frozen` all of them may be frozen, as for cutting. With `as_extension` quantized ones are skipped: their new
+    dims stay in a module of their own.
 
     Raises:
         ValueError: a projection cannot be resized, or a parameter cannot be trained. The message names the fix.
@@ -220,10 +224,10 @@ def trainable_parameters(
         names = {parameter: name for name, parameter in attention.all_parameters().items()}
         for kind in kinds:
             adapted = any(is_adapted(attention.projection_of(role)) for role in kind.roles)
-            resized = [role for role in kind.roles if not beside or attention.is_plain(role)]
+            resized = [role for role in kind.roles if not as_extension or attention.is_plain(role)]
             for module, part, _ in (entry for role in resized for entry in attention.parameters_along(role)):
                 parameter = getattr(module, part)
-                if is_sharded(parameter) and not parameter.requires_grad and not beside:
+                if is_sharded(parameter) and not parameter.requires_grad and not as_extension:
                     raise ValueError(
                         f"{names[parameter]} of layer {attention.layer_idx} is frozen and sharded, where its new "
                         "entries could not train alone. Call requires_grad_(True) on it, or grow before sharding."
@@ -254,6 +258,6 @@ def check_rewritable(attention: GrowableAttention, kinds: list[Kind], setting: s
             )
         if not frozen and not old_dims_train(attention, (role,)):
             raise ValueError(
-                f"{start} is frozen. Call requires_grad_(True) on it first, or do without {setting}: new dims beside "
-                "frozen ones train alone."
+                f"{start} is frozen. Call requires_grad_(True) on it first, or do without {setting}: new dims "
+                "next to frozen ones train alone."
             )

@@ -15,7 +15,7 @@ def growth_report(
     steps: list[float],
     **figures,
 ) -> GrowthReport:
-    """Gather what is told of a trial, before anything of it is written into the model.
+    """The report of a trial, made before anything is written into the model.
 
     Args:
         config: of the growth.
@@ -27,19 +27,19 @@ def growth_report(
     """
     taken, cache = dict(zip(map(id, trial.changes), steps)), cache_bytes(model)
     number, weights = next(model.parameters()).element_size(), model.num_parameters()
-    added = trial.added_parameters()
+    added, applied = trial.added_parameters(), sum(steps) > 0
     left = weights_of(config.budget, weights) - added
     return GrowthReport(
         layers=[_layer_growth(config, each, taken.get(id(each), 0.0), left) for each in changes],
-        added_parameters=added if any(steps) else 0,
-        cache_bytes=(cache, cache + (trial.added_to_cache() * number if any(steps) else 0)),
+        added_parameters=added if applied else 0,
+        cache_bytes=(cache, cache + (trial.added_to_cache() * number if applied else 0)),
         parameters=weights,
         **figures,
     )
 
 
 def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) -> LayerGrowth:
-    """Gather what is told of a change, at the step that was taken.
+    """The report of one change at the step that was taken.
 
     Args:
         config: of the growth.

@@ -16,7 +16,7 @@ from ..growable.models import attentions
 from ..growable.sharding import note
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
-from ..measure.extension import NewDims
+from ..measure.extension import ExtraDims
 from ..measure.gradients import (
     SKETCH_PASSES,
     ExistingStep,
@@ -32,18 +32,15 @@ from .checks import growable_model, layers_to_grow, refuse_sharded, trainable_pa
 from .findings import growth_report
 from .frozen import old_dims_train, train_marked
 from .keeping import write
-from .loss import all_undisturbed, lowering
-from .optimizer import admit, bare_optimizers, check_optimizers, follow_resized
+from .loss import lowering, preserved_state
+from .optimizer import add_new_parameters, bare_optimizers, check_optimizers, follow_resized
 from .plan import GrowthConfig, candidates, check_limits, dims_worth_a_look, spend
 from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
 from .trial import STEEPNESS_BATCHES, Change, Trial
 
 _SEARCH_BATCHES = 4  # enough to find a step on; what it gains is then measured on all batches
-_INSTEAD = "Or let new dims stay beside the weights: GrowAttnConfig of peft, and initialize_growattn_weights."
+_INSTEAD = "Or keep the new dims in an adapter: GrowAttnConfig of peft, and initialize_growattn_weights."
 _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on all batches
-
-
-_Beside = dict[GrowableAttention, NewDims]  # the new dims of each attention module that gains some
 
 
 @dataclass
@@ -67,20 +64,20 @@ class _Run:
         self.seconds[phase] = time.perf_counter() - start
 
     @property
-    def few(self) -> list[list]:
-        """A few of the batches of either half, from all over them."""
+    def search_batches(self) -> list[list]:
+        """A few batches of each half, evenly spaced, to search the step on."""
         return [half[:: max(-(-2 * len(half) // _SEARCH_BATCHES), 1)] for half in self.halves]
 
-    def loss_of_a_few(self, half: int) -> float:
-        """The mean loss of a few of the batches of one half."""
-        return mean_loss(self.model, self.few[half], self.forward)
+    def search_loss(self, half: int) -> float:
+        """The mean loss of the search batches of one half."""
+        return mean_loss(self.model, self.search_batches[half], self.count_forward)
 
-    def forward(self) -> None:
-        """A batch went through the model."""
+    def count_forward(self) -> None:
+        """Advance the progress bar by one forward pass of a batch."""
         self.bar.update(1)
 
-    def there_and_back(self) -> None:
-        """A batch went through the model and back, which takes about three times as long."""
+    def count_training_step(self) -> None:
+        """Advance the progress bar by a forward and a backward pass, which take about three times as long."""
         self.bar.update(3)
 
 
@@ -89,7 +86,7 @@ class _Measured:
     """What is known before anything is tried: losses, directions, and the search that priced them."""
 
     loss: float
-    loss_of_a_few: float
+    search_loss: float
     gradients: list[Gradient]
     existing: list[ExistingStep | None]
     search: StepSearch | None = None
@@ -115,8 +112,8 @@ class Grower:
         accelerator: the `accelerate.Accelerator` of the training, if there is one.
         loss: what to lower, a function of `model` (without DistributedDataParallel) in evaluation mode and a batch of
             any form, which gives a tensor of one number, the batch's mean; by default what the model returns as loss.
-        take_over: gets the new dims of each attention module, if any step lowers the loss, instead of their being
-            written into the weights, which may then be quantized.
+        take_over: a function that receives the new dims of each attention module when a step lowers the loss. They
+            are then not written into the weights, which may be quantized.
 
     Where torch.distributed runs, all ranks grow together, each on batches of its own: statistics and losses are summed
     over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
@@ -124,7 +121,7 @@ class Grower:
     projection is replaced in place, one of them whole at a time; ranks with fewer batches repeat one without weight.
     Under tensor parallelism (`tp_size` of transformers, over all processes) each process has the same batches, computes
     some of the heads, and ends as one process would. Shards load only into a model of their widths: save `model.config`
-    beside them, and build from it to resume. Elsewhere a state loaded into the model and then into the optimizer may
+    with them, and build from it to resume. Elsewhere a state loaded into the model and then into the optimizer may
     have other widths: both follow it. An error in one rank's forward pass or loss is raised on all of them (under FSDP2
     where the loss runs the model once).
 
@@ -141,7 +138,7 @@ class Grower:
         optimizer=None,
         accelerator=None,
         loss=None,
-        take_over: Callable[[_Beside], None] | None = None,
+        take_over: Callable[[dict[GrowableAttention, ExtraDims]], None] | None = None,
     ):
         self.take_over, self.optimizers = take_over, bare_optimizers(optimizer)
         refuse_sharded(model, self.optimizers, accelerator, but_in_place=True)
@@ -163,7 +160,7 @@ class Grower:
         An optimizer calls this by itself before its own state is loaded.
         """
         stale, opened = follow_resized(self.optimizers), train_marked(self.model)
-        admit(self.optimizers, self.model, opened)
+        add_new_parameters(self.optimizers, self.model, opened)
         if stale or opened:
             ranks.rebuild_ddp(self.model, self.wrapped)
 
@@ -208,18 +205,20 @@ class Grower:
 
     def check(self, batches: Iterable) -> float:
         """Check what `grow` checks before it begins, with the same errors, and return the mean loss of the batches."""
-        with self._run(batches) as run, self._undisturbed():
+        with self._run(batches) as run, self._preserved_state():
             return mean_loss(self.model, run.batches)
 
     @contextlib.contextmanager
     def _run(self, batches: Iterable) -> Iterator[_Run]:
         """Check all that can be checked before anything is measured, and read the batches."""
         kinds = self.config.chosen_kinds
-        with ranks.together():
+        with ranks.raise_on_all_ranks():
             note(self.model)  # also what it raises comes before anything is measured
-            beside = self.take_over is not None
-            chosen = layers_to_grow(self.model, self.config, beside)
-            check_optimizers(self.optimizers, trainable_parameters(self.model, chosen, kinds, beside=beside))
+            as_extension = self.take_over is not None
+            chosen = layers_to_grow(self.model, self.config, as_extension)
+            check_optimizers(
+                self.optimizers, trainable_parameters(self.model, chosen, kinds, as_extension=as_extension)
+            )
             read = as_dicts(batches, self.model) if self.loss is None else [*batches]
             check_shared(read, chosen)
             halves = halves_of(read, whole=self.loss is not None)
@@ -237,8 +236,8 @@ class Grower:
             bar.total = self._length(run)
             yield run
 
-    def _undisturbed(self):
-        return all_undisturbed(self.wrapped, self.optimizers)
+    def _preserved_state(self):
+        return preserved_state(self.wrapped, self.optimizers)
 
     def _most_dims(self, chosen: list[GrowableAttention]) -> int:
         """How many dims to look for, in every layer alike."""
@@ -253,56 +252,56 @@ class Grower:
         passes = sum(SKETCH_PASSES) if self._sketches(self._most_dims(run.chosen)) else 1
         passes += self.config.moves_old_dims
         back = round(passes * len(run.batches)) + (STEEPNESS_BATCHES if self.optimizers else 0)
-        return 2 * len(run.batches) + 3 * back + MOST_EVALUATIONS * sum(map(len, run.few))
+        return 2 * len(run.batches) + 3 * back + MOST_EVALUATIONS * sum(map(len, run.search_batches))
 
     def _measure(self, run: _Run) -> _Measured:
         """Measure the mean loss, and every block's best directions; nothing has changed then."""
         config = self.config
-        told = config.old_dims_train
+        setting = config.old_dims_train
         trains = [
-            old_dims_train(layer, kind.roles) if told is None else told
+            old_dims_train(layer, kind.roles) if setting is None else setting
             for layer in run.chosen
             for kind in config.chosen_kinds
         ]
-        with self._undisturbed():
+        with self._preserved_state():
             with run.timed("moments"):
-                # In the order they were given in: what is wrong with a batch is said here, by its number.
+                # In the order they were given in: an error names a batch by its number.
                 given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
                 blocks, losses = measure_moments(
-                    self.model, run.chosen, config.chosen_kinds, given, config.ridge, run.forward
+                    self.model, run.chosen, config.chosen_kinds, given, config.ridge, run.count_forward
                 )
                 loss_of = dict(zip(map(id, given), losses))
-                few = sum(mean_of([loss_of[id(batch)] for batch in half]) for half in run.few) / 2
+                search_loss = sum(mean_of([loss_of[id(batch)] for batch in half]) for half in run.search_batches) / 2
             for block, known in zip(blocks, trains):
                 block.old_dims_train = known
             with run.timed("probe"):
-                gradients = self.directions(blocks, run.halves, run.there_and_back)
+                gradients = self.directions(blocks, run.halves, run.count_training_step)
                 existing: list[ExistingStep | None] = [None] * len(blocks)
                 if config.moves_old_dims:
-                    existing = [*tangent_steps(self.model, blocks, run.halves, run.there_and_back)]
-        return _Measured(mean_of(losses), few, gradients, existing)
+                    existing = [*tangent_steps(self.model, blocks, run.halves, run.count_training_step)]
+        return _Measured(mean_of(losses), search_loss, gradients, existing)
 
     def _plan(self, run: _Run, measured: _Measured) -> list[Change]:
-        """Decide what to do to each block: all that the config admits, or what a budget buys of it."""
+        """Choose the dims of each block: those of the config, or those that a budget buys."""
         changes = candidates(self.config, measured.gradients)
         if self.config.budget is not None:
-            with run.timed("pricing"), self._undisturbed():
-                prices, measured.search = prices_of(changes, run.loss_of_a_few, measured.loss_of_a_few)
+            with run.timed("pricing"), self._preserved_state():
+                prices, measured.search = prices_of(changes, run.search_loss, measured.search_loss)
             changes = spend(self.config, changes, prices, self.model.num_parameters())
-        changes = [_as_first_rank(change) for change in changes]
+        changes = [_as_on_rank0(change) for change in changes]
         for change, step in zip(changes, measured.existing):
             change.existing, change.refactor = step, self.config.method == "refactor" and change.dims > 0
         return changes
 
     def _try(self, run: _Run, measured: _Measured, changes: list[Change]) -> _Found:
-        """Hold the new dims beside the weights, and search the steps that lower the loss most."""
+        """Attach the new dims as extensions, and search the steps that lower the loss most."""
         run.bar.set_description("growth: searching the step")
         with run.timed("solving"):
             trial = Trial([change for change in changes if change.dims or change.existing])
         with self._undone_on_failure(trial):
-            search = StepSearch(trial, run.loss_of_a_few, measured.search, measured.loss_of_a_few)
-            with run.timed("line search"), self._undisturbed():
-                steps, loss = self.steps(search, run.batches, measured.loss, run.forward)
+            search = StepSearch(trial, run.search_loss, measured.search, measured.search_loss)
+            with run.timed("line search"), self._preserved_state():
+                steps, loss = self.steps(search, run.batches, measured.loss, run.count_forward)
             tried = (measured.search or search).tried
             losses = {"loss_before": measured.loss, "loss_after": loss, "line_search": tried}
             losses["validated_loss"] = _validated_loss(search, steps)
@@ -310,16 +309,16 @@ class Grower:
         return _Found(trial, report)
 
     def _keep(self, run: _Run, found: _Found, keep: bool) -> GrowthReport:
-        """Write what lowers the loss into the weights, or hand it over."""
+        """Write new dims that lower the loss, or pass them to `take_over`."""
         trial, report = found.trial, replace(found.report, kept=keep)
         with self._undone_on_failure(trial):
             if report.applied and self.take_over is None:
-                write(trial, self.model, self.wrapped, self.optimizers, run.batches, run.there_and_back)
+                write(trial, self.model, self.wrapped, self.optimizers, run.batches, run.count_training_step)
                 return report
             if report.applied and self.take_over is not None:
-                for new in trial.beside.values():
-                    ranks.follow_first_rank(*new.tensors())
-                self.take_over(trial.beside)
+                for new in trial.extensions.values():
+                    ranks.broadcast_from_rank0(*new.tensors())
+                self.take_over(trial.extensions)
             trial.undo()
         return report
 
@@ -338,9 +337,10 @@ class Grower:
         """Find steps on a few batches and write the part that lowers the loss of all batches; zeros if none does."""
         nothing = [0.0] * len(search.trial.changes), loss_before
         steps, _ = search.run()
-        for part in _SMALLER if any(steps) else ():
+        parts = _SMALLER if sum(steps) > 0 else ()
+        for part in parts:
             smaller = [step * part for step in steps]
-            search.trial.take(smaller)
+            search.trial.set_steps(smaller)
             loss_after = mean_loss(self.model, batches, tick)
             if loss_before - loss_after > SMALLEST_FALL * abs(loss_before):
                 return smaller, loss_after
@@ -367,9 +367,9 @@ def _validated_loss(search: StepSearch, steps: list[float]) -> tuple[float, floa
     return search.loss_before, search.lowest
 
 
-def _as_first_rank(change: Change) -> Change:
-    """Take over how much rank 0 would grow: comparisons of rounded numbers may differ between machines."""
+def _as_on_rank0(change: Change) -> Change:
+    """Return the change with the dims and strengths of rank 0: rounding may differ between machines."""
     dims = torch.tensor([change.dims], device=change.strength.device)
     strength = torch.nn.functional.pad(change.strength, (0, len(change.gradient.validated) - change.dims))
-    ranks.follow_first_rank(dims, strength)
+    ranks.broadcast_from_rank0(dims, strength)
     return replace(change, dims=dims.item(), strength=strength[: dims.item()])

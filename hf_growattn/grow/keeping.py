@@ -1,4 +1,4 @@
-"""Keep what a growth found: wider weights, and all that holds on to the former ones."""
+"""Write new dims into the weights, and update optimizers, DDP and compiled code."""
 
 import sys
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from ..growable.models import GrowableModelMixin
 from ..growable.sharding import is_sharded, note
 from ..measure import ranks
 from .frozen import train_grown
-from .loss import all_undisturbed
-from .optimizer import admit, follow_gradients, swap_parameters
+from .loss import preserved_state
+from .optimizer import add_new_parameters, follow_gradients, swap_parameters
 from .provenance import leave_checkpoint
 from .trial import Trial, measure_steepness
 
@@ -25,27 +25,27 @@ def write(
     batches: list,
     tick: Callable[[], object],
 ) -> None:
-    """Write a trial's new dims into the weights, and let the optimizers and everything else follow."""
+    """Write a trial's new dims into the weights, and update the optimizers and the config."""
     note(model)
-    for new in trial.beside.values():  # shards are not sent to other ranks afterwards
-        ranks.follow_first_rank(*new.tensors())
-    resizes = trial.keep()
+    for new in trial.extensions.values():  # shards are not sent to other ranks afterwards
+        ranks.broadcast_from_rank0(*new.tensors())
+    resizes = trial.commit()
     followed = follow_gradients(optimizers)
     steep = [resize for resize in resizes if resize.old in followed]
-    with all_undisturbed(wrapped, optimizers):
+    with preserved_state(wrapped, optimizers):
         measure_steepness(model, steep, batches, tick)
     model.sync_config()
     swap_parameters(optimizers, resizes)
-    admit(optimizers, model, train_grown(model, resizes))
-    settle(model, wrapped, list(trial.beside))
+    add_new_parameters(optimizers, model, train_grown(model, resizes))
+    after_resize(model, wrapped, list(trial.extensions))
     leave_checkpoint(model)
 
 
-def settle(model: nn.Module, wrapped: nn.Module, resized: list[GrowableAttention]) -> None:
-    """Tell everything outside a model that holds on to the former parameters of these modules."""
+def after_resize(model: nn.Module, wrapped: nn.Module, resized: list[GrowableAttention]) -> None:
+    """Update whatever outside the model still uses the old parameters of these modules."""
     parameters = {id(p): p for attention in resized for p in attention.all_parameters().values()}
-    ranks.follow_first_rank(*(parameter.detach() for parameter in parameters.values() if not is_sharded(parameter)))
+    ranks.broadcast_from_rank0(*(parameter.detach() for parameter in parameters.values() if not is_sharded(parameter)))
     ranks.rebuild_ddp(model, wrapped)
     torch.clear_autocast_cache()  # the caller's region may hold casts of weights that have moved
-    if "torch._dynamo" in sys.modules:  # compiled code goes by the old shapes; its count of recompiles starts anew
+    if "torch._dynamo" in sys.modules:  # compiled code has the old shapes; this resets the recompile count too
         torch._dynamo.reset()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..growable.adapters import is_adapted
 from ..growable.models import attentions
 from ..measure import ranks
-from ..measure.passes import measured_by, undisturbed
+from ..measure.passes import evaluation_mode, measured_by
 from .optimizer import held
 
 
@@ -25,22 +25,22 @@ def unwrapped(model: Any) -> nn.Module:
 
 @contextlib.contextmanager
 def lowering(loss: Callable | None, model: PreTrainedModel, wrapped: nn.Module) -> Iterator[None]:
-    """Let passes over a model take the user's loss, if there is one, of the model as the user has it."""
+    """Compute the user's loss in passes over the model, on the model as the user wraps it."""
     with adapters_stay(model), measured_by(model, loss and partial(loss, unwrapped(wrapped))):
         yield
 
 
 @contextlib.contextmanager
-def all_undisturbed(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
-    """As `undisturbed`, of what is around a model, too, and of all that its optimizers train beside it."""
+def preserved_state(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
+    """`evaluation_mode` for the wrapped model and for other parameters that its optimizers train."""
     trained = [parameter for optimizer in optimizers for parameter in held(optimizer)]
-    with ranks.unsynchronized(wrapped), undisturbed(unwrapped(wrapped), trained):
+    with ranks.unsynchronized(wrapped), evaluation_mode(unwrapped(wrapped), trained):
         yield
 
 
 @contextlib.contextmanager
 def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
-    """Refuse a loss that takes the model itself, with other adapters or none, for a reference: that would grow, too.
+    """Refuse a loss whose reference is the model itself under other adapters: that would grow too.
 
     Raises:
         ValueError: from inside such a loss.

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..growable.resize import Resize
 from ..growable.sharding import is_sharded, laid_out_like, whole
-from ..measure.ranks import together
+from ..measure.ranks import raise_on_all_ranks
 
 # Measures of scale, by the names optimizers give them, and the power of the gradient that each one follows. New entries
 # start at the old ones' mean, and higher where their gradients are larger than the old ones', as those of new values
@@ -37,8 +37,8 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], parameters: dict[s
     The parameters to be resized come by a name for messages; with no optimizer there is nothing to check.
 
     Raises:
-        ValueError: none of the optimizers holds one of the parameters, or one keeps a state, for whatever parameter,
-            that does not lie weight by weight beside it or cannot be indexed: flat, quantized or sharded.
+        ValueError: no optimizer holds one of the parameters, or one keeps a state whose entries do not match the
+            parameter's weight by weight: flat, quantized or sharded.
     """
     known = {id(parameter) for optimizer in optimizers for parameter in held(optimizer)}
     missing = [name for name, parameter in parameters.items() if id(parameter) not in known]
@@ -67,9 +67,9 @@ def follow_gradients(optimizers: list[torch.optim.Optimizer]) -> set[Tensor]:
 def swap_parameters(optimizers: list[torch.optim.Optimizer], resizes: list[Resize]) -> None:
     """Put new parameters in the places of old ones, in one step and on all ranks: groups, order, state and hooks stay.
 
-    The optimizers are bare ones that `check_optimizers` has found fit. Where nothing is kept, momentum starts anew.
+    The optimizers are bare ones that `check_optimizers` has found fit. Where nothing is kept, momentum starts at zero.
     """
-    with together():  # everything that can fail for want of memory comes first
+    with raise_on_all_ranks():  # everything that can fail for want of memory comes first
         states = [
             {r.new: _carried(optimizer.state[r.old], r) for r in resizes if r.old in optimizer.state}
             for optimizer in optimizers
@@ -80,24 +80,25 @@ def swap_parameters(optimizers: list[torch.optim.Optimizer], resizes: list[Resiz
         _replace(optimizer, {resize.old: resize.new for resize in resizes}, state)
 
 
-def admit(optimizers: list[torch.optim.Optimizer], model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Take parameters in that began to train, each where an optimizer made now would have it.
+def add_new_parameters(
+    optimizers: list[torch.optim.Optimizer], model: nn.Module, parameters: Iterable[nn.Parameter]
+) -> None:
+    """Add parameters that began to train to the optimizers, in the order of the model.
 
-    That is a group with others of as many axes, else an empty one, of several the first without weight decay; there the
-    place that it has among the model's parameters. No group is added: schedulers count on as many as they have seen.
-
-    Those held already stay where they are.
+    Each goes into a group whose parameters have the same number of axes, or into an empty one; among several, into the
+    first without weight decay. No group is added, since schedulers expect the number that they started with. Parameters
+    that an optimizer holds already stay where they are.
     """
     order = {id(parameter): place for place, parameter in enumerate(model.parameters())}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}
     for new in (parameter for parameter in parameters if groups and id(parameter) not in held):
 
-        def strangeness(group: dict, axes: int = new.dim()) -> tuple[bool, ...]:
+        def choose_group(group: dict, axes: int = new.dim()) -> tuple[bool, ...]:
             alike = any(parameter.dim() == axes for parameter in group["params"])
             return not alike, bool(group["params"]), bool(group.get("weight_decay"))
 
-        inside = min(groups, key=strangeness)["params"]
+        inside = min(groups, key=choose_group)["params"]
         later = (place for place, p in enumerate(inside) if order.get(id(p), -1) > order[id(new)])
         inside.insert(next(later, len(inside)), new)
 
@@ -105,8 +106,8 @@ def admit(optimizers: list[torch.optim.Optimizer], model: nn.Module, parameters:
 def follow_resized(optimizers: list[torch.optim.Optimizer]) -> bool:
     """Put the live parameter in the place of every stale one, whose `_grown_into` is its successor, stale or live.
 
-    The state stays where all of it fits the live parameter already, as when it was loaded first; otherwise that
-    parameter's state starts anew.
+    The state stays where all of it fits the live parameter already, as when it was loaded first; otherwise it is
+    dropped.
 
     Returns:
         Whether any parameter was stale.
@@ -167,14 +168,14 @@ def _fault(key: str, value, parameter: nn.Parameter) -> str | None:
 
 
 def _fits(key: str, value, parameter: nn.Parameter) -> bool:
-    """Whether an entry of a state is a single number, not a tensor, or lies beside the parameter."""
+    """Whether an entry of a state is a single number, not a tensor, or has the parameter's shape."""
     if not torch.is_tensor(value):
         return not any(torch.is_tensor(leaf) and leaf.numel() > 1 for leaf in tree_leaves(value))
-    return value.numel() <= 1 or _beside(key, value, parameter) is not None
+    return value.numel() <= 1 or _aligned(key, value, parameter) is not None
 
 
-def _beside(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor | None:
-    """A state with the axes of its parameter, of size 1 where it is a mean; None if it does not lie beside it."""
+def _aligned(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor | None:
+    """A state with the axes of its parameter, of size 1 where it is a mean; None if the shapes differ."""
     shape, axis = list(parameter.shape), _AVERAGED_AXIS.get(key)
     if axis is not None and len(shape) > 1:
         shape[axis] = 1
@@ -186,7 +187,7 @@ def _carried(state: dict, resize: Resize) -> dict:
     """Spread every state tensor that follows the resized axis over the new size; other entries stay."""
     carried = dict(state)
     for key, value in state.items():
-        old = _beside(key, whole(value), resize.old) if torch.is_tensor(value) and value.numel() > 1 else None
+        old = _aligned(key, whole(value), resize.old) if torch.is_tensor(value) and value.numel() > 1 else None
         if old is not None and old.shape[resize.axis] == resize.old.shape[resize.axis]:
             new = laid_out_like(_spread(key, old, resize), value)
             carried[key] = new if value.dim() == new.dim() else new.squeeze(_AVERAGED_AXIS[key])

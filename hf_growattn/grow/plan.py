@@ -14,7 +14,7 @@ from ..measure.kinds import KINDS, MESSAGES, PATTERNS, Kind
 from .trial import Change, parameters_of_a_dim
 
 _CANDIDATES = 16  # directions of a layer and kind that a budget chooses from in one growth
-_EVEN_SHARES = 4  # at most so many times what an even split of a budget would give to each
+_EVEN_SHARES = 4  # times the even share of a budget: the most that one layer and kind gets
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class GrowthConfig:
         seed: of the sketch's random inputs.
 
     Raises:
-        ValueError: an attribute is out of its range, or they contradict each other; the message names the fix.
+        ValueError: an attribute is outside its range, or they contradict each other; the message names the fix.
     """
 
     qk_dims: int = 0
@@ -123,7 +123,7 @@ def dims_worth_a_look(config: GrowthConfig, layers: Iterable[GrowableAttention],
 
 
 def candidates(config: GrowthConfig, gradients: list[Gradient]) -> list[Change]:
-    """Return all that the config admits: with fixed widths that is the plan, with a budget the choice it has."""
+    """Return the most dims that the config allows in each block; a budget then chooses among them."""
     changes = []
     for gradient in gradients:
         dims = min(config.most_dims(gradient.block.attention, gradient.block.kind), gradient.sigma.shape[-1])
@@ -177,7 +177,7 @@ def strength_of(gradient: Gradient) -> Tensor:
 
 
 def weights_of(budget: int | float | None, parameters: int) -> int:
-    """How many weights a budget is in a model of so many; 0 without a budget."""
+    """The number of weights that a budget allows in a model with this many parameters; 0 without a budget."""
     return budget if isinstance(budget, int) else int((budget or 0.0) * parameters)
 
 
@@ -198,7 +198,7 @@ def check_budget(config: GrowthConfig, layers: Iterable[GrowableAttention], para
 
 
 def check_affordable(bought: int, cheapest: int, parameters: int) -> None:
-    """Raise a ValueError if so many weights buy not even the cheapest dim of a model of so many parameters."""
+    """Raise a ValueError if the weights that a budget allows are fewer than the cheapest dim costs."""
     if bought < cheapest:
         raise ValueError(
             f"{bought:,} weights buy nothing: one more dim of a layer costs {cheapest:,}, "

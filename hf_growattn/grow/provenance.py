@@ -1,8 +1,8 @@
-"""Which checkpoint a model is said to come from, which others take for what the model is.
+"""The checkpoint that a model names as its own, from which other libraries load it again.
 
 TRL loads the reference of DPO, KTO and GRPO from the checkpoint that the config names, and tokenizers too. After a
-growth in memory that checkpoint is another model. So the config names a folder of ours instead, and whoever loads from
-there is told what to pass.
+growth in memory that checkpoint is another model. So the config names a folder of ours instead, and
+loading from there raises an error that says what to pass.
 """
 
 import contextlib

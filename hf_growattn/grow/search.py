@@ -7,7 +7,7 @@ from ..measure.kinds import Kind
 from .plan import worth_of
 from .trial import Change, Trial
 
-SMALLEST_FALL = 1e-7  # of the loss: below it, fp32 cannot tell an improvement from rounding
+SMALLEST_FALL = 1e-7  # of the loss: below it, fp32 rounding hides an improvement
 MOST_EVALUATIONS = 10  # of one growth, the pricing of a budget included
 _AFTER_PRICING = 4  # of these: one kind alone, the other alone, and the steps of what was bought
 _FIRST = 0.3  # the promise to begin with
@@ -76,7 +76,7 @@ class StepSearch:
         else:
             loss = self._together()
             for kind in list(self.promises)[1:]:
-                loss = self._apart(kind, loss, settle=not spare)
+                loss = self._apart(kind, loss, try_lowest=not spare)
         self.left, self.lowest = self.left + spare, loss
         return self.steps_for(self.promises), loss
 
@@ -109,7 +109,7 @@ class StepSearch:
             promise /= _FACTOR**2
             tempting = promise > SMALLEST_FALL
         if not losses.get(promise, math.inf) < self.loss_before:
-            if tempting:  # out of evaluations: the check on all batches will tell
+            if tempting:  # out of evaluations: the check on all batches decides
                 self.promises = self._alike(promise)
             return self.loss_before
         while (promise * _FACTOR in losses or self.left) and at(promise * _FACTOR) < losses[promise]:
@@ -129,10 +129,10 @@ class StepSearch:
         furthest = max(moved, default=0.0)  # a budget may buy nothing
         return _FIRST * min(1.0, _TRUSTED_RATIO / furthest) if furthest > 0 else _FIRST
 
-    def _apart(self, kind: Kind, loss: float, settle: bool) -> float:
+    def _apart(self, kind: Kind, loss: float, try_lowest: bool) -> float:
         """Find by which factor one kind's promise should fall as the others' grow, and return the loss there.
 
-        Without `settle` the lowest point of the parabola is noted for a later search, and not tried.
+        Without `try_lowest` the lowest point of the parabola is noted for a later search, and not tried.
         """
         found, losses = self.promises, {1.0: loss}
 
@@ -152,7 +152,7 @@ class StepSearch:
         three = best / ratio, best, best * ratio
         lowest = math.exp(_lowest([math.log(f) for f in three], [losses.get(f, math.inf) for f in three]))
         self._aim = tilted(lowest)
-        if settle and self.left and at(lowest) < losses[best]:
+        if try_lowest and self.left and at(lowest) < losses[best]:
             best = lowest
         self.promises = tilted(best)
         return losses[best]
@@ -164,7 +164,7 @@ class StepSearch:
         """Return the mean loss with these steps, one for each change; infinity if it is not finite."""
         self.left, total = self.left - 1, 0.0
         for half in (0, 1):
-            self.trial.take(steps, half)
+            self.trial.set_steps(steps, half)
             total += self.measure(1 - half) / 2
         return total if math.isfinite(total) else math.inf
 
@@ -184,7 +184,7 @@ def prices_of(
 
     All candidates are tried together for a moment. What they gain is divided between the kinds by the Shapley value,
     the mean of what a kind adds first and what it adds last, and then among directions by their worth. Call inside
-    `undisturbed`.
+    `evaluation_mode`.
     """
     kept = [change for change in changes if change.dims]
     trial = Trial(kept)

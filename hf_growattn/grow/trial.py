@@ -1,4 +1,4 @@
-"""Try a growth on a living model: new dims beside the weights, a search for the step, then keep them or drop them."""
+"""Try new dims on a live model as extensions, then write them into the weights or drop them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ from ..growable.attention import GrowableAttention, Widening
 from ..growable.resize import Resize
 from ..growable.sharding import is_sharded, whole
 from ..measure import functional as F
-from ..measure.extension import NewDims, set_extension
+from ..measure.extension import ExtraDims, set_extension
 from ..measure.gradients import ExistingStep, Gradient
 from ..measure.kinds import Kind
 from ..measure.passes import backward
-from ..measure.ranks import sum_over_ranks, together, total
+from ..measure.ranks import raise_on_all_ranks, sum_over_ranks, total
 
 STEEPNESS_BATCHES = 4  # the steepest of a few: training's next batches are others
 
@@ -52,7 +52,7 @@ class Change:
 
 
 class _Write:
-    """The weights of one block as a function of the step: new dims beside the live ones, which move where asked."""
+    """The weights of one block as a function of the step: extra dims, and old ones where those move."""
 
     def __init__(self, change: Change):
         block, gradient = change.gradient.block, change.gradient
@@ -132,14 +132,14 @@ class _Write:
         roots, heads = self.block.roots, self.block.heads
         return F.apply_root(roots.stacked_whitening, F.unstack_groups(stacked, heads)), roots.shared_whitening @ shared
 
-    def take(self, step: float, source: int, beside: NewDims) -> None:
-        """Put the new dims beside the weights; write those of old dims only where they move."""
+    def set_step(self, step: float, source: int, extension: ExtraDims) -> None:
+        """Set the new dims for a step; write old dims only where they move."""
         (old, new), attention = self.at(step, source), self.block.attention
         for role, factors in zip(self.block.kind.roles, new):
             dtype = attention.empty_like(role).dtype
             weight, bias = F.split_bias(factors, attention.config.hidden_size)
-            beside.weights[role] = weight.to(dtype).contiguous()
-            beside.biases[role] = None if bias is None else bias.to(dtype).contiguous()
+            extension.weights[role] = weight.to(dtype).contiguous()
+            extension.biases[role] = None if bias is None else bias.to(dtype).contiguous()
         if old is not None:
             self._write(old)
 
@@ -156,49 +156,49 @@ class _Write:
 
 
 class Trial:
-    """All changes in place: new dims beside the weights, without effect until `take` sets the steps.
+    """All changes attached to the model as extensions, without effect until `set_steps`.
 
-    `keep` writes them into the weights, the only step that resizes a parameter; `undo` takes everything back. Old dims
-    are written only for `method="refactor"` and `update_existing`, which need plain weights for that.
+    `commit` writes them into the weights, the only step that resizes a parameter; `undo` takes everything back. Old
+    dims are written only for `method="refactor"` and `update_existing`, which need plain weights for that.
 
     Attributes:
-        beside: the new dims of each attention module that gains some.
+        extensions: the new dims of each attention module that gains some.
     """
 
     def __init__(self, changes: list[Change]):
         self.changes = changes
         self.writes: list[_Write] = []
         self.widenings: list[Widening] = []
-        self.beside: dict[GrowableAttention, NewDims] = {}
-        with together():
+        self.extensions: dict[GrowableAttention, ExtraDims] = {}
+        with raise_on_all_ranks():
             self.writes = [_Write(change) for change in changes]
             for change in changes:
                 attention = change.gradient.block.attention
-                self.beside.setdefault(attention, NewDims(attention.heads_mesh))
+                self.extensions.setdefault(attention, ExtraDims(attention.heads_mesh))
         try:
-            self.take([0.0] * len(changes))
-            for attention, beside in self.beside.items():
-                set_extension(attention, beside)
+            self.set_steps([0.0] * len(changes))
+            for attention, extension in self.extensions.items():
+                set_extension(attention, extension)
         except BaseException:
             self.undo()
             raise
 
-    def take(self, steps: list[float], half: int | None = None) -> None:
+    def set_steps(self, steps: list[float], half: int | None = None) -> None:
         """Set the new dims for a step `gamma` of each change; zeros keep the function.
 
         `half` takes the directions that one half of the batches found by itself, 0 or 1; None takes those of both.
         """
         for write, step in zip(self.writes, steps):
-            write.take(step, 0 if half is None else half + 1, self.beside[write.block.attention])
+            write.set_step(step, 0 if half is None else half + 1, self.extensions[write.block.attention])
 
-    def keep(self) -> list[Resize]:
+    def commit(self) -> list[Resize]:
         """Write the new dims into the weights, and return every parameter that changed its size.
 
-        Those that were factored anew carry no momentum over.
+        Refactored weights start with zero momentum.
         """
-        with together():
-            for attention, beside in self.beside.items():
-                self.widenings.append(beside.keep_in(attention))
+        with raise_on_all_ranks():
+            for attention, extension in self.extensions.items():
+                self.widenings.append(extension.write_into(attention))
                 set_extension(attention, None)
         refactored = {write.block.attention for write in self.writes if write.change.refactor}
         # Statistics as large as the weights hang on the others, and nothing needs them any more.
@@ -219,7 +219,7 @@ class Trial:
         for write in self.writes:
             write.undo()
         self.writes = []
-        for attention in self.beside:
+        for attention in self.extensions:
             set_extension(attention, None)
 
     def added_parameters(self) -> int:
@@ -234,7 +234,7 @@ class Trial:
 
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
-    """Weights that one more dim of every head adds, its adapters among them; beside a quantized weight it has none."""
+    """Weights that one more dim of every head adds, those of adapters included, which quantized weights do not have."""
     count = 0
     for role in kind.roles:
         features = 0
@@ -253,7 +253,7 @@ def measure_steepness(
     """Note in each resize how steep the loss is along new entries, compared to old ones, with the weights as they are.
 
     Only ratios are kept: the optimizer's state knows clipped and accumulated gradients. Of the first few batches, those
-    that the ranks hold at the same place count as one, as in training. Call inside `undisturbed`.
+    that the ranks hold at the same place count as one, as in training. Call inside `evaluation_mode`.
     """
     if not resizes:
         return

@@ -21,8 +21,8 @@ from ..model.attention import ROLES
 from ..report.report import LayerTrim, TrimReport
 from .batches import as_dicts
 from .checks import check_rewritable, growable_model, refuse_sharded, trainable_parameters
-from .keeping import settle
-from .loss import all_undisturbed, lowering
+from .keeping import after_resize
+from .loss import lowering, preserved_state
 from .optimizer import bare_optimizers, check_optimizers, swap_parameters
 from .plan import parameters_of_a_dim
 
@@ -42,7 +42,7 @@ def trim_model(
     to the logits or outputs on these batches, and the last of those are cut: the more of them the less the loss rises
     for each weight, as long as the measured loss of all batches rises by no more than `max_loss_increase`. Heads of a
     layer share one width. What is not cut stays as it is, to the bit, with its optimizer state; directions that were
-    factored anew start with zero momentum and with the mean of the old squared gradients, and lose their gradient.
+    refactored start with zero momentum and with the mean of the old squared gradients, and lose their gradient.
 
     Call it between two training steps; under torch.distributed on all ranks, each with batches of its own. After an
     exception model and optimizer are as they were, to the bit.
@@ -64,7 +64,7 @@ def trim_model(
             adapters or is quantized where it has grown; the batches give no finite loss; the optimizer lacks the
             model's parameters; or it is called inside `torch.inference_mode()`. The message names the fix.
 
-    Source: draft 000 section 2, the best product of a smaller rank, whitened.
+    Source: the best product of a smaller rank, whitened; "Joint refactoring" in mathematics.md.
     """
     if not (isinstance(max_loss_increase, (int, float)) and 0 <= max_loss_increase < math.inf):
         raise ValueError(
@@ -76,7 +76,7 @@ def trim_model(
     optimizers = bare_optimizers(optimizer)
     refuse_sharded(model, optimizers)
     wrapped, model = model, growable_model(model)
-    with ranks.together():
+    with ranks.raise_on_all_ranks():
         found = _new_dims(model, optimizers)
         if batches is not None:
             batches = as_dicts(batches, model) if loss is None else [*batches]
@@ -84,7 +84,7 @@ def trim_model(
     if batches is not None:
         with (
             lowering(loss, model, wrapped),
-            all_undisturbed(wrapped, optimizers),
+            preserved_state(wrapped, optimizers),
             tqdm(desc="trimming", total=0, disable=True if ranks.rank() > 0 else None, leave=False) as bar,
         ):
             keep, before, after = _least_needed(model, found, batches, max_loss_increase, bar)
@@ -98,18 +98,18 @@ def trim_model(
         model.sync_config()
         raise
     if cuts.resizes:
-        settle(model, wrapped, list({new.attention: None for new in found}))
+        after_resize(model, wrapped, list({new.attention: None for new in found}))
     return TrimReport(before, after, max_loss_increase, layers)
 
 
 @dataclass(eq=False)
-class NewDims:
+class GrownDims:
     """The dims that growth added to one kind of one layer, the same number `p` to every head.
 
     Attributes:
         order: (G, p) for each group its new dims, those that do something first.
         live: how many do something, in the group with the most.
-        factors: the new dims factored anew, most needed direction first: stacked (H, a, p) and shared (G, b, p).
+        factors: the new dims refactored, most needed direction first: stacked (H, a, p) and shared (G, b, p).
         errors: (p,) the squared error of the logits or outputs by leaving a direction out, summed over the heads.
         worth: what the loss rises by without any of them, as `LayerTrim` has it.
     """
@@ -123,7 +123,7 @@ class NewDims:
     worth: float | None = None
 
     @classmethod
-    def of(cls, attention: GrowableAttention, kind: Kind) -> "NewDims":
+    def of(cls, attention: GrowableAttention, kind: Kind) -> "GrownDims":
         """Look at the weights of one layer: which new dims are dead."""
         stock, groups = attention.head_dim, attention.heads_of("key")
         sides = (F.join_bias(attention.weight_of(role), attention.bias_of(role)) for role in kind.roles)
@@ -146,7 +146,7 @@ class NewDims:
         """Find the directions of the product of the new dims, whitened by the block's moments.
 
         `W_a W_b^T` over the new dims, by its SVD in the metric of the logits or outputs: whatever number of leading
-        columns is kept, no other choice of as many dims has a smaller error there. Source: draft 000 section 2.
+        columns is kept, no other choice of that many dims has a smaller error there.
         """
         roots, heads = block.roots, block.heads
         stacked, shared = (side[..., self.stock :] for side in block.whitened_factors())
@@ -160,17 +160,17 @@ class NewDims:
         self.factors = F.apply_root(roots.stacked_whitening, F.unstack_groups(left, heads)), right
 
     def write(self, count: int) -> None:
-        """Write the leading directions, so many of them, into the new dims of the weights as they are now."""
+        """Write the first `count` directions into the new dims of the weights as they are now."""
         for role, factors in zip(self.kind.roles, self.factors):
             new = F.split_bias(factors[..., :count], self.attention.config.hidden_size)
             self.attention.write(role, self.stock, *new)
 
     def error(self, kept: int) -> float:
-        """Share of the squared size of what the new dims compute that is lost if so many of them stay."""
+        """Share of the squared size of what the new dims compute that is lost if only `kept` of them stay."""
         return (self.errors[kept:].sum() / self.errors.sum()).item() if kept < self.live else 0.0
 
     def trimmed_to(self, kept: int) -> LayerTrim:
-        """What a report tells if so many of them stay."""
+        """The report of this layer and kind if `kept` of its new dims stay."""
         removed = (self.count - kept) * parameters_of_a_dim(self.attention, self.kind)
         width = (self.stock + self.count, self.stock + kept)
         return LayerTrim(self.attention.layer_idx, self.kind.name, width, self.worth, self.error(kept), removed)
@@ -180,29 +180,29 @@ class Cuts:
     """New dims cut in place; `undo` puts the very same old parameters back.
 
     Args:
-        keep: how many of them stay, in every head. As many as do something are kept as they are, fewer are the leading
-            ones of `factors`.
+        keep: how many of them stay, in every head. All live ones are kept as they are; fewer are the leading ones of
+            `factors`.
 
     Attributes:
         resizes: every parameter that changed its size, for optimizers.
     """
 
-    def __init__(self, keep: dict[NewDims, int]):
+    def __init__(self, keep: dict[GrownDims, int]):
         self.widenings: list[Widening] = []
         self.resizes: list[Resize] = []
-        by_attention: dict[GrowableAttention, dict[NewDims, int]] = {}
+        by_attention: dict[GrowableAttention, dict[GrownDims, int]] = {}
         for new, kept in keep.items():
             if kept < new.count:
                 by_attention.setdefault(new.attention, {})[new] = kept
         try:
-            with ranks.together():
+            with ranks.raise_on_all_ranks():
                 for attention, chosen in by_attention.items():
                     self._cut(attention, chosen)
         except BaseException:
             self.undo()
             raise
 
-    def _cut(self, attention: GrowableAttention, keep: dict[NewDims, int]) -> None:
+    def _cut(self, attention: GrowableAttention, keep: dict[GrownDims, int]) -> None:
         """Cut in one layer; dims that stay as they are take their values, gradients and optimizer state along."""
         kept = {role: _places(attention, role) for role in ROLES}
         widening = attention.widen(**{new.kind.width: count - new.count for new, count in keep.items()})
@@ -232,7 +232,7 @@ class Cuts:
         self.widenings, self.resizes = [], []
 
 
-def _new_dims(model: nn.Module, optimizers: list) -> list[NewDims]:
+def _new_dims(model: nn.Module, optimizers: list) -> list[GrownDims]:
     """The new dims of each layer and kind that has grown; raises a ValueError where they cannot be cut."""
     grown = [
         (attention, kind)
@@ -245,12 +245,12 @@ def _new_dims(model: nn.Module, optimizers: list) -> list[NewDims]:
         check_rewritable(attention, [kind], "trim_model", frozen=True)
         trained |= trainable_parameters(model, [attention], [kind], frozen=True)
     check_optimizers(optimizers, trained)
-    return [NewDims.of(attention, kind) for attention, kind in grown]
+    return [GrownDims.of(attention, kind) for attention, kind in grown]
 
 
 def _least_needed(
-    model: PreTrainedModel, found: list[NewDims], batches: list, max_loss_increase: float, bar: tqdm
-) -> tuple[dict[NewDims, int], float, float]:
+    model: PreTrainedModel, found: list[GrownDims], batches: list, max_loss_increase: float, bar: tqdm
+) -> tuple[dict[GrownDims, int], float, float]:
     """Return how many new dims to keep, and the mean loss of the batches before and after.
 
     All are cut if the loss allows it. Otherwise directions are ranked by what each is worth for a weight, and bisection
@@ -262,11 +262,11 @@ def _least_needed(
     before = mean_of(losses)
     by_place = {(block.attention, block.kind): block for block in blocks}
     live = [new for new in found if new.live]
-    with ranks.together():
+    with ranks.raise_on_all_ranks():
         for new in live:
             new.refactor(by_place[new.attention, new.kind])
 
-    def loss_with(keep: dict[NewDims, int]) -> float:
+    def loss_with(keep: dict[GrownDims, int]) -> float:
         bar.total += len(batches)
         cuts = Cuts(keep)
         try:
@@ -298,7 +298,7 @@ def _least_needed(
     return keep, before, loss
 
 
-def _ranking(live: list[NewDims], device: torch.device) -> list[int]:
+def _ranking(live: list[GrownDims], device: torch.device) -> list[int]:
     """Return for each direction, the least worth for a weight first, the index of its new dims in the list.
 
     Of what its dims are worth, a direction has the share that it has of their squared size.
@@ -309,7 +309,7 @@ def _ranking(live: list[NewDims], device: torch.device) -> list[int]:
         shares = new.errors[: new.live] / total / parameters_of_a_dim(new.attention, new.kind)
         offers += [(max(new.worth or 0.0, 0.0) * share, share, -n, index) for n, share in enumerate(shares.tolist())]
     ranking = torch.tensor([offer[-1] for offer in sorted(offers)], device=device)
-    ranks.follow_first_rank(ranking)  # comparisons of rounded numbers may differ between machines
+    ranks.broadcast_from_rank0(ranking)  # comparisons of rounded numbers may differ between machines
     return ranking.tolist()
 
 

@@ -1,8 +1,8 @@
-"""What stands between a projection and its weight: quantization, and LoRA around it as peft lays it out.
+"""Projections under quantization or LoRA: which weights can be read and resized.
 
 It says which weights can be read and resized, which parameters follow a projection's size, and what LoRA adds. None of
 the libraries is imported. peft wraps a projection in a layer that holds it as `base_layer`, and keeps for each
-adapter, by name, two linears beside it: `lora_A` from the inputs to the rank, `lora_B` from the rank to the outputs.
+adapter, by name, two more linears: `lora_A` from the inputs to the rank, `lora_B` from the rank to the outputs.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def quantization(module: nn.Module) -> str | None:
     return f"{how}. Load the model without quantization."
 
 
-def obscured(module: nn.Module) -> str | None:
+def why_not_readable(module: nn.Module) -> str | None:
     """What keeps a projection's weight from being read, adapters apart, and the fix; None for a plain one."""
     inside = plain(module)
     if not isinstance(inside, (nn.Linear, Conv1D)) or not isinstance(getattr(inside, "weight", None), torch.Tensor):
@@ -61,9 +61,9 @@ def obscured(module: nn.Module) -> str | None:
 
 
 def keep_unpacked(model: nn.Module) -> list[nn.Module]:
-    """Let no evaluation pack 4-bit weights for inference alone, and return the layers where one would have.
+    """Keep evaluation from packing 4-bit weights for inference, and return the layers concerned.
 
-    bitsandbytes does so on CPUs with AVX512-BF16. From then on gradients stop at such a layer, without a word.
+    bitsandbytes does so on CPUs with AVX512-BF16. From then on gradients silently stop at such a layer.
     """
     packing = [module for module in model.modules() if getattr(module, _PACKS, False)]
     for module in packing:
@@ -112,10 +112,10 @@ def computed_weight(module: Any, inputs: int) -> torch.Tensor:
     return (answer.float() if inside.bias is None else answer.float() - inside.bias.float()).T
 
 
-def hindrance(module: Any) -> str | None:
+def why_not_resizable(module: Any) -> str | None:
     """What keeps a projection from being resized, and the fix; None for a plain one, bare or under plain LoRA."""
-    if obscured(module) or not is_adapted(module):
-        return obscured(module)
+    if why_not_readable(module) or not is_adapted(module):
+        return why_not_readable(module)
     if f"{type(module).__module__}.{type(module).__qualname__}" != _LORA or is_adapted(module.base_layer):
         return f"under an adapter of {type(module).__module__} ({type(module).__name__}). {_MERGE}."
     variants = {type(variant).__name__ for variant in module.lora_variant.values()}
@@ -125,7 +125,7 @@ def hindrance(module: Any) -> str | None:
 def parameters_along(module: nn.Module, outputs: bool) -> list[tuple[nn.Module, str, int]]:
     """The parameters that follow the number of a projection's outputs, or of its inputs: module, name and axis.
 
-    Beside the projection's own they are those of every adapter, active or not.
+    They are the projection's own and those of every adapter, active or not.
     """
     found = []
     for linear in (plain(module), *_linears(module, "lora_B" if outputs else "lora_A")):

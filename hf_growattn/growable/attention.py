@@ -1,4 +1,4 @@
-"""`GrowableAttention`: self-attention of a living model, whose widths can grow, and which dims can be put beside."""
+"""`GrowableAttention`: self-attention of a live model, whose widths can grow, with or without an extension."""
 
 import types
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from ..model.attention import ROLES, GrownAttention, weight_axis
 from .adapters import (
     added_by_adapters,
     computed_weight,
-    hindrance,
     note_all_sizes,
-    obscured,
     parameters_along,
     plain,
+    why_not_readable,
+    why_not_resizable,
 )
 from .resize import Resize
 from .sharding import fill_whole, heads_mesh, is_sharded, parameter_like, put, whole
@@ -86,7 +86,7 @@ class GrowableAttention(GrownAttention):
             return super()._joined(attn_output, shape)
         attn_output, read = attn_output.split((self.v_head_dim, added), dim=-1)
         joined, addition = super()._joined(attn_output, shape), self.extension.output(read)
-        if not self.architecture.beside:
+        if not self.architecture.output_sibling:
             return joined + addition
         # Another module projects what this one returns: the addition waits for that.
         hook = self.projection_of("output").register_forward_hook(lambda *call: (hook.remove(), call[-1] + addition)[1])
@@ -106,10 +106,11 @@ class GrowableAttention(GrownAttention):
         return getattr(self, "is_causal", True)
 
     def all_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this module, and of the one beside it that projects its output, by name."""
+        """The parameters of this module and of the sibling that projects its output, by name."""
         found = dict(self.named_parameters())
-        if beside := self.architecture.beside:
-            found |= {f"{beside}.{name}": parameter for name, parameter in self.beside[0].named_parameters()}
+        if self.architecture.output_sibling:
+            start = f"{self.architecture.output_sibling}."
+            found |= {start + name: parameter for name, parameter in self.output_sibling[0].named_parameters()}
         return found
 
     @property
@@ -124,10 +125,10 @@ class GrowableAttention(GrownAttention):
 
     def is_plain(self, role: str) -> bool:
         """Whether a role's weight holds the numbers that it computes with: a quantized one does not."""
-        return obscured(self.projection_of(role)) is None
+        return why_not_readable(self.projection_of(role)) is None
 
     def empty_like(self, role: str) -> Tensor:
-        """An empty tensor in the precision and on the device of a role's new dims: fp32 beside a quantized weight."""
+        """An empty tensor in the precision and on the device of a role's new dims: fp32 if the weight is quantized."""
         inside = plain(self.projection_of(role))
         like = next(chain(inside.parameters(), inside.buffers()))  # quantized, it need not be the weight
         return torch.empty(0, dtype=like.dtype if self.is_plain(role) else torch.float32, device=like.device)
@@ -153,7 +154,7 @@ class GrowableAttention(GrownAttention):
         return self._read(role, "bias", Tensor.detach)
 
     def bias_gradient(self, role: str) -> Tensor | None:
-        """A view on the gradient of a role's bias, in the shape of `bias_of`; None where there is no such bias."""
+        """A view on the gradient of a role's bias, in the shape of `bias_of`; None without a bias."""
         return self._read(role, "bias", attrgetter("grad"))
 
     def effective_bias(self, role: str, dtype: torch.dtype) -> Tensor | None:
@@ -179,7 +180,7 @@ class GrowableAttention(GrownAttention):
         Raises:
             ValueError: the weight is quantized; the message names the fix.
         """
-        if problem := obscured(self.projection_of(role)):
+        if problem := why_not_readable(self.projection_of(role)):
             raise ValueError(f"{self.name_of(role)} is {problem}")
         inside = plain(self.projection_of(role))
         for live, new in ((inside.weight, weight), (inside.bias, bias)):
@@ -268,10 +269,10 @@ class GrowableAttention(GrownAttention):
         sizes, own_widths = {}, (self.qk_head_dim, self.v_head_dim)
         for role in ("query", "output"):
             module = self.projection_of(role)
-            if obscured(module) is not None:
+            if why_not_readable(module) is not None:
                 return own_widths
             weight, axis = plain(module).weight, self._axis(role)
-            inside = role == "output" and self.architecture.beside
+            inside = role == "output" and self.architecture.output_sibling
             place = f"{prefix.removesuffix('.').rpartition('.')[0]}.{inside}." if inside else prefix
             named = module.named_modules(prefix=place + getattr(self.architecture, role))
             saved = state.get(next(f"{name}.weight" for name, inside in named if inside is plain(module)), weight)
@@ -293,7 +294,7 @@ class GrowableAttention(GrownAttention):
         Raises:
             ValueError: the projection is neither a plain one nor one under plain LoRA; the message names the fix.
         """
-        problem = hindrance(self.projection_of(role))
+        problem = why_not_resizable(self.projection_of(role))
         if problem is not None:
             more = "" if self.is_plain(role) else f" {if_quantized}"
             raise ValueError(f"{self.name_of(role)} is {problem}{more}".rstrip())
@@ -308,7 +309,7 @@ class GrowableAttention(GrownAttention):
         return weight_axis(plain(self.projection_of(role)), outputs=role != "output")
 
     def _resized(self, grown: dict[str, int]) -> list[tuple[nn.Module, list[str]]]:
-        """The projections whose size so many more dims for each role change, each with its roles."""
+        """The projections that change size when each role grows by these dims, with their roles."""
         by_module: dict[nn.Module, list[str]] = {}
         for role in grown:
             by_module.setdefault(self.projection_of(role), []).append(role)
@@ -330,7 +331,7 @@ class GrowableAttention(GrownAttention):
         """Record the widths, here and where the projections note their sizes."""
         self.qk_head_dim, self.v_head_dim = qk_head_dim, v_head_dim
         for role in ROLES:
-            if hindrance(self.projection_of(role)) is None:
+            if why_not_resizable(self.projection_of(role)) is None:
                 note_all_sizes(self.projection_of(role))
 
 

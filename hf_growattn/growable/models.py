@@ -63,7 +63,7 @@ class GrowableModelMixin(GrownModelMixin):
         return importlib.import_module("hf_growattn.interop.cards").push_model(self, repo_id, **kwargs)
 
     def sync_config(self) -> None:
-        """Write the widths of the live layers into every config of the model tree: of those that grew, if any."""
+        """Write the widths of the layers that grew into every config of the model tree."""
         grown = [attention for attention in attentions(self) if is_grown(attention)]
         for config in growable_configs(self):
             config.per_layer_config = {

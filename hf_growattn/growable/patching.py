@@ -20,7 +20,7 @@ _REFUSED = {
     "deepseek_v3": "keeps keys and values in one latent, whose widths (kv_lora_rank) are already its own",
     "albert": "computes its residual sum and norm inside the attention module, of which all layers share one",
     "mpnet": "computes attention by hand, with a bias for relative positions, and takes no attention function",
-    "deberta-v2": "computes attention by hand, with keys and queries of relative positions beside those of tokens",
+    "deberta-v2": "computes attention by hand, with separate keys and queries for relative positions",
     "gemma3": "wraps a language model: pass that one to patch_model, model.model.language_model",
 }
 
@@ -50,7 +50,7 @@ def register_architecture(row: Architecture) -> None:
     files does not travel with a checkpoint.
 
     Raises:
-        ModuleNotFoundError: there is no modeling module of that name.
+        ModuleNotFoundError: the modeling module of that name does not exist.
         ValueError: the family has a row already, AutoConfig does not know its type, or the row names what the family
             does not have.
     """

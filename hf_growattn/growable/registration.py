@@ -1,4 +1,4 @@
-"""Grown models stand in the tables of transformers and peft, whenever those are imported.
+"""Register grown models in the tables of transformers and peft when those are imported.
 
 transformers' tables of models hold names of classes and where to look for them; ours are looked for in `hf_growattn`.
 """
@@ -49,11 +49,11 @@ def register(model_type: str) -> None:
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-    from ..model.configuration import growable_config_class, stand_beside
+    from ..model.configuration import growable_config_class, register_type_names
 
     stock, config_class = CONFIG_MAPPING[model_type], growable_config_class(model_type)
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    stand_beside(model_type)
+    register_type_names(model_type)
     for mapping in _auto_mappings():
         found = mapping._extra_content.get(stock)
         if model_type in mapping._model_mapping:

@@ -44,7 +44,7 @@ def laid_out_like(tensor: Tensor, like: Any) -> Tensor:
 def heads_mesh(weight: Any) -> Any:
     """The processes over which tensor parallelism spreads a weight's heads; None if each of them has all.
 
-    A weight that FSDP2 shards is whole when it computes. `note` has told which those are.
+    A weight that FSDP2 shards is whole when it computes; `note` has marked those.
     """
     return weight.device_mesh if is_sharded(weight) and _HOME not in vars(weight) else None
 
@@ -206,7 +206,7 @@ def _private(owner: Any, name: str) -> Any:
     """One of torch's own attributes.
 
     Raises:
-        ValueError: there is none any more; the message names it.
+        ValueError: this version of torch lacks it; the message names it.
     """
     if not hasattr(owner, name):
         raise ValueError(

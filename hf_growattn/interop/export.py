@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..grow.checks import refuse_sharded
 from ..growable.folders import replacing
 from ..growable.models import GrowableModelMixin, is_grown
-from ..measure.passes import undisturbed
+from ..measure.passes import evaluation_mode
 from ..model.configuration import stock_head_dim
 from .costs import Cost, costs_of
 from .stock import MULTIPLE, fresh_rotary, rope_parameters, stock_form, stock_model, widest_head
@@ -142,7 +142,7 @@ def _add_older_names(file: Path) -> None:
 def _verify(model: PreTrainedModel, stock_class: type[PreTrainedModel], path: Path) -> float:
     """Reload what was written, and return how far it is from the model."""
     inputs = _example(model)
-    with undisturbed(model), _fresh_rotaries(model):
+    with evaluation_mode(model), _fresh_rotaries(model):
         expected = _outputs(model, inputs)
     attention = model.config._attn_implementation
     if attention == "sdpa" and not stock_class._supports_sdpa:

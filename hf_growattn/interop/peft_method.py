@@ -25,7 +25,7 @@ from ..growable.attention import GrowableAttention
 from ..growable.models import GrowableModelMixin, attentions
 from ..growable.patching import patch_model, unpatch_model
 from ..growable.sharding import is_sharded, sharded_modules
-from ..measure.extension import Extension, NewDims, gather, project, set_extension
+from ..measure.extension import Extension, ExtraDims, gather, project, set_extension
 from ..measure.kinds import KINDS
 from ..report.report import GrowthReport
 
@@ -61,14 +61,14 @@ class GrowAttnConfig(PeftConfig):
     Attributes:
         qk_dims: dims added to the queries and keys of each head (patterns).
         v_dims: dims added to the values of each head, and to what the output projection reads (messages).
-        budget: weights to add at most, or a share of the base model's such as 0.01. The adapter starts with as many
+        budget: weights to add at most, or a share of the base model's such as 0.01. The adapter starts with equal
             dims everywhere; `initialize_growattn_weights` gives them to the layers and kinds that gain most, as
             `GrowthConfig` does. `qk_dims` and `v_dims` then say what each layer has, {layer: dims}, and are saved so.
         layers: indices of the layers; None means every layer.
         modules_to_save: names of other modules to train and to save whole, such as the head of a classifier.
 
     Raises:
-        ValueError: an attribute is out of its range; the message names the fix.
+        ValueError: an attribute is outside its range; the message names the fix.
     """
 
     qk_dims: int | dict[int, int] = 0
@@ -121,7 +121,7 @@ class GrowAttnLayer(Extension, BaseTunerLayer):
 
     def __init__(self, attention: GrowableAttention, model: GrowableModelMixin):
         super().__init__()
-        self._home = (attention, model)  # in a tuple, lest they become submodules of a part of theirs
+        self._home = (attention, model)  # a tuple keeps them from becoming submodules of their own part
         self.merged_adapters = []
         for name in self.adapter_layer_names:
             setattr(self, name, nn.ParameterDict())
@@ -131,7 +131,7 @@ class GrowAttnLayer(Extension, BaseTunerLayer):
         return self._home[0]
 
     def add(self, adapter_name: str, dims: dict[str, int]) -> None:
-        """Add an adapter of so many dims by role, which changes nothing yet: what reads or writes is zero."""
+        """Add an adapter with these dims by role; it starts without effect, with one side zero."""
         attention = self.get_base_layer()
         features = attention.config.hidden_size
         for role in filter(dims.get, dims):
@@ -168,9 +168,9 @@ class GrowAttnLayer(Extension, BaseTunerLayer):
     def _weights(self, role: str, part: str = "") -> nn.ParameterDict:
         return getattr(self, f"{PREFIX}{role}{part}")
 
-    def new_dims(self, adapter_name: str) -> NewDims:
-        """An adapter's parameters as what they are: dims beside the attention's own, of the roles that it has."""
-        new = NewDims()
+    def new_dims(self, adapter_name: str) -> ExtraDims:
+        """An adapter's parameters as extra dims of the attention, by role."""
+        new = ExtraDims()
         for role in (role for role in DIMS if adapter_name in self._weights(role)):
             weight, bias = self._factors(role, adapter_name)
             new.weights[role], new.biases[role] = weight.detach(), None if bias is None else bias.detach()
@@ -193,10 +193,12 @@ class GrowAttnLayer(Extension, BaseTunerLayer):
                 continue
             if safe_merge and not all(tensor.isfinite().all() for tensor in new.tensors()):
                 broken = f"The adapter {name} seems to be broken"
-                raise ValueError(f"NaNs detected in the merged weights. {broken}: not all of it is finite. Train anew.")
+                raise ValueError(
+                    f"NaNs detected in the merged weights. {broken}: not all of it is finite. Train it again."
+                )
             if not self.merged:
                 self._widths_before = attention.qk_head_dim, attention.v_head_dim
-            new.keep_in(attention)
+            new.write_into(attention)
             self.merged_adapters.append(name)
         model.sync_config()
 
@@ -247,7 +249,7 @@ class GrowAttnModel(BaseTuner):
         """
         was_stock = not isinstance(model, GrowableModelMixin)
         if any(map(is_sharded, model.parameters())) and not sharded_modules(model):
-            raise ValueError("New dims beside weights know no tensor parallelism: load the model without it.")
+            raise ValueError("GrowAttnConfig does not support tensor parallelism: load the model without it.")
         patch_model(model)
         try:
             chosen = layers_of(model, peft_config.layers)
@@ -287,7 +289,7 @@ class GrowAttnModel(BaseTuner):
             super()._replace_module(parent, child_name, new_module, child)
 
     @torch.no_grad()
-    def take_over(self, adapter_name: str, found: dict[GrowableAttention, NewDims]) -> None:
+    def take_over(self, adapter_name: str, found: dict[GrowableAttention, ExtraDims]) -> None:
         """Copy new dims into an adapter; with a budget it gets them in the place of its former ones."""
         config = cast(GrowAttnConfig, self.peft_config[adapter_name])
         if config.budget is not None:
@@ -299,8 +301,8 @@ class GrowAttnModel(BaseTuner):
                 if (bias := own.biases[role]) is not None:
                     bias.copy_(cast(Tensor, new.biases[role]))
 
-    def _spend(self, adapter_name: str, config: GrowAttnConfig, found: dict[GrowableAttention, NewDims]) -> None:
-        """Make an adapter's parameters anew, as many in each layer as were found there."""
+    def _spend(self, adapter_name: str, config: GrowAttnConfig, found: dict[GrowableAttention, ExtraDims]) -> None:
+        """Replace an adapter's parameters by new ones, with the dims of each layer that were found."""
         former = next(p for name, p in self.model.named_parameters() if name.endswith(f".{adapter_name}"))
         for layer, name in product(adapter_layers(self.model), GrowAttnLayer.adapter_layer_names):
             if adapter_name in (held := getattr(layer, name)):
@@ -358,7 +360,7 @@ def initialize_growattn_weights(
 ) -> GrowthReport:
     """Start an adapter at the new dims that `Grower` finds for the base on these batches, step and all.
 
-    They are searched beside the base, which stays as it is and may be quantized, and copied into the adapter. Other
+    The search leaves the base as it is, quantized or not, and the result is copied into the adapter. Other
     adapters do not count in. A `budget` is spent here, where it gains most: the adapter gets new parameters, in other
     layers, so make the optimizer afterwards. If no step lowers the loss (`report.applied` says so), the adapter stays
     as it was.
@@ -373,7 +375,7 @@ def initialize_growattn_weights(
         The report of that growth.
 
     Raises:
-        ValueError: there is no such adapter, it is merged, or the model is sharded; else as `Grower.grow`.
+        ValueError: the adapter does not exist or is merged, or the model is sharded; otherwise as `Grower.grow`.
     """
     config = peft_model.peft_config.get(adapter_name)
     if not isinstance(config, GrowAttnConfig):
@@ -388,7 +390,7 @@ def initialize_growattn_weights(
         )
     if any(layer.merged for layer in adapter_layers(tuner.model)):
         raise ValueError("Adapters are merged into the base; call unmerge_adapter() before the guided start.")
-    found: dict[GrowableAttention, NewDims] = {}
+    found: dict[GrowableAttention, ExtraDims] = {}
     with contextlib.ExitStack() as end:
         for attention in attentions(tuner.model):  # growth sees the base alone
             end.callback(set_extension, attention, attention.extension)

@@ -12,8 +12,8 @@ from ..growable.attention import GrowableAttention
 from ..growable.sharding import sharded_modules
 from . import functional as F
 from .kinds import Kind
-from .passes import batch_loss, each_together, in_step
-from .ranks import Rows, sum_over_ranks, together
+from .passes import batch_loss, batch_on_all_ranks, in_step
+from .ranks import Rows, raise_on_all_ranks, sum_over_ranks
 
 
 class Roots:
@@ -117,11 +117,11 @@ def measure_moments(
     One forward pass over the batches of all ranks. Queries, keys and values see the same tokens, so they share the
     moment, each with a constant feature where its projection has a bias. For messages it stands in for the moment of
     the attended tokens `A X`, which differs from head to head; their stacked side is measured in units of the rms norm
-    of the attention's output, so that a step changes logits by so many nats and outputs by such a share. Call inside
-    `undisturbed`.
+    of the attention's output, so that a step is in nats for logits and a share of the norm for outputs. Call inside
+    `evaluation_mode`.
 
-    The two-dimensional "attention_mask" that the model is run with tells padding; `ridge` is the fraction of the mean
-    eigenvalue to add.
+    Padding is read from the two-dimensional "attention_mask" that the model is called with; `ridge` is the fraction of
+    the mean eigenvalue to add.
 
     Returns:
         One block for each layer and kind, in this order, and the loss of each of this rank's batches.
@@ -141,8 +141,8 @@ def measure_moments(
 
     def note_mask(module, args, kwargs):  # a loss may run the model several times, with another one each time
         nonlocal mask
-        told = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-        mask = told.get("attention_mask")
+        arguments = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+        mask = arguments.get("attention_mask")
 
     def add(module, args, kwargs, output):
         inputs = args[0] if args else kwargs["hidden_states"]
@@ -164,10 +164,10 @@ def measure_moments(
             hooks.append(module.register_forward_pre_hook(note_mask, with_kwargs=True))
     losses = []
     try:
-        with torch.no_grad(), together():
+        with torch.no_grad(), raise_on_all_ranks():
             for index, batch, counted in in_step(model, batches):
                 seen.clear()
-                with each_together(model, add_nothing):
+                with batch_on_all_ranks(model, add_nothing):
                     loss = batch_loss(model, batch, index).item()
                 if counted:
                     losses.append(loss)
@@ -178,7 +178,9 @@ def measure_moments(
     sum_over_ranks(*([] if spread else (moments.whole() for moments in sums.values())), *outputs.values())
     blocks = []
     for attention in attentions:
-        of_layer = sums.pop(attention).whole()  # of large models all layers at once would not fit beside the roots
+        of_layer = sums.pop(
+            attention
+        ).whole()  # in large models the moments of all layers and the roots do not fit at once
         count = of_layer[-1, -1]  # the constant feature has counted the tokens
         roots = _InputRoots((of_layer / count).to(outputs[attention]), ridge, spread)
         size = (outputs[attention] / count.to(outputs[attention])).sqrt()

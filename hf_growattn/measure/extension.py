@@ -1,4 +1,4 @@
-"""Dims that live beside an attention module's projections: probed, tried or adapted, while the weights stay untouched.
+"""Extra dims of an attention module, kept apart from its weights: probes, trials and adapters.
 
 `GrowableAttention.extension` holds them. They lengthen queries, keys and values for as long as they are set, and taking
 them off again leaves the module as it was, to the bit.
@@ -35,7 +35,7 @@ class Extension(nn.Module):
         return tuple(lengthened)
 
 
-class NewDims(Extension):
+class ExtraDims(Extension):
     """New dims of every head, as a growth tries them.
 
     Args:
@@ -71,7 +71,7 @@ class NewDims(Extension):
         """All weights and biases."""
         return [tensor for tensor in (*self.weights.values(), *self.biases.values()) if tensor is not None]
 
-    def keep_in(self, attention: GrowableAttention) -> Widening:
+    def write_into(self, attention: GrowableAttention) -> Widening:
         """Widen an attention module by these dims and write them there; `Widening.undo` reverts both."""
         widening = attention.widen(**{kind.width: self.dims(kind.shared) for kind in KINDS.values()})
         try:
@@ -155,7 +155,7 @@ class KindProbe(nn.Module):
         shared_probe: `Omega`, (G, b, r).
         stacked_probe: `Psi`, (H, a, r'); None probes one side only.
         heads, stacked_features: `H` and `a`, the shape of the zero weights of the stacked side.
-        mesh: the processes that heads are spread over, as for `NewDims`.
+        mesh: the processes that heads are spread over, as for `ExtraDims`.
 
     Attributes:
         zero_stacked: (H, a, r); after a backward pass its gradient is `T Omega`.

@@ -11,8 +11,7 @@ changes by `<T, Z>`, with `T = s sum_n X_n^T G_n X_n` for patterns (`s` the soft
 the logits) and `T = sum (dL/dY)^T A X` for messages (`A` the attention weights, `Y` the output). Steps are measured in
 the metric `tr(C_a Z C_b Z^T)` of second moments, that of the logits or of the output they move.
 
-Sources: draft 000 (growing by low-rank regression), draft 001 (first-order steps in the logits) and draft 004 (the
-scale), mended: moments are pooled over sequences, the regression whitens before it truncates, and the step descends.
+`mathematics.md` derives the formulas; its sections are named below.
 """
 
 import torch
@@ -20,14 +19,14 @@ from torch import Tensor
 
 
 def augment(hidden_states: Tensor) -> Tensor:
-    """Append the constant 1 that carries a bias: (..., d) -> (..., d + 1). Draft 000, remark 1.2."""
+    """Append the constant 1 that carries a bias: (..., d) -> (..., d + 1)."""
     return torch.cat((hidden_states, hidden_states.new_ones(*hidden_states.shape[:-1], 1)), dim=-1)
 
 
 def moment_sum(inputs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return `sum_t x_t x_t^T` over the tokens that count (draft 000 section 2, pooled): (batch, tokens, d) -> (d, d).
+    """Return `sum_t x_t x_t^T` over the tokens that count: (batch, tokens, d) -> (d, d).
 
-    A mask (batch, tokens) is zero for padding; None or another shape (a mask that tells no padding) counts all.
+    A mask (batch, tokens) is zero for padding; None or a mask of another shape counts all tokens.
     """
     counted = _counted(inputs, mask)
     return counted.T @ counted
@@ -45,10 +44,7 @@ def _counted(states: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def join_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Weight (heads, width, d), bias (heads, width) or None -> factors (heads, d or d + 1, width), the bias last.
-
-    Source: draft 000, remark 1.2.
-    """
+    """Weight (heads, width, d), bias (heads, width) or None -> factors (heads, d or d + 1, width), the bias last."""
     factors = weight.transpose(-1, -2)
     return factors if bias is None else torch.cat((factors, bias.unsqueeze(-2)), dim=-2)
 
@@ -115,8 +111,8 @@ def bottleneck(whitened: Tensor, stacked_basis: Tensor, shared_basis: Tensor) ->
     `P_a` and `P_b` project on the whitened columns of the old factors, of which the bases (G, g a, k) and (G, b, k) are
     the `column_basis`. Small changes of those reach exactly `{P_a M' + M'' P_b}`: the rest only new dims follow.
 
-    Source: the tangent space of draft 001 eq. 1.1, in the whitened metric; the idea is the expressivity bottleneck of
-    Verbockhaven et al., "Growing tiny networks", TMLR 2024.
+    Source: "What new dims can do" in mathematics.md; the idea is the expressivity bottleneck of Verbockhaven et al.,
+    "Growing tiny networks", TMLR 2024.
     """
     right = project_out(whitened.transpose(-1, -2), shared_basis).transpose(-1, -2)
     return project_out(right, stacked_basis)
@@ -125,7 +121,7 @@ def bottleneck(whitened: Tensor, stacked_basis: Tensor, shared_basis: Tensor) ->
 def best_directions(whitened: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the `dims` best directions `U, sigma, V` of a whitened gradient: (G, g a, p), (G, p), (G, b, p).
 
-    Direction `i` is worth `gamma sigma_i^2` to first order. Source: draft 000 section 2 (Eckart-Young).
+    Direction `i` is worth `gamma sigma_i^2` to first order. Source: Eckart and Young 1936; "What new dims can do".
     """
     u, sigma, vh = torch.linalg.svd(whitened, full_matrices=False)
     return u[..., :dims], sigma[..., :dims], vh[..., :dims, :].transpose(-1, -2)
@@ -148,11 +144,6 @@ def directions_from_products(basis: Tensor, products: Tensor, dims: int) -> tupl
     return u, sigma, basis @ weights, weights
 
 
-def first_order_gain(sigma: Tensor) -> Tensor:
-    """Return the decrease of the loss per unit of step, `sum_i sigma_i^2`: (..., p) -> (...). Draft 001 eq. 1.2."""
-    return sigma.square().sum(-1)
-
-
 def step_factors(
     u: Tensor, sigma: Tensor, v: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
@@ -162,7 +153,7 @@ def step_factors(
     `u` (G, g a, p), `sigma` (G, p), `v` (G, b, p) and the whitenings `C_a^(-1/2)`, (a, a) or a scalar, and
     `C_b^(-1/2)`, (b, b). For a step of size `gamma` multiply both by `sqrt(gamma)`.
 
-    Source: draft 000 section 2, whitened, and descending.
+    Source: "What new dims can do" in mathematics.md.
     """
     magnitude = sigma.sqrt().unsqueeze(-2)
     return apply_root(stacked_whitening, unstack_groups(u * magnitude, heads)), -(shared_whitening @ (v * magnitude))
@@ -182,7 +173,7 @@ def tangent_step(
         stacked: the whitened factors `W_a`, (G, g a, k).
         shared: the whitened factors `W_b`, (G, b, k).
 
-    Source: draft 001 section 1.1, whose `-T W_K`, `-T^T W_Q` are not steepest in the logits.
+    Source: the tangent space in "What new dims can do" of mathematics.md.
     """
 
     def half(gradient: Tensor, own: Tensor, other: Tensor) -> Tensor:
@@ -209,7 +200,7 @@ def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, 
     is `gamma` times as large; it is 0 for a step of zero. New dims by themselves are linear in the step: both of their
     sides carry its square root. Stacked sides are (G, g a, k), shared ones (G, b, k).
 
-    Source: draft 001 section 1.5, the direct form, in the pooled metric.
+    Source: "How linear is a step?" in mathematics.md.
     """
     linear = product_norm(torch.cat((stacked, stacked_step), -1), torch.cat((shared_step, shared), -1))
     return product_norm(stacked_step, shared_step) / linear.clamp_min(torch.finfo(linear.dtype).tiny)
@@ -220,7 +211,7 @@ def balanced_factors(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Te
 
     (G, n, k), (G, m, k) -> (G, n, rank), (G, m, rank), with zero columns where the product has a smaller rank.
 
-    Source: draft 000 section 2 and draft 001 problem B, with `Sigma_k'` on both sides.
+    Source: "Joint refactoring" in mathematics.md.
     """
     left_basis, left_core = torch.linalg.qr(left)
     right_basis, right_core = torch.linalg.qr(right)

@@ -16,7 +16,7 @@ from . import functional as F
 from .blocks import Block
 from .extension import KindProbe, Probe, set_extension
 from .passes import backward
-from .ranks import follow_first_rank, sum_over_ranks, total
+from .ranks import broadcast_from_rank0, sum_over_ranks, total
 
 SKETCH_PASSES = (1 / 2, 1.0, 1.0)  # part of the batches that each reads; the first one only finds where to look
 
@@ -73,7 +73,7 @@ class _Measurement:
         return self.installed
 
     def read(self, batches: float) -> tuple[Tensor, Tensor]:
-        """Return `M shared_inputs` (G, g a, r) and `M^T stacked_inputs` (G, b, r') of the mean loss, and start anew."""
+        """Return `M shared_inputs` (G, g a, r) and `M^T stacked_inputs` (G, b, r') of the mean loss, and reset."""
         probe, roots = self.installed, self.block.roots
         zeros = probe.zero_stacked, probe.zero_shared
         sums = [zero.new_zeros(zero.shape) if zero.grad is None else zero.grad for zero in zeros]
@@ -134,7 +134,7 @@ def _gradient(block: Block, side: _Products, weights: tuple[float, float], dims:
     halves = [side.validated(half, dims) for half in (0, 1)]
     validated = torch.stack([(own * other).sum(0) for _, own, _, other in halves]).mean(0)
     own = tuple((u, sigma, v) for u, sigma, v, _ in halves)
-    follow_first_rank(u, sigma, v, validated, *own[0], *own[1])
+    broadcast_from_rank0(u, sigma, v, validated, *own[0], *own[1])
     return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, starvation, own)
 
 
@@ -160,7 +160,7 @@ def exact_gradients(
     """Return every block's best directions from its whole gradient, `r = d`, in one pass over the batches.
 
     They lie beyond what the old dims can follow, unless those will not train. Memory and time grow with `heads *
-    hidden_size` per token: for small models, and as the test of the sketch. Call inside `undisturbed`.
+    hidden_size` per token: for small models, and as the test of the sketch. Call inside `evaluation_mode`.
     """
     weights = shares(halves)
     gradients = []
@@ -223,7 +223,7 @@ def tangent_steps(
     Read off the ordinary gradients of the weights in one pass: without rotation they are `T W_K` and `T^T W_Q`. Where
     the old dims rotate, `T` depends on the offset; their true gradients are used, so the step descends, in a metric
     that leaves the rotation out. The step is shortened to the share of its gain that holds when either half of the
-    batches judges what the other found. Call inside `undisturbed`.
+    batches judges what the other found. Call inside `evaluation_mode`.
     """
     for block in blocks:
         for role in block.kind.roles:
@@ -283,7 +283,7 @@ def sketched_gradients(
     taken from. Where nothing holds on the other half after the first whole one, it is the last. Either half iterates
     half of the columns on its own, and all columns are measured on both halves; so what one half chose, the other can
     judge unseen. The first pass also estimates the norms behind the starvation, from its Gaussian inputs. Directions
-    lie beyond what the old dims can follow, unless those will not train. Call inside `undisturbed`.
+    lie beyond what the old dims can follow, unless those will not train. Call inside `evaluation_mode`.
 
     Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4, with both sides iterated at once.
     """
@@ -327,7 +327,7 @@ def sketched_gradients(
                 torch.cat([F.column_basis(side[half].chunk(2, -1)[half]) for half in (0, 1)], dim=-1)
                 for side in (left, right)
             )
-            follow_first_rank(*inputs[index])
+            broadcast_from_rank0(*inputs[index])
         if part == 1:
             found = [_from_products(*each, own_rank, weights, dims) for each in zip(blocks, known, starvations)]
             if not any(F.decreasing(gradient.validated)[0] > 0 for gradient in found):  # growth would take none of them

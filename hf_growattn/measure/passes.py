@@ -1,4 +1,4 @@
-"""Passes over batches on a model that is only looked at: what is left behind is what the caller reads."""
+"""Passes over batches that leave the model as it was."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -13,14 +13,14 @@ from ..growable.adapters import check_unpacked, kept_unpacked
 from ..growable.attention import GrowableAttention
 from ..growable.sharding import forget_pass, gathering_to_the_end, loss_unrounded, own_part, reshard, sharded_modules
 from .extension import set_extension
-from .ranks import of_all, several, together, total
+from .ranks import of_all, raise_on_all_ranks, several, total
 
 _LOSSES: dict[nn.Module, Callable[[Any, int], Tensor]] = {}  # of a batch and its number, while `measured_by` has them
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterator[None]:
-    """Run passes whose only trace is what the caller reads: frozen parameters, no dropout, forked random state.
+def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+    """Put a model in evaluation mode with gradients off, and restore everything at the end.
 
     On leaving, also by an exception, training modes, `requires_grad` flags, gradients, extensions and the random state
     are as they were. `others` are parameters outside the model that its loss may train: they are frozen, too.
@@ -77,7 +77,7 @@ def batch_loss(model: PreTrainedModel, batch: Any, index: int) -> Tensor:
     """Return the loss of one batch, a scalar.
 
     Raises:
-        ValueError: there is no loss, or one that is NaN or infinite; the message names the batch and a fix.
+        ValueError: the model returns no loss, or a NaN or infinite one; the message names the batch and a fix.
     """
     loss = _loss(model, batch, index)
     if not torch.isfinite(loss):
@@ -89,11 +89,11 @@ def batch_loss(model: PreTrainedModel, batch: Any, index: int) -> Tensor:
 
 
 def mean_loss(model: PreTrainedModel, batches: list, tick: Callable[[], object] = lambda: None) -> float:
-    """Return the mean of the batches' losses over all ranks, finite or not. Call inside `undisturbed`."""
+    """Return the mean of the batches' losses over all ranks, finite or not. Call inside `evaluation_mode`."""
     losses = []
-    with torch.no_grad(), together():
+    with torch.no_grad(), raise_on_all_ranks():
         for index, batch, counts in in_step(model, batches):
-            with each_together(model):
+            with batch_on_all_ranks(model):
                 loss = _loss(model, batch, index).item()
             if counts:
                 losses.append(loss)
@@ -118,7 +118,7 @@ def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
 
 
 @contextlib.contextmanager
-def each_together(model: nn.Module, missed: Callable[[nn.Module], None] = lambda module: None) -> Iterator[None]:
+def batch_on_all_ranks(model: nn.Module, missed: Callable[[nn.Module], None] = lambda module: None) -> Iterator[None]:
     """Around one batch's way forward: the ranks of a sharded model stop at the same one if one of them fails.
 
     `missed` is called for each module then, in order, to take part in what its own hooks do on the other ranks.
@@ -127,7 +127,7 @@ def each_together(model: nn.Module, missed: Callable[[nn.Module], None] = lambda
         yield
         return
     try:
-        with together(), gathering_to_the_end(model, missed):
+        with raise_on_all_ranks(), gathering_to_the_end(model, missed):
             yield
     except Exception:
         forget_pass(model)
@@ -170,7 +170,7 @@ def backward(model: PreTrainedModel, batches: list, tick: Callable[[], object] =
     """Sum the gradients of this rank's batches into whatever asks for them: the installed probes.
 
     The loss is scaled up by a power of two for the way back, as fp16 needs it and as other types do not notice. Call
-    inside `undisturbed`.
+    inside `evaluation_mode`.
 
     Raises:
         ValueError: the gradients are not finite at any scale.
@@ -181,9 +181,9 @@ def backward(model: PreTrainedModel, batches: list, tick: Callable[[], object] =
     while scale >= 2.0**-16:
         for parameter in asked:
             parameter.grad = None
-        with torch.enable_grad(), _recomputing(model), together():
+        with torch.enable_grad(), _recomputing(model), raise_on_all_ranks():
             for index, batch, counts in in_step(model, batches):
-                with each_together(model):
+                with batch_on_all_ranks(model):
                     loss = batch_loss(model, batch, index)
                     if not loss.requires_grad:
                         raise ValueError(

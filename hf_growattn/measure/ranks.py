@@ -1,4 +1,4 @@
-"""Processes that grow one model together: sums over ranks, one rank's numbers for all, and DDP built anew in place.
+"""Sums and broadcasts over ranks, errors on all ranks, and rebuilding DistributedDataParallel in place.
 
 Without torch.distributed, or with one process, everything here does nothing.
 """
@@ -53,7 +53,7 @@ def of_all(thing: Any) -> list[Any]:
     return everything
 
 
-def follow_first_rank(*tensors: Tensor) -> None:
+def broadcast_from_rank0(*tensors: Tensor) -> None:
     """Replace each tensor by that of rank 0: solvers may round differently from machine to machine."""
     if several():
         for tensor in tensors:
@@ -64,7 +64,7 @@ def follow_first_rank(*tensors: Tensor) -> None:
 
 
 class Rows:
-    """A matrix of which each rank keeps some rows, where it is `spread`; else all of it."""
+    """A matrix of which each rank keeps some rows if it is `spread`, and all of it otherwise."""
 
     def __init__(self, matrix: Tensor, spread: bool):
         self.spread = spread
@@ -100,8 +100,8 @@ class Rows:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Leave by an exception on every rank if one does, so that no rank waits for one that has failed.
+def raise_on_all_ranks() -> Iterator[None]:
+    """Raise an exception on every rank if one rank raises, so that no rank waits for a failed one.
 
     Raises:
         RuntimeError: another rank failed; its own error says why.

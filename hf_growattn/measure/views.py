@@ -1,4 +1,4 @@
-"""Attention as patterns and messages: what a head looks for, and what it passes on (draft 003).
+"""Attention as patterns and messages: what a head looks for, and what it passes on.
 
 The pattern of a head is `W^P = W_Q W_K^T`, its message `W^M = W_V W_O`, and attention is
 `sum_h softmax(s P_h X^T) M_h` with `P_h = X W^P_h`, `M_h = X W^M_h`. Both matrices are `d x d` of rank at most the
@@ -26,7 +26,7 @@ ROTARY = ("rotary_emb", "rotary_embeddings")  # what families call the module th
 
 
 class FactoredMatrix:
-    """The matrix `left @ right.T`, (a, b), which is never formed. Draft 003, sections 3 and 4.
+    """The matrix `left @ right.T`, (a, b), which is never formed.
 
     Everything derived from it costs `O((a + b) k^2)`: `left = Q_l R_l` and `right = Q_r R_r` leave the small core
     `R_l R_r^T`, which has the same singular values. That is computed in fp64 for fp64 factors, in fp32 for all others.
@@ -36,7 +36,7 @@ class FactoredMatrix:
         right: (b, k).
 
     Raises:
-        ValueError: the factors are not two matrices with as many columns.
+        ValueError: the factors are not two matrices with the same number of columns.
     """
 
     def __init__(self, left: Tensor, right: Tensor):
@@ -116,7 +116,7 @@ class FactoredMatrix:
 
 
 def _working(tensor: Tensor) -> Tensor:
-    """In fp64 as it is, else in fp32: decompositions know no half precision."""
+    """fp64 as it is, everything else in fp32: decompositions take no half precision."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -128,7 +128,8 @@ class AttentionView:
         layer_idx: index of the layer.
         scaling: the softmax scale `s`, which is not part of the patterns.
         heads: number of query heads `H`: there is a pattern and a message for each.
-        groups: number of key/value heads `G`: `H / G` patterns share one key side, and as many messages one value side.
+        groups: number of key/value heads `G`: `H / G` patterns share one key side, and the same number
+            of messages one value side.
     """
 
     def __init__(self, module: nn.Module, architecture: Architecture, rotary: Any, surroundings: dict[str, Any]):
@@ -140,7 +141,7 @@ class AttentionView:
 
     @property
     def _attention(self) -> GrowableAttention:
-        """The module if it is growable, else a growable twin that shares its projections."""
+        """The module if it is growable; otherwise a growable copy that shares its projections."""
         if isinstance(self.module, GrowableAttention):
             return self.module
         twin: Any = copy.copy(self.module)
@@ -152,7 +153,7 @@ class AttentionView:
         """Return the pattern of a query head, `W^P = W_Q R_offset W_K^T`: the logits are `s x'_t W^P x'_u^T`.
 
         The factors are copies, in fp32 or fp64. Where the family rotates, old dims do so by the offset, and dims that
-        growth added do not. Draft 003 section 4.
+        growth added do not.
 
         Args:
             head: query head; under GQA it meets the key head of its group.
@@ -164,7 +165,7 @@ class AttentionView:
             (d, d); on a side whose projection has a bias, one more, for the constant 1 of the features `X' = [X | 1]`.
 
         Raises:
-            IndexError: there is no such head; the message tells the number of heads.
+            IndexError: the layer has fewer heads; the message gives the number.
             ValueError: the family normalises queries and keys, so the logits are no bilinear form.
         """
         attention = self._attention
@@ -189,7 +190,7 @@ class AttentionView:
     def message(self, head: int) -> FactoredMatrix:
         """Return the message of a query head, `W^M = W_V W_O`: the head adds `softmax(..) X' W^M` to the output.
 
-        The factors are copies, in fp32 or fp64. The output's own bias belongs to no head. Draft 003 section 3.
+        The factors are copies, in fp32 or fp64. The output's own bias belongs to no head.
 
         Args:
             head: query head; under GQA it passes on the values of its group.
@@ -198,7 +199,7 @@ class AttentionView:
             (d, d), or (d + 1, d) for the features `X' = [X | 1]` where values have a bias.
 
         Raises:
-            IndexError: there is no such head; the message tells the number of heads.
+            IndexError: the layer has fewer heads; the message gives the number.
         """
         return FactoredMatrix(self._factors("value", head), self._factors("output", head))
 
@@ -207,7 +208,7 @@ class AttentionView:
         """Return the module's output computed as `sum_h softmax(s P_h X^T) M_h`, plus the output projection's bias.
 
         Without dropout, for positions that count up by one. It takes `tokens^2` memory, and with rotation one pattern
-        for each offset: it is there to understand and to test. Draft 003 section 5.
+        for each offset: it is meant for study and tests.
 
         Args:
             hidden_states: the attention's input `X`, (batch, tokens, d).
@@ -219,7 +220,7 @@ class AttentionView:
 
         Raises:
             ValueError: the family normalises queries and keys, caps its logits or adds ALiBi to them; the tokens exceed
-                the layer's sliding window and there is no mask.
+                the layer's sliding window and no mask is given.
         """
         if self._attention._at("config.attn_logit_softcapping") or self._attention._at("config.alibi"):
             raise ValueError(f"The logits of layer {self.layer_idx} are not patterns alone: soft cap or ALiBi follows.")
@@ -228,7 +229,7 @@ class AttentionView:
                 f"Layer {self.layer_idx} looks back {window} tokens at most, and there are {hidden_states.shape[1]}: "
                 "pass the attention_mask that holds its window."
             )
-        features = F.augment(_working(hidden_states))  # cut to X where there is no bias
+        features = F.augment(_working(hidden_states))  # cut to X without a bias
         output = torch.zeros_like(features[..., :-1])
         for head in range(self.heads):
             logits = self.scaling * self._logits(head, features, causal)

@@ -59,8 +59,8 @@ class Architecture:
         modeling: name of the modeling module; None means transformers' own of that type.
         query, key, value, output: attribute names of the projections on that class. One name given to `query`, `key`
             and `value` means one fused projection.
-        beside: the module that holds, and applies, the output projection, if the attention does not: its name in the
-            module that holds both.
+        output_sibling: name, in the parent module, of the module that holds and applies the output projection, if the
+            attention does not.
         fused_groups: given the config, into how many equal groups a fused projection's outputs fall, each laid out
             `[queries | keys | values]` of its heads; of several groups, each holds one head of every role.
         key_value_heads: given the config, the number of key and value heads.
@@ -69,8 +69,8 @@ class Architecture:
         query_norm, key_norm: attribute names of what normalises queries and keys; a layer may lack them.
         norm: applies such a module to the heads that were there before any growth.
         rotate: name of the function of the modeling file that rotates `(query, key, cos, sin)`; None without rotation.
-        rotates: path of what tells whether this layer rotates at all, or what tells it of a module; None means that
-            all do.
+        rotates: path of a value that is true where a layer rotates, or a function of the module; None means that all
+            layers rotate.
         attention_dropout: attribute that holds the dropout of the attention weights, a number or an `nn.Dropout`; or
             what gives that number for a module.
         output_dropout: the same for the dropout applied after the output projection, if there is one.
@@ -90,7 +90,7 @@ class Architecture:
     key: str = "k_proj"
     value: str = "v_proj"
     output: str = "o_proj"
-    beside: str | None = None
+    output_sibling: str | None = None
     fused_groups: Callable[[PreTrainedConfig], int] = lambda config: 1
     key_value_heads: Callable[[PreTrainedConfig], int] = _key_value_heads
     head_dim: Callable[[PreTrainedConfig], int] = _head_dim
@@ -189,13 +189,13 @@ _GPT: dict[str, Any] = {**_EVEN_HEADS, **_DROPOUTS, "rotate": None}
 _WINDOW: dict[str, Any] = {"passes": (("sliding_window", "sliding_window"),)}
 _BERT: dict[str, Any] = {
     **_EVEN_HEADS,
-    **{"query": "query", "key": "key", "value": "value", "output": "dense", "beside": "output", "rotate": None},
+    **{"query": "query", "key": "key", "value": "value", "output": "dense", "output_sibling": "output", "rotate": None},
     "attention_dropout": "dropout",
     "aliases": (("head_dim", "attention_head_size"),),
 }
 _ESM: dict[str, Any] = _BERT | {"rotate": "apply_rotary_pos_emb"}
 _DISTILBERT: dict[str, Any] = _BERT | {"query": "q_lin", "key": "k_lin", "value": "v_lin"}
-_DISTILBERT |= {"output": "out_lin", "beside": None}
+_DISTILBERT |= {"output": "out_lin", "output_sibling": None}
 _VIT: dict[str, Any] = {"key_value_heads": _one_for_each_head, "rotate": None}
 _WINDOW_OF_CONFIG: dict[str, Any] = {"passes": (("sliding_window", "config.sliding_window"),)}
 

@@ -43,11 +43,11 @@ class GrownAttention(nn.Module):
         qk_head_dim: width `d_k` of one head's queries and keys.
         v_head_dim: width `d_v` of one head's values.
         head_dim: width of one head before any growth.
-        scaling: the softmax scale `s`, kept from the stock module: it never follows a width (draft 004).
+        scaling: the softmax scale `s`, kept from the stock module: it never follows a width.
         cache_keywords: the keyword by which the stock forward takes the cache, and the one that all families had once.
         rotate: the family's rotation of `(query, key, cos, sin)`; None where the layer has none.
         kernel_scaling: what the attention function scales by, the softmax scale unless the queries carry it.
-        surroundings: what the model told the module of its place, see `surroundings_of`.
+        surroundings: what the module knows of its place in the model, see `surroundings_of`.
     """
 
     architecture: Architecture
@@ -62,8 +62,8 @@ class GrownAttention(nn.Module):
     eager_attention: Callable
     kernel_scaling: float
     surroundings: dict[str, Any]
-    beside: tuple[nn.Module]  # a tuple keeps it from being a child
-    _covered: dict[str, Any]  # stock values that ours may stand before
+    output_sibling: tuple[nn.Module]  # a tuple keeps it from being a child
+    _covered: dict[str, Any]  # stock values that ours may hide
 
     @classmethod
     @cache
@@ -129,7 +129,7 @@ class GrownAttention(nn.Module):
 
     def projection_of(self, role: str) -> nn.Linear:
         """The module that computes a role: a linear one, or what stands for it."""
-        holder: Any = self.beside[0] if role == "output" and self.architecture.beside else self
+        holder: Any = self.output_sibling[0] if role == "output" and self.architecture.output_sibling else self
         return getattr(holder, getattr(self.architecture, role))
 
     def _groups(self, role: str) -> int:
@@ -153,8 +153,8 @@ class GrownAttention(nn.Module):
                 and layers too. The others are passed on to the attention implementation.
 
         Returns:
-            The output, (batch, tokens, hidden_size), or what the heads read where the module beside projects that; and
-            the attention weights where the implementation gives them.
+            The output, (batch, tokens, hidden_size), or what the heads read if a sibling projects that; and the
+            attention weights if the implementation gives them.
 
         Raises:
             ValueError: this layer is wider than the implementation's or the cache's one width (continuous batching,
@@ -225,7 +225,7 @@ class GrownAttention(nn.Module):
     def _joined(self, attn_output: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """What the heads read, (batch, tokens, heads, v_head_dim), as an output of (batch, tokens, hidden_size)."""
         joined = attn_output.reshape(*shape[:-1], -1).contiguous()
-        return joined if self.architecture.beside else self.projection_of("output")(joined)
+        return joined if self.architecture.output_sibling else self.projection_of("output")(joined)
 
     def _normed(self, name: str | None, heads: torch.Tensor) -> torch.Tensor:
         """Normalise the dims that a layer had before any growth, (batch, tokens, heads, width); new dims stay."""

@@ -18,7 +18,7 @@ from .architectures import ARCHITECTURES
 
 PREFIX = "growattn_"
 
-CODE_FOLDER = "growattn"  # of a checkpoint: this file and those beside it, which load it where the library is not
+CODE_FOLDER = "growattn"  # in a checkpoint: the files of this folder, which load it without the library
 _AUTO_CLASSES = {
     "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
     "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -79,16 +79,17 @@ class GrownConfigMixin(_Config):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Read a stock config as one that has not grown: peft asks the class of a patched model for its base's."""
-        told, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        stock = f"{PREFIX}{told.get('model_type')}" == cls.model_type
-        return (told | {"model_type": cls.model_type} if stock else told), kwargs
+        fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if f"{PREFIX}{fields.get('model_type')}" == cls.model_type:
+            fields["model_type"] = cls.model_type
+        return fields, kwargs
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
         """Do nothing: `save_pretrained` of the model says where the code is; transformers would say it otherwise."""
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save as the stock config does; if it says that the code which loads it lies beside it, that goes along."""
+        """Save as the stock config does, with the code that loads it if `auto_map` asks for that."""
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
         if getattr(self, "auto_map", None) == auto_map(self.model_type):
             (Path(save_directory) / CODE_FOLDER).mkdir(exist_ok=True)
@@ -105,7 +106,7 @@ def auto_map(model_type: str) -> dict[str, str]:
 
 @cache
 def _code() -> dict[str, bytes]:
-    """The files that travel, by name: this one and those beside it."""
+    """The files that travel with a checkpoint, by name: all of this folder."""
     files = (path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
     return {path.name: path.read_bytes() for path in files}
 
@@ -139,12 +140,12 @@ def growable_config_class(model_type: str) -> type[PreTrainedConfig]:
     """Return `GrowAttn<Stock config class>` for a stock model type."""
     stock = CONFIG_MAPPING[model_type]
     namespace = {"__module__": __name__, "model_type": PREFIX + model_type}
-    stand_beside(model_type)
+    register_type_names(model_type)
     # A subclass of a strict class checks its fields only as far as it is strict itself.
     return strict(type(f"GrowAttn{stock.__name__}", (GrownConfigMixin, stock), namespace))
 
 
-def stand_beside(model_type: str) -> None:
+def register_type_names(model_type: str) -> None:
     """Enter a type of ours into the tables where others look up its stock type, or the names of its classes.
 
     Trainer shifts labels under label smoothing for class names that it finds there, pipelines accept them,

@@ -1,7 +1,7 @@
 """Model classes of grown models, made from the stock ones.
 
-`GrowAttn<Stock class>` is the stock class with attention whose widths its config tells. Classes are made when they are
-needed: by name as an attribute of this module, as `auto_map` in config.json asks for them, or by `mixed_into`.
+`GrowAttn<Stock class>` is the stock class with attention whose widths come from its config. Classes are made when
+they are needed: by name as an attribute of this module, as `auto_map` in config.json asks for them, or by `mixed_into`.
 """
 
 import sys
@@ -46,8 +46,8 @@ class GrownModelMixin(_Model):
         self.mixin.adopt(self)
         for attention in [module for module in self.modules() if isinstance(module, GrownAttention)]:
             changed = attention.begin_at(*layer_widths(config, attention.layer_idx))
-            if changed and not changed[0].weight.is_meta:  # what is loaded is drawn by nobody
-                for module in (*changed, attention):  # attention last: some families draw its output anew
+            if changed and not changed[0].weight.is_meta:  # loaded weights need no initialization
+                for module in (*changed, attention):  # attention last: some families initialize its output again
                     self._init_weights(module)
 
     @classmethod
@@ -89,7 +89,7 @@ class GrownModelMixin(_Model):
                 output_capturing._CAN_RECORD_REGISTRY.setdefault(str(type(module)), module._can_record_outputs)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Save as `PreTrainedModel.save_pretrained` does, with the code of the class beside its config.
+        """Save as `PreTrainedModel.save_pretrained` does, with the code of the class next to its config.
 
         So `trust_remote_code=True` loads it where the library is not. Classes derived from ours, and of families that
         are not in these files, have none that could go along.
@@ -152,17 +152,19 @@ def stock_attentions(model: nn.Module, row: Architecture) -> dict[str, Any]:
 
 
 def surroundings_of(model: nn.Module, row: Architecture) -> list[tuple[Any, dict[str, Any]]]:
-    """The stock self-attention modules, each with what it does not know of its place in the model.
+    """The stock self-attention modules, each with what it lacks about its place in the model.
 
-    That is the number of its layer, for modules that hold none, and the one beside it that holds the output projection.
+    That is the number of its layer, for modules that hold none, and the sibling that holds the output projection.
     """
     found = []
     for number, (name, module) in enumerate(stock_attentions(model, row).items()):
         surroundings: dict[str, Any] = {}
         if getattr(module, "layer_idx", None) is None and "layer_idx" not in dict(row.aliases):
             surroundings["layer_idx"] = number
-        if row.beside:
-            surroundings["beside"] = (getattr(model.get_submodule(name.rpartition(".")[0]), row.beside),)
+        if row.output_sibling:
+            surroundings["output_sibling"] = (
+                getattr(model.get_submodule(name.rpartition(".")[0]), row.output_sibling),
+            )
         found.append((module, surroundings))
     return found
 

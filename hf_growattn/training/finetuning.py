@@ -1,343 +1,292 @@
-"""Fine-tuning by TRL's SFTTrainer, whose attention grows on the way.
+"""What the commands that read data do: fine-tune by TRL's SFTTrainer with growth, measure, and race."""
 
-`growattn finetune` is its command line, `run` is for models that are in memory already.
-"""
-
-import copy
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import logging as datasets_logging
 from torch import nn
-from tqdm.auto import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProgressCallback,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
-from ..grow.provenance import origin_of
+from ..grow.growth import Grower
+from ..grow.plan import check_budget
+from ..growable.models import attentions, cache_bytes, is_grown
 from ..growable.patching import patch_model
+from ..interop.cards import save_figures
 from ..interop.checkpoints import load_config, load_growable, load_tokenizer
-from ..interop.figures import source_of
 from ..report.pages import save_report
 from ..report.report import GrowthReport
-from ..report.words import Compared
-from . import outcome
-from .arguments import budget_of
-from .contest import Run, paired
-from .data import Data, Rows, batches_of, check_length, check_tokens, first_rows, prepared, split
-from .judged import judged
-from .methods import METHODS, Budget, rate_of, started
-from .quantized import check_adapted, is_quantized, placed
+from .comparison import Race
+from .data import (
+    Data,
+    Prepared,
+    check_length,
+    check_tokens,
+    draw_batches,
+    explain_errors,
+    first_rows,
+    load_data,
+    make_batches,
+    prepare_rows,
+    split_rows,
+)
+from .methods import METHODS, Budget, choose_rate, prepare_model
+from .options import parse_budget
+from .quantized import is_quantized, move_to_device
+from .race import measure_rows, run_race
 from .recipe import Recipe
-from .sft import make_trainer, save, sft_loss, train
-from .trainer import GROWN_BASE, GrownBase, GrowthCallback, load_grown_base, note, twin_of
+from .sft import make_sft_loss, make_trainer, save_model, train
+from .trainer import GROWN_BASE, GrownBase, GrowthCallback, load_grown_base
+
+BUDGET = "2%"  # of a training or a race, unless the options say
 
 
-class MeasuredGrowth(GrowthCallback):
-    """Growth, half-way if no time is given, that also notes the held-out loss right before and after."""
+class FinetuneGrowth(GrowthCallback):
+    """Growth, by default half-way; a training that ends before its growth is due is no error."""
 
-    trainer: SFTTrainer  # set by whoever makes it
+    half_way = False
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Find the middle of the training, and check that growth will be possible."""
-        if self.steps == [0]:
+        if self.half_way:
             self.steps = [max(state.max_steps // 2, 1)]
         super().on_train_begin(args, state, control, **kwargs)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        """Measure, grow, measure, if it is time."""
-        if self.is_time(state):
-            before = self._held_out()
-            super().on_step_end(args, state, control, **kwargs)
-            after, due = self._held_out(), control.should_log
-            report = self.reports[-1]
-            measured = {outcome.BEFORE: before, outcome.AFTER: after, outcome.SECONDS: sum(report.seconds.values())}
-            note(self.trainer, measured | ({outcome.FORWARD: report.forward_ratio} if report.forward_ratio else {}))
-            control.should_log = due  # logging takes this back
-            if state.is_world_process_zero:
-                tqdm.write(f"Held-out loss {before:.4f} -> {after:.4f} at the growth.")
-
-    def _held_out(self) -> float:
-        # evaluate() would log it as one of the regular evaluations, which a plateau is read from
-        twin = twin_of(self.trainer)
-        loop = twin.evaluation_loop(twin.get_eval_dataloader(), "Held out", prediction_loss_only=True)
-        for bar in twin.callback_handler.callbacks:
-            if isinstance(bar, ProgressCallback):  # which otherwise goes on counting where this evaluation ended
-                bar.on_predict(twin.args, twin.state, twin.control, metrics={})
-        return (loop.metrics or {})["eval_loss"]
+    def on_train_end(self, args, state, control, **kwargs):
+        """Leave it to the summary to say that nothing grew."""
 
 
-def callback_of(recipe: Recipe) -> MeasuredGrowth | None:
-    """Make the callback that grows; None if nothing shall grow.
+def check_recipe(recipe: Recipe) -> None:
+    """Check the options of a fine-tuning before anything is loaded.
 
     Raises:
-        ValueError: the arguments contradict each other, or one is out of its range.
+        ValueError: options exclude each other, or a value is out of its range.
     """
-    growth, own = recipe.growth, recipe.growth.method not in ("full", "auto")
+    growth, model = recipe.growth, recipe.model
     timed = [growth.grow_steps, growth.grow_every, growth.grow_at, growth.max_growths, growth.total_budget]
-    if own and any(option is not None for option in timed):
-        raise ValueError(
-            f"--method {growth.method} grows at the start or not at all: leave out --grow_steps, --grow_every, "
-            "--grow_at, --max_growths and --total_budget, or train all weights, by --method full."
-        )
-    if growth.race and growth.method != "auto":
-        raise ValueError("--race names a race that --method auto goes on from: add that, or leave out --race.")
-    check_adapted(recipe)
     if growth.method != "full":
-        check_spends(recipe, f"--method {growth.method}")
-    if growth.method == "lora" and growth.compare:
-        raise ValueError("--compare shows what growing gives, and --method lora grows nothing. Drop one of them.")
+        if any(option is not None for option in timed):
+            raise ValueError(
+                f"--method {growth.method} grows at the start or not at all: leave out --grow_steps, --grow_every, "
+                "--grow_at, --max_growths and --total_budget, or train all weights, by --method full."
+            )
+        _check_budget_alone(recipe, f"--method {growth.method}")
+    adapters = growth.method in ("growth", "lora") or (model.use_peft and growth.max_growths == 0)
+    if (model.load_in_4bit or model.load_in_8bit) and not adapters:
+        raise ValueError(
+            f"Quantized weights can neither train nor grow, as --method {growth.method} would have them. Choose "
+            "--method growth or lora, which train new weights next to them."
+        )
+    _make_callback(recipe)
+
+
+def _check_budget_alone(recipe: Recipe, name: str) -> None:
+    if recipe.growth.qk_dims or recipe.growth.v_dims:
+        raise ValueError(f"{name} spends a --budget: leave out --qk_dims and --v_dims.")
+    if recipe.model.use_peft:
+        raise ValueError(f"{name} makes adapters of its own, by the --budget: leave out --use_peft.")
+
+
+def _make_callback(recipe: Recipe) -> FinetuneGrowth | None:
+    """The callback that grows on the way; None for a method or recipe without one."""
+    growth = recipe.growth
     half_way = growth.grow_steps is None and growth.grow_every is None and growth.grow_at is None
-    if growth.compare and growth.max_growths == 0:
-        raise ValueError("--compare shows what growing gives, and --max_growths 0 grows nothing. Drop one of them.")
-    callback = MeasuredGrowth(
-        recipe.growth_config(default="2%"),
+    callback = FinetuneGrowth(
+        recipe.growth_config(BUDGET),
         steps=[1] if half_way else growth.grow_steps,
         every=growth.grow_every,
         at=growth.grow_at,
         batches=growth.growth_batches,
         max_growths=growth.max_growths or None,
-        total_budget=None if growth.total_budget is None else budget_of(str(growth.total_budget)),
+        total_budget=None if growth.total_budget is None else parse_budget(str(growth.total_budget)),
     )
-    if half_way:
-        callback.steps = [0]
-    return None if own or growth.max_growths == 0 else callback
+    callback.half_way = half_way
+    return None if growth.method != "full" or growth.max_growths == 0 else callback
 
 
-def check_spends(recipe: Recipe, what: str) -> None:
-    """Check that nothing but a budget says what to add.
-
-    Raises:
-        ValueError: something else does; `what` is what spends a budget.
-    """
-    if recipe.growth.qk_dims or recipe.growth.v_dims:
-        raise ValueError(f"{what} spends a --budget: leave out --qk_dims and --v_dims.")
-    if recipe.model.use_peft:
-        raise ValueError(f"{what} makes adapters of its own, by the --budget: leave out --use_peft.")
-
-
-RELOAD = """
-import sys, torch, hf_growattn
-from transformers import AutoModelForCausalLM
-sample = torch.load(sys.argv[2], weights_only=True)
-with torch.no_grad():
-    logits = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()(sample["input_ids"]).logits
-print((logits.float() - sample["logits"].float()).abs().max().item())
-"""
-
-
-@torch.no_grad()
-def reloaded_difference(model, sample: torch.Tensor, output: Path) -> float:
-    """Load what was saved in a fresh process, and return the largest difference of the logits."""
-    model = copy.deepcopy(model).cpu().eval()
-    kept = output / "sample.pt"
-    torch.save({"input_ids": sample, "logits": model(sample).logits}, kept)
-    command = [sys.executable, "-c", RELOAD, str(output), str(kept)]
-    difference = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-    kept.unlink()
-    return difference
-
-
-Start = Callable[[PreTrainedModel], tuple[nn.Module, GrowthReport | None]]
-
-
-def run(
-    model: PreTrainedModel,
-    tokenizer,
-    data: tuple[Rows, Rows],
-    recipe: Recipe,
-    start: Start | None = None,
-    verdict: str = "",
-    ended: Callable[[Run], object] | None = None,
-) -> dict:
-    """Train with growth and save, then as others would where asked; leave pictures and figures beside the model.
-
-    Args:
-        model: a stock or grown causal LM; it is patched, and saved as a stock one if nothing grew.
-        tokenizer: its own, saved beside it.
-        data: rows to train on and held-out ones, as `split` gives them.
-        recipe: how to train and to grow.
-        start: makes the patched model ready for another method than "full", as `methods.started`.
-        verdict: of a race before it.
-        ended: gets what was saved gives on the held-out rows, one by one.
-
-    Returns:
-        What `figures.json` holds.
-
-    Raises:
-        ValueError: the training ended before it was time to grow, and the trained model is saved; or nothing grew at
-            its start.
-    """
-    training, peft_config, callback = recipe.training, get_peft_config(recipe.model), callback_of(recipe)
-    source, output = source_of(origin_of(model), recipe.dataset), Path(training.output_dir)
-    twin = copy.deepcopy(model) if recipe.growth.compare else None
-    before, dense = outcome.size_of(patch_model(model)), partial(load, recipe, dtype="float32", dense=True)
-    untrained, report = (model, None) if start is None else start(model)
-    if report and not report.applied:
-        raise ValueError(
-            "Nothing that growth could add holds on other rows of these data: train by --method lora, or let it look "
-            "at more of them, by --growth_batches."
-        )
-    grown_base = Path(training.resume_from_checkpoint or "", GROWN_BASE)
-    if training.resume_from_checkpoint and grown_base.exists():  # the rest of that checkpoint is adapters
-        if start:
-            load_grown_base(untrained, grown_base)
-        else:
-            untrained = AutoModelForCausalLM.from_pretrained(grown_base)
-    method = METHODS[recipe.growth.method] if start else None
-    trainer = make_trainer(untrained, tokenizer, data, training, peft_config, callback, method)
-    quantized = is_quantized(untrained)
-    if start and not quantized:  # whose base stays as it is
-        trainer.add_callback(GrownBase())
-    reports = callback.reports if callback else [report] if report else []
-    try:
-        seconds = train(trainer) - sum(sum(report.seconds.values()) for report in reports)
-    except RuntimeError as error:
-        if trainer.state.global_step < trainer.state.max_steps or reports or not callback:
-            raise
-        save(trainer, dense)  # it never grew, and yet is trained
-        raise ValueError(f"{error} It is saved in {output}.") from error
-    save(trainer, dense)
-    first, after = trainer.is_world_process_zero(), outcome.size_of(trainer.model)
-    after = {"cache_bytes": before["cache_bytes"]} | after  # one that did not grow is a stock model again
-    own = None
-    if quantized or twin is not None or ended:
-        own = judged(trainer, recipe.growth.method, data[1], after["cache_bytes"])
-    sample = torch.tensor(data[1][0]["input_ids"])[None]
-    difference = reloaded_difference(trainer.model, sample, output) if first else 0.0
-    history = trainer.state.log_history
-    grew = callback or report or any(outcome.AFTER in entry for entry in history)  # it may have before it stopped
-    histories = {"with_growth" if grew else "without_growth": history}
-    told = partial(
-        outcome.figures,
-        source,
-        before=before,
-        after=after,
-        seconds=seconds,
-        difference=difference,
-        race=verdict,
-        saved=own.loss if own and quantized else None,
-    )
-    figures = told(histories, report)
-    if first:
-        outcome.write(figures, output)
-        if reports and outcome.drawable():  # a resumed run may have grown before it stopped
-            save_report(reports, output / outcome.REPORT, history, verdict=verdict)
-    if own and ended:
-        ended(own)
-    if own and twin is not None:
-        others = _compared(twin, tokenizer, data, recipe, figures)
-        histories |= {name: history for name, (history, _) in others.items()}
-        compared = [
-            Compared(outcome.OTHERS[name], other.loss, *paired([own], [other]), other.cache)
-            for name, (_, other) in others.items()
-        ]
-        figures = told(histories, report, compared=compared)
-        if first:
-            outcome.write(figures, output)
-            if reports and outcome.drawable():
-                save_report(reports, output / outcome.REPORT, history, compared=compared)
-    if first:
-        print(outcome.summary(figures, output))
-    if difference > 1e-5 and model.dtype == torch.float32:
-        raise RuntimeError("The reloaded model computes something else: this is a bug, please report it.")
-    return figures
-
-
-def _compared(twin: PreTrainedModel, tokenizer, data: tuple[Rows, Rows], recipe: Recipe, figures: dict) -> dict:
-    """Train what people would do instead: LoRA with as many weights, or all weights without growth.
-
-    Returns:
-        By name the log history, and what it gave on the held-out rows.
-    """
-    training = copy.copy(recipe.training)
-    training.resume_from_checkpoint, training.report_to, training.save_strategy = None, [], "no"
-    training.eval_on_start = training.evaluates
-    weights = figures["after"]["parameters"] - figures["before"]["parameters"]
-    others: dict[str, PreTrainedModel] = {"lora": copy.deepcopy(twin)}
-    if recipe.growth.method == "full":
-        others["without_growth"] = twin
-    ended, cache = {}, figures["before"]["cache_bytes"]
-    for name, model in others.items():
-        untrained, how, peft_config = model, copy.copy(training), get_peft_config(recipe.model)
-        if name == "lora":
-            patched, method = patch_model(model), METHODS["lora"]
-            untrained, _ = started(patched, method, Budget.near(patched, max(weights, 1)), [], training.seed)
-            how.learning_rate, peft_config = rate_of(method, model.config), None
-        other = make_trainer(untrained, tokenizer, data, how, peft_config)
-        train(other)
-        ended[name] = other.state.log_history, judged(other, name, data[1], cache)
-    return ended
-
-
-def read_all(recipe: Recipe) -> tuple[Data, PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Read what a recipe names but the model's weights: the data, the model's config and its tokenizer.
-
-    Raises:
-        ValueError: there is none of these, or they do not fit each other.
-    """
+def _read(recipe: Recipe) -> tuple[Data, PreTrainedConfig, Any]:
+    """The data, and the config and the tokenizer of the model."""
     transformers_logging.disable_progress_bar()
-    datasets_logging.set_verbosity(logging.CRITICAL)  # what it says comes again, as an error
+    datasets_logging.set_verbosity(logging.CRITICAL)  # its errors are raised as well
     with recipe.training.main_process_first():  # one reads, the others find it in the cache
-        data = Data(recipe)
-    name, revision = recipe.name, recipe.model.model_revision
+        data = load_data(recipe)
+    name, revision = recipe.model_name, recipe.model.model_revision
     config, tokenizer = load_config(name, revision=revision), load_tokenizer(name, revision=revision)
     check_length(recipe.training, config)
     return data, config, tokenizer
 
 
-def loading_options(recipe: Recipe, **others) -> dict:
-    """How a recipe wants models to be loaded: what `from_pretrained` takes, with others where it says nothing."""
+def _read_rows(recipe: Recipe) -> tuple[Prepared, PreTrainedConfig, Any]:
+    """Rows to train on and held-out ones, and the config and the tokenizer of the model."""
+    data, config, tokenizer = _read(recipe)
+    with explain_errors(recipe.dataset):
+        prepared = prepare_rows(data.train, data.test, tokenizer, recipe.training)
+    train_rows, held_out = split_rows(prepared, recipe.training)
+    check_tokens(held_out["input_ids"], config)
+    return Prepared(train_rows, held_out, prepared.collate), config, tokenizer
+
+
+def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedModel:
+    """The patched model, in a precision unless the recipe names one; `dense` quantizes nothing."""
     chosen = recipe.model
-    options = dict(dtype=chosen.dtype, attn_implementation=chosen.attn_implementation)
-    options |= dict(quantization_config=get_quantization_config(chosen))
-    return others | {name: value for name, value in options.items() if value is not None}
+    options: dict[str, Any] = {"dtype": chosen.dtype or dtype}
+    if chosen.attn_implementation:
+        options["attn_implementation"] = chosen.attn_implementation
+    quantization = get_quantization_config(chosen)
+    if quantization and not dense:
+        options["quantization_config"] = quantization
+    return patch_model(load_growable(recipe.model_name, True, chosen.model_revision, **options))
 
 
-def load(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedModel:
-    """Load the model of a recipe, patched, in a precision where the recipe names none; `dense` quantizes nothing."""
-    options = loading_options(recipe, dtype=dtype)
-    if dense:
-        options.pop("quantization_config", None)
-    return patch_model(load_growable(recipe.name, True, recipe.model.model_revision, **options))
-
-
-def main(recipe: Recipe, verdict: str = "", ended: Callable[[Run], object] | None = None) -> dict:
-    """Read the data of a recipe, then its model, and `run` it; `verdict` is what a race before it told.
+def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
+    """A Grower of the recipe's model, batches of its data on the model's device, and its tokenizer.
 
     Raises:
-        ValueError, ImportError: no such model or data, or they do not fit each other.
+        ValueError: options, model and data do not fit each other.
     """
-    callback, training = callback_of(recipe), recipe.training
-    data, config, tokenizer = read_all(recipe)
-    made = prepared(data.train, data.test, tokenizer, training)
-    rows = split(made, training)
-    check_tokens(rows[1]["input_ids"], config)
-    method, start = METHODS[recipe.growth.method], None
-    training.learning_rate = training.learning_rate or rate_of(method, config)
-    model: Any = load(recipe, dtype="float32")
+    growth_config = recipe.growth_config("1%")
+    data, config, tokenizer = _read(recipe)
+    with explain_errors(recipe.dataset):
+        batches, ids = draw_batches(data, tokenizer, recipe.training, recipe.growth.growth_batches)
+    check_tokens(ids, config)
+    model = _load_model(recipe, "auto")
+    check_budget(growth_config, attentions(model), model.num_parameters())
+    grower = Grower(model, growth_config)  # which refuses quantized weights
+    grower.loss = make_sft_loss(model.to(recipe.training.device), tokenizer, recipe.training)
+    return grower, batches, tokenizer
+
+
+def race_recipe(recipe: Recipe, say: Callable[[str], object] = print) -> Race:
+    """The race of LoRA, growth and both on the recipe's model and data; `say` gets the estimated cost.
+
+    Raises:
+        ValueError: options, model and data do not fit each other.
+    """
+    _check_budget_alone(recipe, "A race")
+    budget = recipe.growth_config(BUDGET).budget
+    prepared, _, tokenizer = _read_rows(recipe)
+    return run_race(
+        partial(_load_model, recipe, "float32"),
+        tokenizer,
+        prepared,
+        recipe.training,
+        budget=budget or 0,
+        steps=recipe.race.steps,
+        seeds=recipe.race.seeds,
+        growth_batches=recipe.growth.growth_batches,
+        load_dense=partial(_load_model, recipe, "float32", dense=True),
+        say=say,
+    )
+
+
+def finetune(recipe: Recipe) -> dict:
+    """Train and save a recipe's model; returns figures for JSON, with a `summary` in words.
+
+    Raises:
+        ValueError: options, model and data do not fit each other, or a growth at the start found nothing.
+    """
+    check_recipe(recipe)
+    training, method = recipe.training, METHODS[recipe.growth.method]
+    prepared, config, tokenizer = _read_rows(recipe)
+    training.learning_rate = training.learning_rate or choose_rate(method, config)
+    model = _load_model(recipe, "float32")
+    before = {"parameters": model.num_parameters(), "cache_bytes": cache_bytes(model)}
+    callback = _make_callback(recipe)
     if callback:
         callback.check_budgets(model)
+    untrained, report = _prepare_start(recipe, model, prepared, tokenizer)
+    rows = prepared.train, prepared.test
+    trained_by = None if method.base else method
+    trainer = make_trainer(untrained, tokenizer, rows, training, get_peft_config(recipe.model), callback, trained_by)
+    quantized = is_quantized(untrained)
+    if not method.base and not quantized:  # a quantized base stays as it is
+        trainer.add_callback(GrownBase())
+    train(trainer)
+    save_model(trainer, partial(_load_model, recipe, "float32", dense=True))
+    reports = callback.reports if callback else [report] if report else []
+    figures = before_and_after(trainer, before) | {
+        "method": recipe.growth.method,
+        "output": training.output_dir,
+        "growths": [each.to_dict() for each in reports],
+    }
+    if quantized:  # what was saved is not what was trained
+        nats, counts = measure_rows(trainer.model, prepared.test, prepared.collate, training)
+        figures["saved_loss"] = sum(nats) / sum(counts)
+    figures["summary"] = _summarize(figures, callback)
+    if trainer.is_world_process_zero():
+        _save_pages(recipe, reports, trainer.state.log_history)
+    return figures
+
+
+def _prepare_start(
+    recipe: Recipe, model: PreTrainedModel, prepared: Prepared, tokenizer
+) -> tuple[nn.Module, GrowthReport | None]:
+    """The model as its training starts, and the report of a growth before it."""
+    training, method, report = recipe.training, METHODS[recipe.growth.method], None
+    untrained: nn.Module = model
     if not method.base:
-        budget = Budget.near(model, recipe.growth_config(default="2%").budget or 0)
-        placed(model, training.device)
+        budget = Budget.near(model, recipe.growth_config(BUDGET).budget or 0)
+        move_to_device(model, training.device)
         batches = []
         if method.growth:
-            wanted = training.per_device_train_batch_size * recipe.growth.growth_batches
-            batches = batches_of(first_rows(rows[0], wanted, training.seed), made.collate, training)
-        loss_of = partial(sft_loss, tokenizer=tokenizer, training=training)
-        start = partial(started, method=method, budget=budget, batches=batches, seed=training.seed, loss_of=loss_of)
-    return run(model, tokenizer, rows, recipe, start, verdict, ended)
+            count = training.per_device_train_batch_size * recipe.growth.growth_batches
+            batches = make_batches(first_rows(prepared.train, count, training.seed), prepared.collate, training)
+        loss_of = partial(make_sft_loss, tokenizer=tokenizer, training=training)
+        untrained, report = prepare_model(model, method, budget, batches, training.seed, loss_of)
+    if report and not report.applied:
+        raise ValueError(
+            "Growth found nothing that helps on other rows of these data: train by --method lora, or let growth look "
+            "at more rows, by --growth_batches."
+        )
+    grown_base = Path(training.resume_from_checkpoint or "", GROWN_BASE)
+    if training.resume_from_checkpoint and grown_base.exists():  # the rest of that checkpoint is adapters
+        if method.base:
+            return AutoModelForCausalLM.from_pretrained(grown_base), None
+        load_grown_base(untrained, grown_base)
+    return untrained, report
+
+
+def before_and_after(trainer: SFTTrainer, before: dict) -> dict:
+    """Losses by step, and the size of the model before and after."""
+    history, model = trainer.state.log_history, trainer.model
+    cache = cache_bytes(model) if is_grown(model) else before["cache_bytes"]
+    return {
+        "held_out": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
+        "grown_at": [entry["step"] for entry in history if "growth_added_parameters" in entry],
+        "before": before,
+        "after": {"parameters": model.num_parameters(), "cache_bytes": cache},
+    }
+
+
+def _summarize(figures: dict, callback: FinetuneGrowth | None) -> str:
+    """Losses, costs, and where the model is."""
+    (first_step, first), (last_step, last) = figures["held_out"][0], figures["held_out"][-1]
+    lines = [f"Held-out loss: {first:.4f} at step {first_step}, {last:.4f} at step {last_step}."]
+    if "saved_loss" in figures:
+        lines.append(f"Saved with dense weights instead of quantized ones: held-out loss {figures['saved_loss']:.4f}.")
+    before, after = figures["before"], figures["after"]
+    added = after["parameters"] - before["parameters"]
+    if added:
+        old, new = before["cache_bytes"], after["cache_bytes"]
+        lines.append(f"Weights: {added:,} added ({added / before['parameters']:+.1%}).")
+        lines.append(f"KV cache: {old:,} -> {new:,} bytes a token ({new / old - 1:+.1%}).")
+    elif figures["grown_at"]:
+        lines.append("Nothing grew: no growth was found that helps on other rows.")
+    elif callback:
+        lines.append("Nothing grew: the training ended before a growth was due. Choose an earlier time to grow.")
+    lines.append(f"The model is in {figures['output']}.")
+    return "\n".join(lines)
+
+
+def _save_pages(recipe: Recipe, reports: list[GrowthReport], history: list[dict]) -> None:
+    """Leave the figures of a model card and the report next to the model."""
+    output, names = Path(recipe.training.output_dir), {"model": recipe.model_name, "dataset": recipe.dataset}
+    save_figures(output, reports, **names, log_history=history)
+    if reports and find_spec("matplotlib"):
+        save_report(reports, output / "report.html", history, model=recipe.model_name, data=recipe.dataset)

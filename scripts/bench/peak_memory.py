@@ -1,18 +1,15 @@
-"""Peak memory of this process (Linux), an environment where it is that of live tensors, and that of tensors alone."""
+"""The most memory that a process, or one call, holds at a time."""
 
 import gc
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
-# Freed tensors leave the process, so the mark is theirs.
-TIDY = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
-
-def peak() -> int:
-    """The process's own high-water mark in bytes since the last `forget_peak`."""
+def peak_bytes() -> int:
+    """The process's high-water mark since the last `forget_peak` (Linux)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
@@ -24,7 +21,12 @@ def forget_peak() -> None:
 
 
 def peak_of_tensors(action: Callable) -> int:
-    """The most bytes of tensors that one call holds at a time, beside those from before it."""
+    """The most bytes of tensors that one call holds at a time, on top of those from before it."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        action()
+        return torch.cuda.max_memory_allocated() - before
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         action()

@@ -1,0 +1,219 @@
+"""What a race compares: the runs, the rule, the table and the sentence. It trains nothing."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+
+from ..report.words import MARGIN, format_gap, format_table
+from .methods import METHODS, round_rate
+
+SURE = 2.0  # standard errors that a lead must be away from nothing
+SHORT = 4  # how many times shorter the trainings are that choose a learning rate
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training that ended.
+
+    Attributes:
+        method, rate, steps, seed: name it; the method is one of `METHODS`, or "start" before any training.
+        nats: the loss of each held-out row, summed over its tokens.
+        counts: the number of these tokens in each row.
+        weights: how many trained.
+        cache: bytes that keys and values of a token take.
+    """
+
+    method: str
+    rate: float
+    steps: int
+    seed: int
+    nats: list[float] = field(repr=False)
+    counts: list[int] = field(repr=False)
+    weights: int
+    cache: int
+
+    @property
+    def loss(self) -> float:
+        """Nats a token; infinite if the training diverged."""
+        loss = sum(self.nats) / sum(self.counts)
+        return loss if math.isfinite(loss) else math.inf
+
+    def to_dict(self) -> dict:
+        """The run as valid JSON, in which null stands for a loss that is no number."""
+        nats = [value if math.isfinite(value) else None for value in self.nats]
+        return vars(self) | {"nats": nats}
+
+    @classmethod
+    def from_dict(cls, line: dict) -> "Run":
+        """The run that `to_dict` wrote."""
+        nats = [math.inf if value is None else value for value in line["nats"]]
+        return cls(**line | {"nats": nats})
+
+
+def compare_runs(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float]:
+    """How much lower `own` ends than `other`, paired by seed and row, and the standard error."""
+    pairs = [(a, b) for a in own for b in other if a.seed == b.seed]
+    if any(a.loss == math.inf for a, _ in pairs):
+        return -math.inf, 0.0
+    if any(b.loss == math.inf for _, b in pairs):
+        return math.inf, 0.0
+    leads = [b.loss - a.loss for a, b in pairs]
+    mean = fmean(leads)
+    counts = pairs[0][0].counts
+    rows = [fmean(b.nats[row] - a.nats[row] for a, b in pairs) for row in range(len(counts))]
+    squares = sum((nats - mean * count) ** 2 for nats, count in zip(rows, counts))
+    over_rows = math.sqrt(squares * len(rows) / max(len(rows) - 1, 1)) / sum(counts)
+    over_seeds = stdev(leads) / math.sqrt(len(leads)) if len(leads) > 1 else 0.0
+    return mean, math.hypot(over_rows, over_seeds)
+
+
+@dataclass
+class Race:
+    """The trainings so far, and the result.
+
+    Attributes:
+        steps: of the long trainings.
+        start: the model before training.
+        runs: every training that ended.
+    """
+
+    steps: int
+    start: Run
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def short(self) -> int:
+        """Steps of the trainings that choose a learning rate."""
+        return self.steps // SHORT
+
+    def runs_of(self, method: str) -> list[Run]:
+        """The long trainings of a method, by seed."""
+        return [run for run in self.runs if run.method == method and run.steps == self.steps]
+
+    @property
+    def _ended(self) -> list[str]:
+        return [name for name in METHODS if self.runs_of(name)]
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The learning rate chosen for each method."""
+        return {name: self.runs_of(name)[0].rate for name in self._ended}
+
+    @property
+    def challenger(self) -> str | None:
+        """The best method but LoRA after its first seed; None if nothing grew."""
+        others = [name for name in self._ended if name != "lora"]
+        return min(others, key=lambda name: self.runs_of(name)[0].loss, default=None)
+
+    @property
+    def lead(self) -> tuple[float, float]:
+        """How much lower the challenger ends than LoRA, and the standard error."""
+        return compare_runs(self.runs_of(self.challenger or ""), self.runs_of("lora"))
+
+    @property
+    def winner(self) -> str:
+        """The challenger if it leads by more than the margin and two standard errors; otherwise LoRA."""
+        if not self.challenger:
+            return "lora"
+        lead, error = self.lead
+        return self.challenger if lead > MARGIN and lead > SURE * error else "lora"
+
+    @property
+    def runner_up(self) -> str | None:
+        """The other one of LoRA and its challenger; None if nothing grew."""
+        return self.challenger if self.winner == "lora" else "lora"
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        if not self.challenger:
+            return "LoRA wins: no growth was found that helps on other rows."
+        lead, error = self.lead
+        title = METHODS[self.challenger].title
+        if math.isinf(lead):
+            return f"LoRA wins: {title} diverged." if lead < 0 else f"{title} wins: LoRA diverged."
+        gap = format_gap(lead, error)
+        if self.winner != "lora":
+            wider = self.runs_of(self.winner)[0].cache / self.start.cache - 1
+            return f"{title} wins: it is {gap} lower than LoRA, with a KV cache {wider:.0%} larger."
+        if lead <= 0:
+            return f"LoRA wins: {title} is {gap} higher."
+        if lead <= MARGIN:
+            return f"LoRA wins: {title} is {gap} lower, below the {MARGIN} that a larger KV cache must earn."
+        return f"LoRA wins: {title} is {gap} lower, which is within two standard errors."
+
+    def table(self) -> str:
+        """A row for each method that ended, the lowest loss first."""
+        columns = [
+            "trained by",
+            "learning rate",
+            "held-out loss",
+            "lead over LoRA",
+            "weights",
+            "KV cache, bytes a token",
+        ]
+        rows = [["before training", "", f"{self.start.loss:.4f}", "", "", f"{self.start.cache:,}"]]
+        losses = {name: fmean(run.loss for run in self.runs_of(name)) for name in self._ended}
+        for name in sorted(losses, key=losses.__getitem__):
+            runs = self.runs_of(name)
+            lead = ""
+            if name != "lora" and "lora" in losses:
+                lead = "{:+.4f} ± {:.4f}".format(*compare_runs(runs, self.runs_of("lora")))
+            sizes = [f"{runs[0].weights:,}", f"{runs[0].cache:,}"]
+            rows.append([METHODS[name].title, f"{runs[0].rate:.2g}", f"{losses[name]:.4f}", lead, *sizes])
+        return format_table(columns, rows)
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n{self.verdict}"
+
+    def figures(self) -> dict:
+        """The race as valid JSON, in which null stands for a number without bound."""
+        lead, error = self.lead if self.challenger else (math.inf, 0.0)
+        runs = []
+        for run in self.runs:
+            known = {name: value for name, value in vars(run).items() if name not in ("nats", "counts")}
+            runs.append(known | {"loss": _finite(run.loss)})
+        return {
+            "winner": self.winner,
+            "runner_up": self.runner_up,
+            "verdict": self.verdict,
+            "rates": self.rates,
+            "lead": _finite(lead),
+            "error": error,
+            "steps": self.steps,
+            "loss_before": _finite(self.start.loss),
+            "runs": runs,
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def compete(race: Race, train: Callable[[str, float, int, int], Run | None], rates: dict, seeds: int) -> None:
+    """Choose learning rates, train every method with the best one, then LoRA and its challenger with further seeds.
+
+    Args:
+        race: gets the runs as they end.
+        train: runs a method with a learning rate, a number of steps and a seed; None if it has nothing to train.
+        rates: the learning rates that each method tries first.
+        seeds: how many.
+    """
+    for method, first in rates.items():
+        tried = [train(method, rate, race.short, 0) for rate in first]
+        if None in tried:
+            continue
+        best = min(tried, key=lambda run: run.loss).rate
+        if best in (min(first), max(first)):
+            further = 3 * best if best == max(first) else best / 3
+            tried.append(train(method, round_rate(further), race.short, 0))
+        race.runs += tried
+        best = min(tried, key=lambda run: run.loss).rate
+        race.runs.append(train(method, best, race.steps, 0))
+    challenger = race.challenger
+    for seed in range(1, seeds if challenger else 1):
+        pair = [train(method, race.rates[method], race.steps, seed) for method in ("lora", challenger)]
+        if None in pair:
+            continue  # the growth of this seed found nothing
+        race.runs += pair
