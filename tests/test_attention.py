@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from conftest import LONG
-from families import FAMILIES, build, lm_batches, padded, tokens
+from families import FAMILIES, build, lm_batches, new_entries, padded, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, GenerationConfig, LlamaConfig
 from transformers.generation import ContinuousBatchingConfig
 from transformers.integrations.executorch import convert_and_export_with_cache
@@ -321,7 +321,7 @@ def test_new_entries_are_those_that_growth_added(variant):
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for qk_dims, v_dims in ((2, 0), (1, 3)):
         attentions(model)[0].widen(qk_dims, v_dims)
-    masks = {p: mask for attention in attentions(model) for p, mask in attention.new_entries().items()}
+    masks = new_entries(model)
     added = sum(parameter.numel() for parameter in model.parameters()) - sum(map(torch.numel, before.values()))
     assert sum(mask.sum().item() for mask in masks.values()) == added
     for name, parameter in model.named_parameters():
