@@ -49,7 +49,9 @@ def load_data(recipe: Recipe) -> Data:
             set_seed(training.seed)  # by which TRL splits a mixture
             splits = get_dataset(recipe.mixture)
         if train not in splits or (test not in splits and test != "test"):
-            raise ValueError(f"it has the splits {', '.join(map(str, splits))}; see --dataset_train_split, --dataset_test_split")
+            raise ValueError(
+                f"it has the splits {', '.join(map(str, splits))}; see --dataset_train_split, --dataset_test_split"
+            )
         columns = splits[train].column_names or []  # a stream may not know them
         if columns and not {training.dataset_text_field, *_COLUMNS} & {*columns}:
             raise ValueError(
