@@ -164,3 +164,11 @@ def slow_4bit(monkeypatch) -> None:
     """Without what bitsandbytes does on CPUs with AVX512-BF16: widths in multiples of 64 alone, and no shards."""
     if find_spec("bitsandbytes"):
         monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False, raising=False)
+
+
+def new_entries(model) -> dict:
+    """Which entries of the attention's parameters growth has added: a boolean mask for each that it resized."""
+    from hf_growattn.growable.models import attentions  # some scripts build families without the library
+
+    old = [entry for attention in attentions(model) for entry in attention.old_entries().items()]
+    return {parameter: ~mask.expand_as(parameter) for parameter, mask in old}

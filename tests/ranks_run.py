@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from families import build, lm_batches
+from families import build, lm_batches, new_entries
 from test_growth import fingerprint, same
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +12,6 @@ from torchrun import leave
 
 import hf_growattn.grow.optimizer
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model
-from hf_growattn.growable.models import attentions
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 
@@ -88,7 +87,7 @@ def frozen_old_entries():
             optimizer.step()
             optimizer.zero_grad()
         assert_alike(model)
-        masks = {p: mask for attention in attentions(model) for p, mask in attention.new_entries().items()}
+        masks = new_entries(model)
         for name, parameter in model.named_parameters():
             if parameter in masks:
                 assert torch.equal(parameter[~masks[parameter]].flatten(), stock[name].flatten()), name

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from encoders import ENCODERS, OTHERWISE, SEES, batches, build, inputs
+from rebuilt import rebuild_output
 from test_export import TOLERANCE, widened
 from transformers import AutoModelForImageClassification, AutoModelForMaskedLM
 
@@ -136,7 +137,7 @@ def test_views_compute_what_the_module_does(grown, name):
         projection = views[1]._attention.projection_of("output")
         projection.register_forward_hook(lambda *call, seen=seen: seen.update(out=call[-1]))
         outputs(model, name)
-        found = views[1].refactored(seen["x"], causal=False, attention_mask=seen["mask"])
+        found = rebuild_output(views[1], seen["x"], causal=False, attention_mask=seen["mask"])
         torch.testing.assert_close(found, seen["out"], rtol=1e-4, atol=1e-4)  # fp32, other orders of summation
 
 

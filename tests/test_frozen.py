@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import build, lm_batches
+from families import build, lm_batches, new_entries
 from optimizers import OPTIMIZERS, SCHEDULERS, step_scheduler
 from test_trainer import trainer
 from transformers import AutoModelForCausalLM
@@ -23,13 +23,9 @@ def frozen(variant="llama-5-bias"):
     return model, {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
 
 
-def masks_of(model):
-    return {p: mask for attention in attentions(model) for p, mask in attention.new_entries().items()}
-
-
 def assert_frozen(model, before):
     """What was frozen is as it was, to the bit."""
-    masks, parameters = masks_of(model), dict(model.named_parameters())
+    masks, parameters = new_entries(model), dict(model.named_parameters())
     for name, values in before.items():
         old = parameters[name][~masks[parameters[name]]] if parameters[name] in masks else parameters[name]
         assert torch.equal(old.flatten(), values.flatten()), name
@@ -69,9 +65,9 @@ def test_old_entries_stay_and_new_ones_train(name, held):
     train(model, optimizers, lm_batches(1))
     for config in (CONFIG, GrowthConfig(budget=0.05, oversampling=4)):
         assert Grower(model, config, optimizers).grow(lm_batches()).applied
-        grown = {parameter: parameter.detach()[mask] for parameter, mask in masks_of(model).items()}
+        grown = {parameter: parameter.detach()[mask] for parameter, mask in new_entries(model).items()}
         train(model, optimizers, lm_batches(3, seed=5))
-        assert all(not torch.equal(p[mask], grown[p]) for p, mask in masks_of(model).items())
+        assert all(not torch.equal(p[mask], grown[p]) for p, mask in new_entries(model).items())
         assert_frozen(model, before)
     ours = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     assert ours >= {id(p) for p in model.parameters() if p.requires_grad}
@@ -99,13 +95,13 @@ def test_an_optimizer_made_afterwards_trains_the_new_dims_alone():
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     assert Grower(model, CONFIG).grow(lm_batches()).applied
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert set(trained) == set(masks_of(model))
+    assert set(trained) == set(new_entries(model))
     train(model, [torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.5)], lm_batches(2))
     assert_frozen(model, before)
-    for parameter in masks_of(model):
+    for parameter in new_entries(model):
         assert parameter.grad is None
     model(**lm_batches(1)[0]).loss.backward()
-    for parameter, mask in masks_of(model).items():
+    for parameter, mask in new_entries(model).items():
         assert parameter.grad[mask].any() and not parameter.grad[~mask].any()
 
 
@@ -168,5 +164,5 @@ def test_trainer_grows_a_frozen_base_and_resumes(tmp_path):
         run.train(resume_from_checkpoint=resumed)
         losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
         assert_frozen(model, before)
-        assert masks_of(model)
+        assert new_entries(model)
     assert losses[0] == losses[1]

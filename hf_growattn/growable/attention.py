@@ -93,14 +93,6 @@ class GrowableAttention(GrownAttention):
         return joined
 
     @property
-    def window(self) -> int | None:
-        """How many tokens a query sees back to itself; None for all of them."""
-        path = dict(self.architecture.passes).get("sliding_window")
-        if path is None and self._at("attention_type") == "local":  # GPT-Neo keeps its window in its mask
-            path = "config.window_size"
-        return self._at(path) if path else None
-
-    @property
     def caches(self) -> bool:
         """Whether generation keeps this module's keys and values: no encoder's."""
         return getattr(self, "is_causal", True)
@@ -225,16 +217,8 @@ class GrowableAttention(GrownAttention):
         self._set_widths(self.qk_head_dim + qk_dims, self.v_head_dim + v_dims)
         return widening
 
-    def new_entries(self) -> dict[nn.Parameter, Tensor]:
-        """Which entries of the projections' own parameters growth has added: a boolean mask for each that it resized.
-
-        Raises:
-            ValueError: as `parameters_along`.
-        """
-        return {parameter: ~old.expand_as(parameter) for parameter, old in self.old_entries().items()}
-
     def old_entries(self) -> dict[nn.Parameter, Tensor]:
-        """Which entries growth has not added, for the parameters of `new_entries`: masks of size 1 along other axes."""
+        """Which entries of the parameters that grew are old: masks of size 1 along other axes."""
         grown = {role: self.head_dim - self.width_of(role) for role in ROLES}
         masks = {}
         for projection, roles in self._resized(grown):

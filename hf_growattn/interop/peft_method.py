@@ -192,10 +192,7 @@ class GrowAttnLayer(Extension, BaseTunerLayer):
             if not new.weights:
                 continue
             if safe_merge and not all(tensor.isfinite().all() for tensor in new.tensors()):
-                broken = f"The adapter {name} seems to be broken"
-                raise ValueError(
-                    f"NaNs detected in the merged weights. {broken}: not all of it is finite. Train it again."
-                )
+                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken.")
             if not self.merged:
                 self._widths_before = attention.qk_head_dim, attention.v_head_dim
             new.write_into(attention)

@@ -203,58 +203,6 @@ class AttentionView:
         """
         return FactoredMatrix(self._factors("value", head), self._factors("output", head))
 
-    @torch.no_grad()
-    def refactored(self, hidden_states: Tensor, causal: bool = True, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the module's output computed as `sum_h softmax(s P_h X^T) M_h`, plus the output projection's bias.
-
-        Without dropout, for positions that count up by one. It takes `tokens^2` memory, and with rotation one pattern
-        for each offset: it is meant for study and tests.
-
-        Args:
-            hidden_states: the attention's input `X`, (batch, tokens, d).
-            causal: let no token attend to a later one.
-            attention_mask: (batch, 1, tokens, tokens), added to the logits; it holds a sliding window too.
-
-        Returns:
-            (batch, tokens, d), in the dtype of `hidden_states`.
-
-        Raises:
-            ValueError: the family normalises queries and keys, caps its logits or adds ALiBi to them; the tokens exceed
-                the layer's sliding window and no mask is given.
-        """
-        if self._attention._at("config.attn_logit_softcapping") or self._attention._at("config.alibi"):
-            raise ValueError(f"The logits of layer {self.layer_idx} are not patterns alone: soft cap or ALiBi follows.")
-        if attention_mask is None and (window := self._attention.window) and hidden_states.shape[1] > window:
-            raise ValueError(
-                f"Layer {self.layer_idx} looks back {window} tokens at most, and there are {hidden_states.shape[1]}: "
-                "pass the attention_mask that holds its window."
-            )
-        features = F.augment(_working(hidden_states))  # cut to X without a bias
-        output = torch.zeros_like(features[..., :-1])
-        for head in range(self.heads):
-            logits = self.scaling * self._logits(head, features, causal)
-            if attention_mask is not None:
-                logits = logits + attention_mask[:, 0]
-            message = self.message(head)
-            output += logits.softmax(-1) @ (features[..., : message.shape[0]] @ message)
-        bias = self._attention.projection_of("output").bias
-        return (output if bias is None else output + bias).to(hidden_states.dtype)
-
-    def _logits(self, head: int, features: Tensor, causal: bool) -> Tensor:
-        """`P_h X^T` before the scale, (batch, tokens, tokens); minus infinity for later keys where `causal`."""
-        length = features.shape[1]
-        logits = features.new_full((*features.shape[:2], length), -torch.inf)
-        if self._attention.rotate is None:
-            pattern = self.pattern(head)
-            patterns = features[..., : pattern.shape[0]] @ pattern
-            return patterns @ features[..., : pattern.shape[1]].mT + (logits.triu(1) if causal else 0)
-        for offset in range(0 if causal else 1 - length, length):
-            pattern = self.pattern(head, offset, length)
-            queries = features[:, max(offset, 0) : length + min(offset, 0), : pattern.shape[0]]
-            keys = features[:, max(-offset, 0) : length - max(offset, 0), : pattern.shape[1]]
-            logits.diagonal(-offset, dim1=1, dim2=2).copy_((queries @ pattern * keys).sum(-1))
-        return logits
-
     def _factors(self, role: str, head: int) -> Tensor:
         """Copy a query head's factors of a role, (d or d + 1, width)."""
         attention, heads = self._attention, self.heads
