@@ -1,10 +1,12 @@
 """The whole job in a few minutes, without a download: `bash scripts/demo.sh`.
 
 A byte-level BPE and a small Llama with narrow heads are trained on the English that every CPython carries, its own
-documentation. Half-way the model grows; the same training without growth is shown beside it.
+documentation. Half-way the model grows.
 """
 
 import argparse
+import tempfile
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -12,19 +14,17 @@ from texts import english, train_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import logging as transformers_logging
 
-DATASET = "the English that every CPython carries, its own documentation (pydoc_data.topics)"
 OPTIONS = """
 --packing --packing_strategy wrapped --max_length 128 --per_device_train_batch_size 16 --per_device_eval_batch_size 16
 --learning_rate 3e-3 --lr_scheduler_type cosine --warmup_steps 0.05 --weight_decay 0.01 --no_gradient_checkpointing
---eval_steps 0.0833 --logging_steps 0.05 --save_strategy no --budget 8% --compare
+--eval_steps 0.0833 --logging_steps 0.05 --save_strategy no --budget 8%
 """
 
 
 def main() -> None:
     """Train the tokenizer and the model, and fine-tune it as `growattn finetune` does."""
-    from hf_growattn.training.data import prepare_rows, split_rows
-    from hf_growattn.training.finetuning import run
-    from hf_growattn.training.recipe import read
+    from hf_growattn.cli.options import read_recipe
+    from hf_growattn.training.finetuning import finetune
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="scripts/output/demo", help="folder for all that is made")
@@ -50,10 +50,13 @@ def main() -> None:
     model = LlamaForCausalLM(config)
     print(f"{len(texts)} articles, {model.num_parameters():,} parameters, heads {config.head_dim} wide.")
     chosen = f"--max_steps {arguments.steps} --seed {arguments.seed} --growth_batches {min(32, arguments.steps)}"
-    named = ["--output_dir", arguments.output, "--dataset_name", DATASET]
-    recipe = read([*OPTIONS.split(), *chosen.split(), *named], usage="demo.py")
-    rows = prepare_rows(Dataset.from_dict({"text": texts}), None, tokenizer, recipe.training)
-    run(model, tokenizer, split_rows(rows, recipe.training), recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        start, data = Path(folder, "model"), Path(folder, "articles.parquet")
+        model.save_pretrained(start)
+        tokenizer.save_pretrained(start)
+        Dataset.from_dict({"text": texts}).to_parquet(data)
+        words = [str(start), str(data), "-o", arguments.output, *OPTIONS.split(), *chosen.split()]
+        print(finetune(read_recipe("finetune", words))["summary"])
 
 
 if __name__ == "__main__":

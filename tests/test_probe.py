@@ -210,9 +210,7 @@ def test_sketch_keeps_the_gain(name, every, old_dims_train):
             sketched = sketched_gradients(model, blocks, halves, dims, oversampling=16, seed=dims)
             for kind in (PATTERNS, MESSAGES):
                 pairs = [(s, e) for s, e in zip(sketched, exact) if s.block.kind is kind]
-                kept = torch.cat(
-                    [s.sigma.square().sum(-1) / e.sigma[:, :dims].square().sum(-1) for s, e in pairs]
-                )
+                kept = torch.cat([s.sigma.square().sum(-1) / e.sigma[:, :dims].square().sum(-1) for s, e in pairs])
                 validated = [sum(g.validated[:dims].sum().item() for g in gradients) for gradients in zip(*pairs)]
                 print(
                     f"{name}: {kind.name}, p={dims}, mean {kept.mean():.4f}, least {kept.min():.4f}, "

@@ -325,7 +325,6 @@ def test_a_window_is_a_mask(variant):
         assert_close(rebuild_output(view, inputs[:, :6]), expected[:, :6], **ROTATED)
 
 
-
 def test_unknown_and_partial_models_are_refused():
     albert = AlbertModel(AlbertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match=r"'albert': it .*Known types: .*llama"):

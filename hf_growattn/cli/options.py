@@ -56,7 +56,7 @@ class PushOptions:
     dry_run: str | None = option("write everything into this new folder, card included, and push nothing", None)
 
 
-def parse_options(kind: type, words: Sequence[str]) -> Any:
+def parse_options(kind: Any, words: Sequence[str]) -> Any:
     """The options of a command that reads no data.
 
     Raises:

@@ -47,8 +47,9 @@ class Run:
     @classmethod
     def from_dict(cls, line: dict) -> "Run":
         """The run that `to_dict` wrote."""
-        nats = [math.inf if value is None else value for value in line["nats"]]
-        return cls(**line | {"nats": nats})
+        known = dict(line)
+        known["nats"] = [math.inf if value is None else value for value in line["nats"]]
+        return cls(**known)
 
 
 def compare_runs(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float]:
@@ -201,19 +202,25 @@ def compete(race: Race, train: Callable[[str, float, int, int], Run | None], rat
         seeds: how many.
     """
     for method, first in rates.items():
-        tried = [train(method, rate, race.short, 0) for rate in first]
-        if None in tried:
+        tried = _train_all(train, [(method, rate, race.short, 0) for rate in first])
+        if not tried:
             continue
         best = min(tried, key=lambda run: run.loss).rate
         if best in (min(first), max(first)):
             further = 3 * best if best == max(first) else best / 3
-            tried.append(train(method, round_rate(further), race.short, 0))
+            tried += _train_all(train, [(method, round_rate(further), race.short, 0)])
         race.runs += tried
         best = min(tried, key=lambda run: run.loss).rate
-        race.runs.append(train(method, best, race.steps, 0))
+        race.runs += _train_all(train, [(method, best, race.steps, 0)])
     challenger = race.challenger
-    for seed in range(1, seeds if challenger else 1):
-        pair = [train(method, race.rates[method], race.steps, seed) for method in ("lora", challenger)]
-        if None in pair:
-            continue  # the growth of this seed found nothing
-        race.runs += pair
+    if challenger is None:
+        return
+    for seed in range(1, seeds):
+        pair = [(method, race.rates[method], race.steps, seed) for method in ("lora", challenger)]
+        race.runs += _train_all(train, pair)
+
+
+def _train_all(train: Callable, settings: list[tuple[str, float, int, int]]) -> list[Run]:
+    """The runs of all settings; none if one of them has nothing to train, since its growth found nothing."""
+    runs = [train(*setting) for setting in settings]
+    return [] if None in runs else runs

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, set_seed
 from trl.scripts.utils import get_dataset
+from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from .recipe import Recipe, Training
@@ -48,7 +49,9 @@ def load_data(recipe: Recipe) -> Data:
             set_seed(training.seed)  # by which TRL splits a mixture
             splits = get_dataset(recipe.mixture)
         if train not in splits or (test not in splits and test != "test"):
-            raise ValueError(f"it has the splits {', '.join(splits)}; see --dataset_train_split, --dataset_test_split")
+            raise ValueError(
+                f"it has the splits {', '.join(map(str, splits))}; see --dataset_train_split, --dataset_test_split"
+            )
         columns = splits[train].column_names or []  # a stream may not know them
         if columns and not {training.dataset_text_field, *_COLUMNS} & {*columns}:
             raise ValueError(
@@ -125,7 +128,7 @@ class Prepared(NamedTuple):
     collate: Callable[[list[dict]], dict]
 
 
-def prepare_rows(train: Rows, test: Rows | None, tokenizer, training: Training) -> Prepared:
+def prepare_rows(train: Rows, test: Rows | None, tokenizer, training: SFTConfig) -> Prepared:
     """Tokenize, mask and pack data as SFTTrainer does, without the model.
 
     Raises:
@@ -149,7 +152,7 @@ def prepare_rows(train: Rows, test: Rows | None, tokenizer, training: Training) 
     return Prepared(train, test, trainer.data_collator)
 
 
-def without_training(training: Training) -> Training:
+def without_training(training: SFTConfig) -> SFTConfig:
     """Options of a training for a trainer that never trains."""
     options = copy.copy(training)
     options.eval_strategy, options.report_to, options.push_to_hub = "no", [], False
@@ -162,7 +165,7 @@ def _has_labels(row: dict) -> bool:
     return any(label != -100 for label in row["labels"][1:])
 
 
-def split_rows(prepared: Prepared, training: Training) -> tuple[Rows, Rows]:
+def split_rows(prepared: Prepared, training: SFTConfig) -> tuple[Rows, Rows]:
     """Rows to train on and held-out ones: a tenth, unless the data have a test split.
 
     Raises:
@@ -182,7 +185,7 @@ def split_rows(prepared: Prepared, training: Training) -> tuple[Rows, Rows]:
     return parts["train"], parts["test"]
 
 
-def _check_count(count: int, training: Training) -> None:
+def _check_count(count: int, training: SFTConfig) -> None:
     if count < _FEWEST:
         raise ValueError(
             f"The data give {count} {'row' if count == 1 else 'rows'} of at most {training.max_length} tokens, too few "
@@ -190,7 +193,7 @@ def _check_count(count: int, training: Training) -> None:
         )
 
 
-def draw_batches(data: Data, tokenizer, training: Training, count: int) -> tuple[list[dict], list[list[int]]]:
+def draw_batches(data: Data, tokenizer, training: SFTConfig, count: int) -> tuple[list[dict], list[list[int]]]:
     """Batches from all over the data, as training would see them, and the input_ids of their rows.
 
     Raises:
@@ -202,7 +205,7 @@ def draw_batches(data: Data, tokenizer, training: Training, count: int) -> tuple
         rows = first_rows(rows, 16 * wanted, training.seed)  # more than packing leaves, and not all of large data
     prepared = prepare_rows(rows, None, tokenizer, training)
     _check_count(len(prepared.train), training)
-    drawn = list(first_rows(prepared.train, count * size, training.seed))
+    drawn: list[Any] = list(first_rows(prepared.train, count * size, training.seed))
     if len(drawn) >= 2 * size:  # a loss is the mean over batches: in a small one each row would count more
         drawn = drawn[: len(drawn) // size * size]
     return make_batches(drawn, prepared.collate, training), [row["input_ids"] for row in drawn]
@@ -215,7 +218,7 @@ def first_rows(rows: Rows, count: int, seed: int) -> Dataset:
     return rows.shuffle(seed=seed).select(range(min(count, len(rows))))
 
 
-def make_batches(rows: Rows, collate: Callable[[list[dict]], dict], training: Training) -> list[dict]:
+def make_batches(rows: Rows, collate: Callable[[list[dict]], dict], training: SFTConfig) -> list[dict]:
     """Batches of rows, two at least, on the device of the training."""
     rows = list(rows)
     size = min(training.per_device_train_batch_size, -(-len(rows) // 2) or 1)
@@ -227,7 +230,7 @@ def _move_batch(batch: dict, device: torch.device) -> dict:
     return {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
 
 
-def check_length(training: Training, config: PreTrainedConfig) -> None:
+def check_length(training: SFTConfig, config: PreTrainedConfig) -> None:
     """Cut rows to what a model reads at once.
 
     Raises:

@@ -122,7 +122,7 @@ def _read(recipe: Recipe) -> tuple[Data, PreTrainedConfig, Any]:
     return data, config, tokenizer
 
 
-def _read_rows(recipe: Recipe) -> tuple[Prepared, PreTrainedConfig, Any]:
+def read_rows(recipe: Recipe) -> tuple[Prepared, PreTrainedConfig, Any]:
     """Rows to train on and held-out ones, and the config and the tokenizer of the model."""
     data, config, tokenizer = _read(recipe)
     with explain_errors(recipe.dataset):
@@ -170,7 +170,7 @@ def race_recipe(recipe: Recipe, say: Callable[[str], object] = print) -> Race:
     """
     _check_budget_alone(recipe, "A race")
     budget = recipe.growth_config(BUDGET).budget
-    prepared, _, tokenizer = _read_rows(recipe)
+    prepared, _, tokenizer = read_rows(recipe)
     return run_race(
         partial(_load_model, recipe, "float32"),
         tokenizer,
@@ -193,7 +193,7 @@ def finetune(recipe: Recipe) -> dict:
     """
     check_recipe(recipe)
     training, method = recipe.training, METHODS[recipe.growth.method]
-    prepared, config, tokenizer = _read_rows(recipe)
+    prepared, config, tokenizer = read_rows(recipe)
     training.learning_rate = training.learning_rate or choose_rate(method, config)
     model = _load_model(recipe, "float32")
     before = {"parameters": model.num_parameters(), "cache_bytes": cache_bytes(model)}
@@ -210,7 +210,7 @@ def finetune(recipe: Recipe) -> dict:
     train(trainer)
     save_model(trainer, partial(_load_model, recipe, "float32", dense=True))
     reports = callback.reports if callback else [report] if report else []
-    figures = before_and_after(trainer, before) | {
+    figures = _compare_sizes(trainer, before) | {
         "method": recipe.growth.method,
         "output": training.output_dir,
         "growths": [each.to_dict() for each in reports],
@@ -252,7 +252,7 @@ def _prepare_start(
     return untrained, report
 
 
-def before_and_after(trainer: SFTTrainer, before: dict) -> dict:
+def _compare_sizes(trainer: SFTTrainer, before: dict) -> dict:
     """Losses by step, and the size of the model before and after."""
     history, model = trainer.state.log_history, trainer.model
     cache = cache_bytes(model) if is_grown(model) else before["cache_bytes"]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
@@ -131,9 +131,10 @@ class _Trainings:
 
     def train(self, method: str, rate: float, steps: int, seed: int) -> Run | None:
         """Train and measure; save the model of a long training with the first seed."""
-        if not self._prepare(method, seed):
+        prepared = self._prepare(method, seed)
+        if prepared is None:
             return None
-        *_, model, cache, _ = self._prepared
+        *_, model, cache, _ = prepared
         trainer = self._make_trainer(model, method, rate, steps, seed)
         self._run(trainer, self._count_steps)
         with trainer.compute_loss_context_manager():
@@ -145,8 +146,8 @@ class _Trainings:
         self._keep(run)
         return run
 
-    def _prepare(self, method: str, seed: int) -> bool:
-        """Make the model as a method starts from it, grown once for all learning rates; False if nothing grew."""
+    def _prepare(self, method: str, seed: int) -> tuple | None:
+        """The model as a method starts from it, grown once for all learning rates; None if nothing grew."""
         if self._prepared is None or self._prepared[:2] != (method, seed):
             self._prepared = None
             gc.collect()  # a Trainer refers to itself, and holds the last model
@@ -157,14 +158,14 @@ class _Trainings:
             loss_of = partial(make_sft_loss, tokenizer=self.tokenizer, training=self.training)
             model, report = prepare_model(patched, METHODS[method], self.budget, batches, seed, loss_of)
             if report and not report.applied:
-                return False
+                return None
             cache = report.cache_bytes[1] if report else cache_bytes(model)  # adapters of growth widen it once merged
             start = {weight: weight.detach().clone() for weight in model.parameters() if weight.requires_grad}
             self._prepared = method, seed, model, cache, start
         with torch.no_grad():
             for weight, value in self._prepared[-1].items():
                 weight.copy_(value)
-        return True
+        return self._prepared
 
     def _rows_of(self, steps: int, seed: int) -> Dataset:
         """The rows of that number of steps, in the seed's order."""
@@ -190,8 +191,8 @@ class _Trainings:
     def time_a_step(self) -> float:
         """Seconds of a training step of LoRA, from the second and third of three."""
         times: list[float] = []
-        self._prepare("lora", 0)
-        trainer = self._make_trainer(self._prepared[2], "lora", 1e-4, 3, 0)
+        *_, model, _, _ = cast(tuple, self._prepare("lora", 0))  # LoRA always has something to train
+        trainer = self._make_trainer(model, "lora", 1e-4, 3, 0)
         self._run(trainer, lambda: times.append(time.perf_counter()))
         return (times[2] - times[0]) / 2
 
@@ -207,6 +208,7 @@ def _hash_model(model: PreTrainedModel) -> str:
 
 def _hash_rows(rows: Dataset) -> str:
     digest = hashlib.sha256()
+    row: Any
     for row in rows:
         digest.update(json.dumps([row["input_ids"], row["labels"]]).encode())
     return digest.hexdigest()
@@ -278,8 +280,16 @@ def race(
         )
     rows = prepare_rows(train_dataset, eval_dataset, tokenizer, training)
     load_model = partial(_copy_patched, model)
-    how = dict(budget=budget, steps=steps, seeds=seeds, growth_batches=growth_batches)
-    return run_race(load_model, tokenizer, rows, training, **how)
+    return run_race(
+        load_model,
+        tokenizer,
+        rows,
+        training,
+        budget=budget,
+        steps=steps,
+        seeds=seeds,
+        growth_batches=growth_batches,
+    )
 
 
 def _copy_patched(model: PreTrainedModel) -> PreTrainedModel:

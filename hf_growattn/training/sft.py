@@ -7,6 +7,7 @@ from typing import cast
 from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, set_seed
+from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from ..growable.models import is_grown
@@ -14,7 +15,6 @@ from ..growable.patching import unpatch_model
 from .data import Rows, without_training
 from .methods import Method, scale_grown_rates
 from .quantized import is_quantized, merge_adapters
-from .recipe import Training
 from .trainer import loss_of
 
 
@@ -61,7 +61,7 @@ def make_trainer(
     return trainer
 
 
-def make_sft_loss(model, tokenizer, training: Training) -> Callable:
+def make_sft_loss(model, tokenizer, training: SFTConfig) -> Callable:
     """The loss that SFTTrainer lowers with these options, for a growth before the training."""
     row = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
     return loss_of(make_trainer(model, tokenizer, (row, None), without_training(training), None))
