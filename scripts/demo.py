@@ -1,37 +1,31 @@
-"""The whole job in a few minutes, without a download: `bash scripts/demo.sh`.
+"""The whole job in three minutes, without a download: `bash scripts/demo.sh`.
 
-A byte-level BPE and a small Llama with narrow heads are trained on the English that every CPython carries, its own
-documentation. Half-way the model grows.
+A byte-level BPE and a small Llama with narrow heads are made from the English that every CPython carries, its own
+documentation. `growattn finetune` then trains all weights, and widens heads half-way.
 """
 
 import argparse
-import tempfile
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
-from datasets import Dataset
 from texts import english, train_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers import logging as transformers_logging
 
 OPTIONS = """
---packing --packing_strategy wrapped --max_length 128 --per_device_train_batch_size 16 --per_device_eval_batch_size 16
---learning_rate 3e-3 --lr_scheduler_type cosine --warmup_steps 0.05 --weight_decay 0.01 --no_gradient_checkpointing
---eval_steps 0.0833 --logging_steps 0.05 --save_strategy no --budget 8%
+--max_length 128 --per_device_train_batch_size 16 --per_device_eval_batch_size 16 --learning_rate 3e-3
+--lr_scheduler_type cosine --warmup_steps 0.05 --weight_decay 0.01 --gradient_checkpointing False
+--logging_steps 0.05 --save_strategy no --budget 8%
 """
 
 
 def main() -> None:
-    """Train the tokenizer and the model, and fine-tune it as `growattn finetune` does."""
-    from hf_growattn.cli.options import read_recipe
-    from hf_growattn.training.finetuning import finetune
-
+    """Make the model and the text, and fine-tune."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="scripts/output/demo", help="folder for all that is made")
-    parser.add_argument("--steps", type=int, default=300, help="training steps, growth half-way")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default="scripts/output/demo", help="new folder for all that is made")
+    parser.add_argument("--steps", type=int, default=200, help="training steps, growth half-way")
     arguments = parser.parse_args()
-    transformers_logging.disable_progress_bar()
     texts = english()
     tokenizer = train_tokenizer(texts, 1024)
     config = LlamaConfig(
@@ -46,17 +40,16 @@ def main() -> None:
         eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=True,
     )
-    torch.manual_seed(arguments.seed)
+    torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    print(f"{len(texts)} articles, {model.num_parameters():,} parameters, heads {config.head_dim} wide.")
-    chosen = f"--max_steps {arguments.steps} --seed {arguments.seed} --growth_batches {min(32, arguments.steps)}"
-    with tempfile.TemporaryDirectory() as folder:
-        start, data = Path(folder, "model"), Path(folder, "articles.parquet")
-        model.save_pretrained(start)
-        tokenizer.save_pretrained(start)
-        Dataset.from_dict({"text": texts}).to_parquet(data)
-        words = [str(start), str(data), "-o", arguments.output, *OPTIONS.split(), *chosen.split()]
-        print(finetune(read_recipe("finetune", words))["summary"])
+    print(f"{len(texts)} articles, {model.num_parameters():,} parameters, heads {config.head_dim} wide.", flush=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    base, text, grown = (arguments.output / name for name in ("base", "python_topics.txt", "grown"))
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    text.write_text("\n\n".join(texts), encoding="utf-8")
+    command = ["hf_growattn", "finetune", base, text, "-o", grown, "--max_steps", arguments.steps, *OPTIONS.split()]
+    subprocess.run([sys.executable, "-m", *map(str, command)], check=True)
 
 
 if __name__ == "__main__":

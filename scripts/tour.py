@@ -94,7 +94,7 @@ losses = []  # (step, loss), for the report
 
 
 def train(steps: int) -> None:
-    """Take so many optimizer steps on the next batches, and note the losses."""
+    """Take a number of optimizer steps on the next batches, and note the losses."""
     model.train()
     for batch in itertools.islice(batches, steps):
         loss = model(**batch).loss
@@ -146,7 +146,7 @@ for view in attention_views(model):
 # %% [markdown]
 # ## Measure before you spend
 #
-# A few batches tell where width is missing. Starvation is the share of the gradient that the present width cannot
+# A few batches show where width is missing. Starvation is the share of the gradient that the present width cannot
 # follow; the gain is what 4 new dims should take off the loss of new batches. Nothing grows yet.
 
 # %%
@@ -164,7 +164,7 @@ for layer in measured.layers:
 # %%
 before = held_out_loss(model)
 grower = Grower(model, GrowthConfig(budget=0.05), optimizer=optimizer, accelerator=accelerator)
-report, grown_at = grower.grow(growth_batches), len(losses)
+report = grower.grow(growth_batches)
 print(f"On held-out rows, before any further training: {before:.4f} -> {held_out_loss(model):.4f}.")
 print(report)
 
@@ -178,7 +178,7 @@ print(report)
 train(50)
 print(f"After {len(losses)} steps: held-out loss {held_out_loss(model):.3f}.")
 report.plot().savefig(output / "growth.png")
-report.save(output / "growth.html", history=losses, step=grown_at)
+report.save(output / "growth.html", losses)
 print(f"What grew and why: {output / 'growth.html'} and {output / 'growth.png'}.")
 
 # %% [markdown]
@@ -286,7 +286,7 @@ print(f"Merged, a {type(merged).__name__} of {merged.num_parameters():,} paramet
 # %% [markdown]
 # ## A card, and the Hub
 #
-# The card tells what grew, where and why. `model.push_to_hub("you/your-model", reports=reports)` writes it and pushes
+# The card says what grew, where and why. `model.push_to_hub("you/your-model", reports=reports)` writes it and pushes
 # all in one commit; the tour only shows the folder, and pushes to nothing but a stand-in for the Hub on this machine.
 
 # %%
