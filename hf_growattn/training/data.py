@@ -18,7 +18,8 @@ from trl.trainer.sft_trainer import SFTTrainer
 from .recipe import Recipe, Training
 
 Rows: TypeAlias = Any  # a Dataset or an IterableDataset
-_SUFFIXES = {".txt", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow"}  # of files that hold data
+# By suffix of files that hold data, the loader of datasets that reads them.
+_LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 _COLUMNS = {"input_ids", "messages", "conversations", "prompt"}  # what TRL reads, apart from a column of text
 _FEWEST = 20  # rows: with fewer, neither training nor measuring means anything
 _HELD_OUT = 128  # rows at most
@@ -67,14 +68,16 @@ def load_data(recipe: Recipe) -> Data:
 def _load(name: str, recipe: Recipe) -> dict[str, Rows]:
     """The splits of a file, a folder or a dataset of the Hub."""
     path, script = Path(name), recipe.script
-    if not name or (path.suffix in _SUFFIXES and not path.exists()):
+    if not name or (path.suffix in _LOADERS and not path.exists()):
         raise ValueError(f"there is no file or folder {name!r}")
     how: dict[str, Any] = {"path": name, "name": script.dataset_config, "streaming": script.dataset_streaming}
     suffixes = _find_suffixes(path)
     if len(suffixes) > 1:  # datasets would read the most frequent kind and drop the others
         raise ValueError(f"{name} holds {', '.join(sorted(suffixes))} files, which cannot be joined")
     if path.is_file():
-        how |= {"path": str(path.resolve().parent), "data_files": glob.escape(path.name)}
+        how |= {"path": _LOADERS.get(path.suffix, "text"), "data_files": glob.escape(name)}
+        if path.suffix == ".tsv":
+            how["sep"] = "\t"
     if _is_text(name):
         how["sample_by"] = "document"
         if not all(map(_is_text, recipe.datasets)):
@@ -84,7 +87,7 @@ def _load(name: str, recipe: Recipe) -> dict[str, Rows]:
 
 def _find_suffixes(path: Path) -> set[str]:
     files = path.rglob("*") if path.is_dir() else [path]
-    return {file.suffix for file in files if file.is_file()} & _SUFFIXES
+    return {file.suffix for file in files if file.is_file()} & {*_LOADERS}
 
 
 def _is_text(name: str) -> bool:
