@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import logging as datasets_logging
 from torch import nn
@@ -155,7 +155,7 @@ def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
     with explain_errors(recipe.dataset):
         batches, ids = draw_batches(data, tokenizer, recipe.training, recipe.growth.growth_batches)
     check_tokens(ids, config)
-    model = _load_model(recipe, "auto")
+    model: Any = _load_model(recipe, "auto")
     check_budget(growth_config, attentions(model), model.num_parameters())
     grower = Grower(model, growth_config)  # which refuses quantized weights
     grower.loss = make_sft_loss(model.to(recipe.training.device), tokenizer, recipe.training)
@@ -201,7 +201,7 @@ def finetune(recipe: Recipe) -> dict:
     if callback:
         callback.check_budgets(model)
     untrained, report = _prepare_start(recipe, model, prepared, tokenizer)
-    rows = prepared.train, prepared.test
+    rows: tuple[Any, Any] = prepared.train, prepared.test
     trained_by = None if method.base else method
     trainer = make_trainer(untrained, tokenizer, rows, training, get_peft_config(recipe.model), callback, trained_by)
     quantized = is_quantized(untrained)
@@ -216,7 +216,8 @@ def finetune(recipe: Recipe) -> dict:
         "growths": [each.to_dict() for each in reports],
     }
     if quantized:  # what was saved is not what was trained
-        nats, counts = measure_rows(trainer.model, prepared.test, prepared.collate, training)
+        trained: Any = trainer.model
+        nats, counts = measure_rows(trained, rows[1], prepared.collate, training)
         figures["saved_loss"] = sum(nats) / sum(counts)
     figures["summary"] = _summarize(figures, callback)
     if trainer.is_world_process_zero():
@@ -254,7 +255,7 @@ def _prepare_start(
 
 def _compare_sizes(trainer: SFTTrainer, before: dict) -> dict:
     """Losses by step, and the size of the model before and after."""
-    history, model = trainer.state.log_history, trainer.model
+    history, model = trainer.state.log_history, cast(PreTrainedModel, trainer.model)
     cache = cache_bytes(model) if is_grown(model) else before["cache_bytes"]
     return {
         "held_out": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],

@@ -125,7 +125,7 @@ _FILES: dict[str, str] = {}
 def digest_of_files(path: str) -> str:
     """A digest of a file's content, or of all files in a folder; of a name that is no path, the name's."""
     if path not in _FILES:
-        place, whole = Path(path), hashlib.sha256()
+        place, whole = Path(path or "no file"), hashlib.sha256()  # Path("") is the folder that one is in
         files = sorted(place.rglob("*")) if place.is_dir() else [place]
         for file in files:
             if file.is_file() and "__pycache__" not in file.parts:

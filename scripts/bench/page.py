@@ -10,10 +10,12 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -174,6 +176,13 @@ def conditions(seeds: list[int]) -> dict:
         },
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
     }
+
+
+@cache
+def commit() -> str:
+    """The commit of this repository, short."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def lines_of(value, indent: str = "") -> str:
