@@ -24,7 +24,7 @@ def main() -> None:
     """Make the model and the text, and fine-tune."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default="scripts/output/demo", help="new folder for all that is made")
-    parser.add_argument("--steps", type=int, default=200, help="training steps, growth half-way")
+    parser.add_argument("--steps", type=int, default=120, help="training steps, growth half-way")
     arguments = parser.parse_args()
     texts = english()
     tokenizer = train_tokenizer(texts, 1024)
