@@ -118,12 +118,12 @@ def test_what_is_measured_is_what_sft_trains(folder, names, options, rows):
 
 def test_a_mixture_as_trl_reads_it(folder, tmp_path):
     parts = [f"  - {{path: {kind}, data_files: {folder}/rows.{kind}, split: train, columns: [text], fraction: 0.5}}"
-             for kind in ("csv", "parquet")]  # fmt: skip
+             for kind in ("json", "parquet")]  # fmt: skip
     lines = [f"model_name_or_path: {folder}/model", "max_length: 16", "test_split_size: 0.25", "datasets:", *parts]
     (tmp_path / "mixture.yaml").write_text("\n".join(lines))
     recipe = read_recipe("measure", ["--config", str(tmp_path / "mixture.yaml"), "--growth_batches", "2"])
     data = load_data(recipe)
-    assert (len(data.train), len(data.test)) == (90, 30) and recipe.dataset == "csv, parquet"
+    assert (len(data.train), len(data.test)) == (90, 30) and recipe.dataset == "json, parquet"
     assert data.train["text"] == load_data(recipe).train["text"]  # every process must split alike
     grower, batches, _ = prepare_growth(recipe)
     assert len(batches) == 2 and grower.measure(batches).loss_before > 0
