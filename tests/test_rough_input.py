@@ -1,7 +1,5 @@
 """Rough input, each refused in one line that names the fix: budgets, limits, tokens, names, secrets."""
 
-import shutil
-
 import pytest
 import torch
 from families import HEADS, VOCABULARY, build, lm_batches, save_with_text, tokens
@@ -32,7 +30,7 @@ def test_finetune_refuses_a_budget_that_buys_nothing_before_it_trains(given, tmp
     options = "--growth_batches 4 --max_steps 4 --max_length 16 --use_cpu".split()
     done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", option, "5", *options)
     assert f"5 weights buy nothing: one more dim of a layer costs {DIM:,}" in only_line(done)
-    assert "held-out loss" not in done.output and not list(tmp_path.iterdir())
+    assert "held-out loss" not in done and not list(tmp_path.iterdir())
 
 
 def test_a_grower_refuses_a_budget_that_buys_nothing():
@@ -103,14 +101,8 @@ def test_a_text_without_a_name_is_refused(given, monkeypatch):
 # Names and secrets
 
 
-def test_names_in_brackets_are_shown_as_they_are(given, tmp_path):
-    for name in ("a[v2]", "b:smile:"):
-        shutil.copytree(given / "model", tmp_path / name)
-    shutil.copy(given / "text.txt", tmp_path / "[red]text.txt")
-    options = ["--base", tmp_path / "b:smile:", "--text", tmp_path / "[red]text.txt"]
-    done = call("evaluate", tmp_path / "a[v2]", *options)
-    assert done.exit_code == 0, done.output
-    for shown in (" a[v2] ", " b:smile: ", " a[v2] - base ", " [red]text.txt "):
-        assert shown in done.stdout
+def test_names_in_brackets_are_shown_as_they_are(tmp_path):
+    (tmp_path / "a[v2]").mkdir()
+    (tmp_path / "a[v2]" / "mine").write_text("")
     done = call("grow", "m[v2]", "d", "-o", tmp_path / "a[v2]")
-    assert done.exit_code == 2 and "a[v2]" in "".join(done.stderr.replace("│", " ").split()), done.stderr
+    assert done.code == 2 and "a[v2]" in "".join(done.err.replace("│", " ").split()), done.err

@@ -18,7 +18,18 @@ IGNORED |= dict.fromkeys(("falcon", "falcon-alibi"), ("num_key_value_heads",))
 IGNORED |= dict.fromkeys(("stablelm", "stablelm-norms"), ("head_dim",))
 FALCONS = ("falcon", "falcon-alibi")  # whose config has no room for a head_dim
 CASES = [(name, field) for name in VARIANTS for field in BOTH if name not in FALCONS or field != "head_dim"]
-NO_STOCK_FORM = ("cohere2", "falcon-alibi", "stablelm-norms")
+NO_STOCK_FORM = (
+    "cohere2",
+    "falcon",
+    "falcon-alibi",
+    "gpt2-2",
+    "gpt2-2-upcast",
+    "gpt2-5-scaled",
+    "gpt-neo",
+    "gpt-neox",
+    "opt",
+)
+NO_STOCK_FORM += ("stablelm", "stablelm-norms")
 
 
 def value(name, field):

@@ -68,7 +68,9 @@ def load_data(recipe: Recipe) -> Data:
 def _load(name: str, recipe: Recipe) -> dict[str, Rows]:
     """The splits of a file, a folder or a dataset of the Hub."""
     path, script = Path(name), recipe.script
-    if not name or (path.suffix in _LOADERS and not path.exists()):
+    if not name.strip():
+        raise ValueError("the name of the data is empty")
+    if path.suffix in _LOADERS and not path.exists():
         raise ValueError(f"there is no file or folder {name!r}")
     how: dict[str, Any] = {"path": name, "name": script.dataset_config, "streaming": script.dataset_streaming}
     suffixes = _find_suffixes(path)
