@@ -26,7 +26,7 @@ CHANGED = {
 def test_the_command_lines_of_the_readme_are_true(tmp_path, monkeypatch):
     tokenizer = word_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    for name, variant in (("gpt2", "gpt2-2"), ("m", "llama-2")):
+    for name, variant in (("my/llama", "llama-2"), ("m", "llama-2")):
         build(variant).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     for name in ("my_text.txt", "held_out.txt"):
