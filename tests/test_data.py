@@ -151,7 +151,7 @@ def test_only_replies_are_trained(folder):
 
 
 BAD = {
-    "broken.jsonl": ('{"text": "w1"}\n{"text": w2}\n', "JSON"),
+    "broken.jsonl": ('{"text": "w1"}\n{"text": w2}\n', "cannot be read"),
     "binary.txt": (b"\xff\xfe\x00\xff", "UnicodeDecodeError"),
     "binary.csv": (b"\xff\xfe\x00\xff", "UnicodeDecodeError"),
     "empty.jsonl": ("", ""),
