@@ -3,10 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from ..growable.attention import GrowableAttention
 from ..measure import ranks
 
 
@@ -46,22 +44,6 @@ def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
             raise ValueError(
                 f"Batch {index} has {name} from {lowest} to {highest}, and the tokens of this model go from 0 to "
                 f"{known - 1}: tokenize with its own tokenizer, or resize_token_embeddings first."
-            )
-
-
-def check_shared(batches: list, chosen: list[GrowableAttention]) -> None:
-    """Raise a ValueError if processes that share the heads of a layer got different batches.
-
-    Raises:
-        ValueError: they have not.
-    """
-    if any(attention.heads_mesh is not None for attention in chosen):
-        leaves = [leaf for batch in batches for leaf in tree_leaves(batch) if torch.is_tensor(leaf)]
-        sums = [float(leaf.double().sum()) for leaf in leaves]
-        if any(others != (len(batches), sums) for others in ranks.of_all((len(batches), sums))):
-            raise ValueError(
-                "Under tensor parallelism all processes compute every batch together, and these have been given "
-                "different ones. Give each of them all batches, in the same order: no DistributedSampler."
             )
 
 

@@ -61,7 +61,7 @@ def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) 
     else:
         why = SPENT if left < weights * config.multiple_of else NO_GAIN
     return LayerGrowth(
-        layer=block.attention.layer_idx,
+        layer=block.attention.layer,
         kind=block.kind.name,
         width=(width, width + (change.dims if step > 0 else 0)),
         step_size=step,
@@ -69,8 +69,8 @@ def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) 
         validated=tuple(gradient.validated.tolist()),
         strength=(*change.strength.tolist(), *[0.0] * (len(gradient.validated) - change.dims)),
         starvation=gradient.starvation,
-        existing_slope=change.existing.slope if change.existing else 0.0,
-        existing_validated=change.existing.validated if change.existing else 0.0,
+        existing_slope=change.old_step.slope if change.old_step else 0.0,
+        existing_validated=change.old_step.validated if change.old_step else 0.0,
         quadratic_ratio=step * change.quadratic_ratio,
         left=why,
     )

@@ -1,51 +1,56 @@
-"""Write new dims into the weights, and update optimizers, DDP and compiled code."""
+"""Keep new dims: as parts of the model, of its optimizers, of DistributedDataParallel and of FSDP2."""
 
 import sys
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from ..growable.attention import GrowableAttention
-from ..growable.models import GrowableModelMixin
-from ..growable.sharding import is_sharded, note
+from ..growable.attention import GrowableAttention, set_trial
+from ..growable.models import GrowableModelMixin, attentions
+from ..growable.sharding import shard_like
 from ..measure import ranks
-from .frozen import train_grown
-from .loss import preserved_state
-from .optimizer import add_new_parameters, follow_gradients, swap_parameters
+from ..model.extra import Part
+from .optimizer import add_new_parameters, warn_if_left_out
 from .provenance import leave_checkpoint
-from .trial import Trial, measure_steepness
 
 
-def write(
-    trial: Trial,
+def next_name(model: nn.Module) -> str:
+    """The name of the next growth: "growth_1" for the first."""
+    names = {name for a in attentions(model) if a.extra is not None for name in a.extra.parts}
+    number = 1
+    while f"growth_{number}" in names:
+        number += 1
+    return f"growth_{number}"
+
+
+def keep_parts(
+    parts: dict[GrowableAttention, Part],
     model: GrowableModelMixin,
     wrapped: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    batches: list,
-    tick: Callable[[], object],
-) -> None:
-    """Write a trial's new dims into the weights, and update the optimizers and the config."""
-    note(model)
-    for new in trial.extensions.values():  # shards are not sent to other ranks afterwards
-        ranks.broadcast_from_rank0(*new.tensors())
-    resizes = trial.commit()
-    followed = follow_gradients(optimizers)
-    steep = [resize for resize in resizes if resize.old in followed]
-    with preserved_state(wrapped, optimizers):
-        measure_steepness(model, steep, batches, tick)
+) -> list[nn.Parameter]:
+    """Make new dims parts of the model that train, and return their parameters."""
+    name, new = next_name(model), []
+    for attention, part in parts.items():
+        ranks.broadcast_from_rank0(*(parameter.detach() for parameter in part.parameters()))
+        set_trial(attention, None)
+        attention.make_extra().parts[name] = part
+        part.requires_grad_(True)
+        part.train(attention.training)
+        shard_like(part, attention)
+        new += part.parameters()
     model.sync_config()
-    swap_parameters(optimizers, resizes)
-    add_new_parameters(optimizers, model, train_grown(model, resizes))
-    after_resize(model, wrapped, list(trial.extensions))
+    add_new_parameters(optimizers, model, new)
+    if not optimizers:
+        warn_if_left_out(model, new)
+    after_change(model, wrapped)
     leave_checkpoint(model)
+    return new
 
 
-def after_resize(model: nn.Module, wrapped: nn.Module, resized: list[GrowableAttention]) -> None:
-    """Update whatever outside the model still uses the old parameters of these modules."""
-    parameters = {id(p): p for attention in resized for p in attention.all_parameters().values()}
-    ranks.broadcast_from_rank0(*(parameter.detach() for parameter in parameters.values() if not is_sharded(parameter)))
+def after_change(model: nn.Module, wrapped: nn.Module) -> None:
+    """Update whatever outside the model still goes by its former parameters."""
     ranks.rebuild_ddp(model, wrapped)
-    torch.clear_autocast_cache()  # the caller's region may hold casts of weights that have moved
-    if "torch._dynamo" in sys.modules:  # compiled code has the old shapes; this resets the recompile count too
+    torch.clear_autocast_cache()
+    if "torch._dynamo" in sys.modules:  # compiled code has no place for the new dims; this resets its count, too
         torch._dynamo.reset()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ..growable.adapters import is_adapted
 from ..growable.models import attentions
 from ..measure import ranks
-from ..measure.passes import evaluation_mode, measured_by
+from ..measure.passes import Objective, evaluation_mode, without_autocast
 from .optimizer import held
 
 
@@ -24,10 +24,11 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 @contextlib.contextmanager
-def lowering(loss: Callable | None, model: PreTrainedModel, wrapped: nn.Module) -> Iterator[None]:
-    """Compute the user's loss in passes over the model, on the model as the user wraps it."""
-    with adapters_stay(model), measured_by(model, loss and partial(loss, unwrapped(wrapped))):
-        yield
+def lowering(loss: Callable | None, model: PreTrainedModel, wrapped: nn.Module) -> Iterator[Objective]:
+    """The user's loss, or the model's, of the model as the user wraps it; all else runs without autocast."""
+    objective = Objective(model, loss and partial(loss, unwrapped(wrapped)))
+    with adapters_stay(model), without_autocast(model):
+        yield objective
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ class GrowthConfig:
             kinds get the more of it the more gain they promise on unseen batches, and none where no gain holds.
         kinds: what a budget may buy, "patterns", "messages" or both.
         layers: indices of the layers to grow; None grows every layer.
-        max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means `hidden_size`.
+        max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
         multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
         method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
             factors of the stepped product, for position-free heads. On a small GPT-2 that bought nothing: with a frozen
@@ -108,7 +108,7 @@ class GrowthConfig:
         width = attention.width_of(kind.shared)
         limit = self.max_qk_head_dim if patterns else self.max_v_head_dim
         # Beyond hidden_size the product gains no rank.
-        room = max(min(limit or attention.config.hidden_size, attention.config.hidden_size) - width, 0)
+        room = max(min(limit or attention.shape.in_features, attention.shape.in_features) - width, 0)
         wanted = _CANDIDATES if self.budget is not None else (self.qk_dims if patterns else self.v_dims)
         wanted += -(width + wanted) % self.multiple_of if wanted else 0
         if wanted <= room:
@@ -182,7 +182,7 @@ def weights_of(budget: int | float | None, parameters: int) -> int:
 
 
 def _chosen(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> list[GrowableAttention]:
-    return [layer for layer in layers if config.layers is None or layer.layer_idx in config.layers]
+    return [layer for layer in layers if config.layers is None or layer.layer in config.layers]
 
 
 def cheapest_dim(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> int:

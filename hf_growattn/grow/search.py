@@ -193,7 +193,7 @@ def prices_of(
         _, after = search.run(spare=_AFTER_PRICING)
         gains = {kind: search.gain_alone(kind) for kind in search.promises}
     finally:
-        trial.undo()
+        trial.drop()
     if len(gains) == 2:
         both, (first, second) = search.loss_before - after, gains.values()
         gains = dict(zip(gains, ((both + first - second) / 2, (both + second - first) / 2)))

@@ -1,7 +1,6 @@
-"""Projections under quantization or LoRA: which weights can be read and resized.
+"""Projections under quantization or LoRA: which weights can be read, and what LoRA adds to them.
 
-It says which weights can be read and resized, which parameters follow a projection's size, and what LoRA adds. None of
-the libraries is imported. peft wraps a projection in a layer that holds it as `base_layer`, and keeps for each
+None of the libraries is imported. peft wraps a projection in a layer that holds it as `base_layer`, and keeps for each
 adapter, by name, two more linears: `lora_A` from the inputs to the rank, `lora_B` from the rank to the outputs.
 """
 
@@ -13,10 +12,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..model.attention import note_sizes, weight_axis
 from .sharding import whole
 
-_LORA = "peft.tuners.lora.layer.Linear"
 _MERGE = "Merge adapters other than plain LoRA into the weights (merge_and_unload() of peft)"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Packages whose linear layers compute with something else than their weight, even where that is floating-point.
@@ -112,39 +109,6 @@ def computed_weight(module: Any, inputs: int) -> torch.Tensor:
     return (answer.float() if inside.bias is None else answer.float() - inside.bias.float()).T
 
 
-def why_not_resizable(module: Any) -> str | None:
-    """What keeps a projection from being resized, and the fix; None for a plain one, bare or under plain LoRA."""
-    if why_not_readable(module) or not is_adapted(module):
-        return why_not_readable(module)
-    if f"{type(module).__module__}.{type(module).__qualname__}" != _LORA or is_adapted(module.base_layer):
-        return f"under an adapter of {type(module).__module__} ({type(module).__name__}). {_MERGE}."
-    variants = {type(variant).__name__ for variant in module.lora_variant.values()}
-    return f"under a variant of LoRA ({', '.join(sorted(variants))}). {_MERGE}." if variants else None
-
-
-def parameters_along(module: nn.Module, outputs: bool) -> list[tuple[nn.Module, str, int]]:
-    """The parameters that follow the number of a projection's outputs, or of its inputs: module, name and axis.
-
-    They are the projection's own and those of every adapter, active or not.
-    """
-    found = []
-    for linear in (plain(module), *_linears(module, "lora_B" if outputs else "lora_A")):
-        found.append((linear, "weight", weight_axis(linear, outputs)))
-        if outputs and linear.bias is not None:
-            found.append((linear, "bias", 0))
-    return found
-
-
-def note_all_sizes(module: Any) -> None:
-    """Keep true what a projection, its adapters and their wrapper note of their sizes: peft and repr read it."""
-    inside = plain(module)
-    for linear in (*_linears(module, "lora_A"), *_linears(module, "lora_B"), inside):
-        note_sizes(linear)
-    if is_adapted(module):
-        sizes, axis = inside.weight.shape, weight_axis(inside, outputs=True)
-        module.out_features, module.in_features = sizes[axis], sizes[1 - axis]
-
-
 def added_by_adapters(module: Any, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """What each active adapter adds to a projection's "weight" or "bias", in its layout; none once they are merged."""
     if not is_adapted(module) or module.disable_adapters or module.merged:
@@ -166,7 +130,3 @@ def without_adapters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
             own[".".join(part for part in parts if part not in ("base_layer", "original_module"))] = tensor
     return own
-
-
-def _linears(module: nn.Module, side: str) -> list[nn.Linear]:
-    return list(getattr(module, side).values()) if is_adapted(module) else []

@@ -1,22 +1,24 @@
-"""Model classes of living models: saved whole or not at all, and with widths that follow what is loaded."""
+"""Model classes of living models: saved whole or not at all, and with new dims that follow what is loaded."""
 
 import importlib
 import inspect
+import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..model.configuration import GrownConfigMixin, layer_widths
-from ..model.modeling import GrownModelMixin, class_by_name
-from .attention import GrowableAttention
+from ..model.configuration import WideConfigMixin
+from ..model.modeling import WideModelMixin, class_by_name
+from .attention import GrowableAttention, drop_if_empty
 from .folders import loading, replacing
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
 
-class GrowableModelMixin(GrownModelMixin):
+class GrowableModelMixin(WideModelMixin):
     """Mixed into a stock model class: attention that can grow, and saving that is all or nothing."""
 
     attention_mixin = GrowableAttention
@@ -63,44 +65,77 @@ class GrowableModelMixin(GrownModelMixin):
         return importlib.import_module("hf_growattn.interop.cards").push_model(self, repo_id, **kwargs)
 
     def sync_config(self) -> None:
-        """Write the widths of the layers that grew into every config of the model tree."""
-        grown = [attention for attention in attentions(self) if is_grown(attention)]
+        """Write the new dims of every layer into every config of the model tree."""
+        extra_dims = {
+            str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in attention.extra.parts.items()}
+            for attention in attentions(self)
+            if attention.extra is not None and len(attention.extra.parts)
+        }
         for config in growable_configs(self):
-            config.per_layer_config = {
-                a.layer_idx: {"qk_head_dim": a.qk_head_dim, "v_head_dim": a.v_head_dim} for a in grown
-            } or None
-
-    def take_widths(self, config: PreTrainedConfig) -> None:
-        """Take the widths that the config of a checkpoint names, where its weights are loaded into what is there."""
-        for attention in attentions(self):
-            qk_head_dim, v_head_dim = layer_widths(config, attention.layer_idx)
-            attention.widen(qk_head_dim - attention.qk_head_dim, v_head_dim - attention.v_head_dim)
-        self.sync_config()
+            config.extra_dims = extra_dims
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Take the widths along with the weights, so that a state from before or after a growth loads (`fit`)."""
-        modules = [(name, module) for name, module in self.named_modules() if isinstance(module, GrowableAttention)]
-        changed = [attention.fit(state_dict, f"{prefix}{name}.") for name, attention in modules]
-        if any(changed):
+        """Take the parts that a state holds along with its weights, so that one from another growth loads."""
+        changed = False
+        for name, module in self.named_modules():
+            if isinstance(module, GrowableAttention):
+                changed |= _follow_parts(module, state_dict, f"{prefix}{name}.extra.parts.")
+        if changed:
             self.sync_config()
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _follow_parts(attention: GrowableAttention, state: dict[str, Any], prefix: str) -> bool:
+    """Give an attention module the parts that a state dict holds for it, and no others; their values come with it.
+
+    Returns:
+        Whether that changed anything.
+    """
+    if not any(key.startswith(prefix.removesuffix("extra.parts.")) for key in state):
+        return False  # the state of something else, such as adapters alone
+    place, wanted = re.escape(prefix), {}
+    for key, tensor in state.items():
+        match = re.fullmatch(rf"{place}(.+)\.inside\.weight", key)
+        if match is not None:
+            outside = state.get(f"{prefix}{match[1]}.outside.weight")
+            v_dims = 0 if outside is None else outside.shape[1] // attention.shape.num_heads
+            rest = tensor.shape[0] - v_dims * attention.shape.num_key_value_heads
+            qk_dims = rest // (attention.shape.num_heads + attention.shape.num_key_value_heads)
+            wanted[match[1]] = qk_dims, v_dims
+    kept = {} if attention.extra is None else dict(attention.extra.parts.items())
+    if wanted == {name: (part.qk_dims, part.v_dims) for name, part in kept.items()}:
+        return False
+    parts = attention.make_extra().parts
+    for name in list(parts):
+        if name not in wanted or (parts[name].qk_dims, parts[name].v_dims) != wanted[name]:
+            del parts[name]
+    for name, dims in wanted.items():
+        if name not in parts:
+            parts[name] = attention.new_part(*dims)
+    drop_if_empty(attention)
+    return True
 
 
 def attentions(model: nn.Module) -> list[GrowableAttention]:
     """The growable attention modules of a model, by layer."""
     found = (module for module in model.modules() if isinstance(module, GrowableAttention))
-    return sorted(found, key=lambda attention: attention.layer_idx)
+    return sorted(found, key=lambda attention: attention.layer)
 
 
-def growable_configs(model: nn.Module) -> list[GrownConfigMixin]:
+def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
     """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
     configs = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in configs if isinstance(config, GrownConfigMixin)}.values())
+    return list({id(config): config for config in configs if isinstance(config, WideConfigMixin)}.values())
 
 
 def is_grown(model: nn.Module) -> bool:
-    """Whether any layer in a module is wider than its stock width."""
-    return any((a.qk_head_dim, a.v_head_dim) != (a.head_dim,) * 2 for a in attentions(model))
+    """Whether any attention module has new dims that are kept."""
+    return any(attention.parts for attention in attentions(model))
+
+
+def extra_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of all kept new dims."""
+    return [p for attention in attentions(model) for part in attention.parts for p in part.parameters()]
 
 
 def cache_bytes(model: nn.Module) -> int:

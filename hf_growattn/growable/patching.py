@@ -1,91 +1,37 @@
 """`patch_model` and `unpatch_model`: make one living model growable, and stock again."""
 
 import copy
+from typing import Any
 
-import transformers
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
-from ..model.architectures import ARCHITECTURES, Architecture
-from ..model.configuration import PREFIX, GrownConfigMixin, auto_map, growable_config_class, set_default_widths
-from ..model.modeling import GrownModelMixin, stock_attentions
-from .attention import GrowableAttention
+from ..model.configuration import WideConfigMixin, auto_map, growable_config_class
+from ..model.modeling import WideModelMixin, find_attentions, renew_old_forward
+from ..model.seam import WideAttention, WideProjection
 from .models import GrowableModelMixin, attentions, growable_configs, is_grown
 from .registration import register
-
-# Families that people ask for, and why they have no row.
-_REFUSED = {
-    "bloom": "adds ALiBi and the residual stream inside its attention module, which takes no attention function",
-    "gpt_oss": "lets every head attend to a learned sink, which the growth's statistics would leave out",
-    "deepseek_v2": "keeps keys and values in one latent, whose widths (kv_lora_rank) are already its own",
-    "deepseek_v3": "keeps keys and values in one latent, whose widths (kv_lora_rank) are already its own",
-    "albert": "computes its residual sum and norm inside the attention module, of which all layers share one",
-    "mpnet": "computes attention by hand, with a bias for relative positions, and takes no attention function",
-    "deberta-v2": "computes attention by hand, with separate keys and queries for relative positions",
-    "gemma3": "wraps a language model: pass that one to patch_model, model.model.language_model",
-}
-
-
-def architecture_of(model_type: str) -> Architecture:
-    """Return the row for a stock `config.model_type`.
-
-    Raises:
-        ValueError: the type has no row; the message names the type, the known ones and what to do.
-    """
-    try:
-        return ARCHITECTURES[model_type]
-    except KeyError:
-        known = ", ".join(sorted(ARCHITECTURES))
-        reason = f": it {_REFUSED[model_type]}" if model_type in _REFUSED else ""
-        raise ValueError(
-            f"hf_growattn does not know the model type {model_type!r}{reason}. Known types: {known}. For a model that "
-            "wraps one of these, patch the inner language model instead; for a family of your own, describe it with "
-            "register_architecture(Architecture(...))."
-        ) from None
-
-
-def register_architecture(row: Architecture) -> None:
-    """Teach the library a model family of your own, by its row; `patch_model` and the Auto classes know it then.
-
-    Do this before `from_pretrained` of its grown checkpoints too. They need this library: a row that is not in its
-    files does not travel with a checkpoint.
-
-    Raises:
-        ModuleNotFoundError: the modeling module of that name does not exist.
-        ValueError: the family has a row already, AutoConfig does not know its type, or the row names what the family
-            does not have.
-    """
-    if row.model_type in ARCHITECTURES:
-        raise ValueError(f"{row.model_type!r} has a row already; rows are not replaced.")
-    if row.model_type not in CONFIG_MAPPING:
-        raise ValueError(
-            f"AutoConfig does not know {row.model_type!r}. Call AutoConfig.register with its config first."
-        )
-    for name in filter(None, (row.attention, row.rotate)):
-        if not hasattr(row.modeling_file, name):
-            raise ValueError(f"{row.modeling_file.__name__} has no {name}; correct the row of {row.model_type!r}.")
-    ARCHITECTURES[row.model_type] = row
-    register(row.model_type)
 
 
 def patch_model(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model's attention growable, in place, for this instance only.
 
-    The classes of the model, its inner models and its self-attention modules are swapped for growable subclasses, and
-    its config for a copy with a `model_type` of our own. Outputs, parameters, buffers and hooks stay as they were; the
-    softmax scale is the one the modules hold, and no growth changes it. A model that was loaded from a GGUF
-    into ordinary weights is no longer called quantized, so it can be trained and saved.
+    The classes of the model, its inner models and its attention modules are swapped for growable subclasses, and its
+    config for a copy with a `model_type` of our own. Outputs, parameters, buffers and hooks stay as they were: the
+    stock forward runs as it is. A model that was loaded from a GGUF into ordinary weights is no longer called
+    quantized, so it can be trained and saved.
 
     Args:
-        model: a transformers model of a known family: base model, causal LM, classifier or any other head.
+        model: a transformers model: base model, causal LM, classifier or any other head.
 
     Returns:
         The same object. Patching it again changes nothing.
 
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
-        ValueError: its `config.model_type` is unknown (the message lists the known ones), its family refuses this
-            variant or is built otherwise by an older transformers, an attention module runs a forward that is not the
-            stock one, or the model runs the code that came with its checkpoint. The model is as it was then.
+        ValueError: none of its attention modules takes its attention function from transformers' table, one runs a
+            forward that other code has put there, or the model runs the code that came with its checkpoint. The model
+            is as it was then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -94,35 +40,54 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
         )
     if isinstance(model, GrowableModelMixin):
         return model
-    if any(cls.__name__ == GrownModelMixin.__name__ for cls in type(model).__mro__):
+    if any(cls.__name__ == WideModelMixin.__name__ for cls in type(model).__mro__):
         raise ValueError(
             "This model runs the code that its checkpoint carries, which cannot grow. Import hf_growattn first, then "
             "load the model again."
         )
-    _check(model, architecture_of(model.config.model_type))
-    _replace_configs(model, model.config.model_type)
+    _check(model)
+    register(type(model.config))
+    _replace_configs(model)
     GrowableModelMixin.adopt(model)
     _forget_gguf(model)
     return model
 
 
-def _check(model: PreTrainedModel, row: Architecture) -> None:
-    """Raise a ValueError if a family refuses this variant, or an attention module does not run the stock forward."""
-    if row.refusal(model.config):
-        raise ValueError(f"This model cannot be grown: {row.refusal(model.config)}.")
-    stock_forward = getattr(row.modeling_file, row.attention).forward
-    for name, module in stock_attentions(model, row).items():
-        if not hasattr(module, row.query):
-            raise ValueError(
-                f"{name} ({type(module).__name__}) has no {row.query} in transformers {transformers.__version__}, but "
-                "has in newer versions: upgrade transformers to grow this family."
+def _check(model: PreTrainedModel) -> None:
+    """Raise a ValueError if no attention module can have new dims, or one does not run its class's forward."""
+    found = [module for module, *_ in find_attentions(model)]
+    if not found:
+        named = {type(module).__name__ for module in model.modules() if "attention" in type(module).__name__.lower()}
+        reason = "has no attention module"
+        if named:
+            reason = (
+                f"computes attention in {', '.join(sorted(named))}, of which none takes its attention function from "
+                "transformers' table, ALL_ATTENTION_FUNCTIONS, with an output projection of its own after it"
             )
-        replaced = "forward" in vars(module) and "_old_forward" not in vars(module)
-        if type(module).forward is not stock_forward or replaced:
+        raise ValueError(f"New dims cannot join {type(model).__name__}: it {reason}.")
+    for module in found:
+        if "forward" in vars(module) and "_old_forward" not in vars(module):
             raise ValueError(
-                f"{name} has a forward of its own ({type(module).__name__}), which patching would replace. Patch the "
-                "model before other libraries do, and use the stock attention class."
+                f"A {type(module).__name__} has a forward that other code has put there, which new dims could not "
+                "join. Patch the model before other libraries do."
             )
+
+
+def _replace_configs(model: PreTrainedModel) -> None:
+    """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
+    growable: dict[int, Any] = {}
+    stock_class = type(model.config)
+    config_class = growable_config_class(stock_class)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if type(config) is not stock_class:
+            continue
+        if id(config) not in growable:
+            growable[id(config)] = new = config_class.__new__(config_class)
+            vars(new).update(copy.deepcopy(vars(config)))
+            vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
+            new.extra_dims = {}
+        module.config = growable[id(config)]
 
 
 def _forget_gguf(model: PreTrainedModel) -> None:
@@ -139,47 +104,50 @@ def _forget_gguf(model: PreTrainedModel) -> None:
             vars(config).pop("_is_quantized", None)
 
 
-def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
+def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrainedModel:
     """Give a patched model its stock classes back, in place.
+
+    Args:
+        model: patched or not.
+        drop_growth: take new dims off, too; the stock weights are what they were, or what training made of them.
 
     Returns:
         The same object. A model that is not patched is returned as it is.
 
     Raises:
-        ValueError: a layer has grown, and no stock class fits its weights; `export_model` writes others that one does.
+        ValueError: a layer has grown, and `drop_growth` is not set.
     """
     if not isinstance(model, GrowableModelMixin):
         return model
-    if is_grown(model):
+    if is_grown(model) and not drop_growth:
         raise ValueError(
-            "This model has grown, and its weights no longer fit the stock class. Save it as it is with "
-            "model.save_pretrained, or write a stock checkpoint of it with hf_growattn.export_model."
+            "This model has grown, and a stock model has no place for its new dims. Save it as it is with "
+            "model.save_pretrained, write a stock checkpoint of it with hf_growattn.export_model, or lose the new dims "
+            "with unpatch_model(model, drop_growth=True)."
         )
     for config in growable_configs(model):
-        stock_type = config.model_type.removeprefix(PREFIX)
-        config.per_layer_config = None
-        del config.qk_head_dim, config.v_head_dim
-        if getattr(config, "auto_map", None) == auto_map(config.model_type):
-            del config.auto_map
-        config.__class__ = CONFIG_MAPPING[stock_type]  # pyright: ignore[reportAttributeAccessIssue]
-    for attention in attentions(model):
-        attention.release()
-    for module in model.modules():
-        if isinstance(module, (GrowableModelMixin, GrowableAttention)):
-            module.__class__ = type(module).__bases__[1]
+        _make_stock(config)
+    every: list[Any] = list(attentions(model))
+    for attention in every:
+        attention._modules.pop("extra", None)
+        for name in ("shape", "layer", "projection", "call"):
+            vars(attention).pop(name, None)
+    for module in _ours(model):
+        vars(module).pop("share", None)
+        module.__class__ = type(module).__bases__[1]
+        if not isinstance(module, PreTrainedModel):
+            renew_old_forward(module)
     return model
 
 
-def _replace_configs(model: PreTrainedModel, model_type: str) -> None:
-    """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
-    growable, config_class = {}, growable_config_class(model_type)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "model_type", None) != model_type or isinstance(config, GrownConfigMixin):
-            continue
-        if id(config) not in growable:
-            growable[id(config)] = new = config_class.__new__(config_class)
-            vars(new).update(copy.deepcopy(vars(config)))
-            vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
-            set_default_widths(new)
-        module.config = growable[id(config)]
+def _make_stock(config: WideConfigMixin) -> None:
+    if getattr(config, "auto_map", None) == auto_map(config.model_type):
+        del config.auto_map
+    del config.extra_dims
+    config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _ours(model: nn.Module) -> list[Any]:
+    return [
+        module for module in model.modules() if isinstance(module, (GrowableModelMixin, WideAttention, WideProjection))
+    ]

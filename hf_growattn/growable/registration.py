@@ -37,34 +37,48 @@ def register_when_imported() -> None:
 
 
 def register_families() -> None:
-    """Teach the Auto classes the grown models of every family, and peft its default target modules."""
-    from ..model.architectures import ARCHITECTURES
+    """Teach the Auto classes the grown models of every type, and peft its default target modules.
 
-    for model_type in ARCHITECTURES:
-        register(model_type)
+    Only names are entered: a class is made when it is asked for.
+    """
+    from transformers.models.auto.configuration_auto import (
+        CONFIG_MAPPING,
+        CONFIG_MAPPING_NAMES,
+        model_type_to_module_name,
+    )
+
+    from ..model.configuration import PREFIX, register_type_names
+
+    mappings, library = _auto_mappings(), sys.modules["hf_growattn"]
+    for model_type, name in list(CONFIG_MAPPING_NAMES.items()):
+        if model_type.startswith(PREFIX):
+            continue
+        ours = PREFIX + model_type
+        CONFIG_MAPPING._mapping[ours] = f"GrowAttn{name}"
+        register_type_names(model_type)
+        for mapping in (CONFIG_MAPPING, *mappings):
+            mapping._modules[model_type_to_module_name(ours)] = library
+        for mapping in mappings:
+            mapping._reverse_config_mapping.setdefault(f"GrowAttn{name}", ours)
 
 
-def register(model_type: str) -> None:
-    """The same for one family, which transformers itself may not know."""
-    from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
+def register(stock: type) -> None:
+    """The same for the models of one config class, which transformers itself may not know."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from ..model.configuration import growable_config_class, register_type_names
+    from ..model.configuration import growable_config_class
+    from .models import GrowableModelMixin
 
-    stock, config_class = CONFIG_MAPPING[model_type], growable_config_class(model_type)
-    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    register_type_names(model_type)
+    made = growable_config_class(stock)
+    if made.model_type in CONFIG_MAPPING and made.model_type not in CONFIG_MAPPING._extra_content:
+        return
+    AutoConfig.register(made.model_type, made, exist_ok=True)
     for mapping in _auto_mappings():
         found = mapping._extra_content.get(stock)
-        if model_type in mapping._model_mapping:
-            mapping._reverse_config_mapping[config_class.__name__] = config_class.model_type
-            mapping._modules[model_type_to_module_name(config_class.model_type)] = sys.modules["hf_growattn"]
-        elif hasattr(found, "config_class"):
-            from .models import GrowableModelMixin
-
-            mapping.register(config_class, GrowableModelMixin.mixed_into(found), exist_ok=True)
-        elif found is not None:  # tokenizers
-            mapping.register(config_class, found, exist_ok=True)
+        if found is not None:  # model classes, and tokenizers as they are
+            is_model = hasattr(found, "config_class")
+            mapping.register(made, GrowableModelMixin.mixed_into(found) if is_model else found, exist_ok=True)
 
 
 def _auto_mappings() -> list:

@@ -12,7 +12,7 @@ from ..growable.attention import GrowableAttention
 from ..growable.sharding import sharded_modules
 from . import functional as F
 from .kinds import Kind
-from .passes import batch_loss, batch_on_all_ranks, in_step
+from .passes import Objective, batch_loss, batch_on_all_ranks, in_step
 from .ranks import Rows, raise_on_all_ranks, sum_over_ranks
 
 
@@ -76,6 +76,11 @@ class Block:
     old_dims_train: bool = True
 
     @property
+    def is_known(self) -> bool:
+        """Whether the weights of the old dims can be read; otherwise all of the gradient is taken for new ones."""
+        return self.attention.is_known(*self.kind.roles)
+
+    @property
     def heads(self) -> int:
         """Query heads `H`."""
         return self.attention.heads_of("query")
@@ -85,10 +90,20 @@ class Block:
         """Key/value heads `G`."""
         return self.attention.heads_of("key")
 
+    @property
+    def stacked_shape(self) -> tuple[int, int]:
+        """Groups and features of the stacked side, `(G, g a)`."""
+        return self.groups, self.heads // self.groups * self.attention.features_of(self.kind.stacked)
+
+    @property
+    def shared_shape(self) -> tuple[int, int]:
+        """Groups and features of the shared side, `(G, b)`."""
+        return self.groups, self.attention.features_of(self.kind.shared)
+
     def old_factors(self) -> tuple[Tensor, Tensor]:
         """What the old dims compute: stacked (H, a, k), shared (G, b, k), with biases, in the statistics' precision.
 
-        These are the live weights, views on them where nothing is to be added; adapters that are active count in.
+        New dims of former growths and adapters that are active count in.
         """
         dtype = self.roots.like.dtype
         stacked, shared = (
@@ -105,7 +120,7 @@ class Block:
 
 
 def measure_moments(
-    model: PreTrainedModel,
+    objective: Objective,
     attentions: list[GrowableAttention],
     kinds: list[Kind],
     batches: list,
@@ -124,17 +139,19 @@ def measure_moments(
     the mean eigenvalue to add.
 
     Returns:
-        One block for each layer and kind, in this order, and the loss of each of this rank's batches.
+        One block for each layer and kind, in this order, of those layers that the loss runs, and the loss of each of
+        this rank's batches.
 
     Raises:
         ValueError: a batch gives no loss, or none that is finite.
     """
+    model = objective.model
     spread, sums, outputs = bool(sharded_modules(model)), {}, {}
     for attention in attentions:  # a rank without batches brings zeros
-        like = attention.empty_like("query")
+        like = attention.empty_like()
         # Their sum is the same in any order then, to the rounding of fp32.
         dtype = torch.float32 if like.device.type == "mps" else torch.float64
-        sums[attention] = Rows(like.new_zeros([attention.config.hidden_size + 1] * 2, dtype=dtype), spread)
+        sums[attention] = Rows(like.new_zeros([attention.shape.in_features + 1] * 2, dtype=dtype), spread)
         outputs[attention] = like.new_zeros((), dtype=_statistics_dtype(like))
     mask: Tensor | None = None
     counted, seen = True, set()
@@ -145,7 +162,10 @@ def measure_moments(
         mask = arguments.get("attention_mask")
 
     def add(module, args, kwargs, output):
-        inputs = args[0] if args else kwargs["hidden_states"]
+        given = module.bind(args, kwargs)
+        if given.source is not None:  # cross-attention reads something else
+            return
+        inputs = given.hidden_states
         inputs, attended = (x.detach().to(outputs[module].dtype) for x in (inputs, output[0]))
         with torch.autocast(inputs.device.type, enabled=False):
             moment = F.moment_sum(F.augment(inputs), mask).to(sums[module].like) if counted else None
@@ -168,7 +188,7 @@ def measure_moments(
             for index, batch, counted in in_step(model, batches):
                 seen.clear()
                 with batch_on_all_ranks(model, add_nothing):
-                    loss = batch_loss(model, batch, index).item()
+                    loss = batch_loss(objective, batch, index).item()
                 if counted:
                     losses.append(loss)
                     tick()
@@ -182,14 +202,16 @@ def measure_moments(
             attention
         ).whole()  # in large models the moments of all layers and the roots do not fit at once
         count = of_layer[-1, -1]  # the constant feature has counted the tokens
+        if not count > 0:
+            continue  # the loss does not run this module, or only as cross-attention
         roots = _InputRoots((of_layer / count).to(outputs[attention]), ridge, spread)
         size = (outputs[attention] / count.to(outputs[attention])).sqrt()
         for kind in kinds:
-            shared = roots[attention.bias_of(kind.shared) is not None]
+            shared = roots[kind.shared in attention.shape.biased]
             if kind.stacked == "output":
                 stacked = 1 / size, size
             else:
-                stacked = roots[attention.bias_of(kind.stacked) is not None]
+                stacked = roots[kind.stacked in attention.shape.biased]
             blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
     return blocks, losses
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ..growable.attention import GrowableAttention
+from ..growable.attention import GrowableAttention, set_trial
 from . import functional as F
 from .blocks import Block
-from .extension import KindProbe, Probe, set_extension
-from .passes import backward
+from .probes import KindProbe, Probe
+from .passes import Objective, backward
 from .ranks import broadcast_from_rank0, sum_over_ranks, total
 
 SKETCH_PASSES = (1 / 2, 1.0, 1.0)  # part of the batches that each reads; the first one only finds where to look
@@ -30,7 +29,8 @@ class Gradient:
         u, sigma, v: whitened directions, best first: (G, g a, p), (G, p), (G, b, p).
         in_sample: decrease of the loss per unit of step of each dim, over all heads, on its own batches: (p,).
         validated: the same on batches that the direction was not chosen from: (p,).
-        starvation: share of the whitened gradient that the old dims cannot follow, between 0 and 1.
+        starvation: share of the whitened gradient that the old dims cannot follow, between 0 and 1; None where their
+            weights cannot be read.
         halves: `u, sigma, v` as either half of the batches alone gives them, to be judged on the other.
     """
 
@@ -40,7 +40,7 @@ class Gradient:
     v: Tensor
     in_sample: Tensor
     validated: Tensor
-    starvation: float
+    starvation: float | None
     halves: tuple[tuple[Tensor, Tensor, Tensor], ...]
 
 
@@ -49,14 +49,16 @@ class _Measurement:
 
     def __init__(self, block: Block):
         self.block = block
-        stacked, shared = block.whitened_factors()
-        self.stacked_shape, self.shared_shape = stacked.shape[:2], shared.shape[:2]
+        self.stacked_shape, self.shared_shape = block.stacked_shape, block.shared_shape
 
     def beyond_old_dims(self, stacked: Iterable[Tensor], shared: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """What the old dims cannot do of products on either side, each (G, g a, r) and (G, b, r').
 
-        The bases of what they can do are as large as the weights: none is held for the layers that wait.
+        The bases of what they can do are as large as the weights: none is held for the layers that wait. Where old
+        weights cannot be read, the products are returned as they are.
         """
+        if not self.block.is_known:
+            return list(stacked), list(shared)
         bases = map(F.column_basis, self.block.whitened_factors())
         first, second = ([F.project_out(part, basis) for part in side] for side, basis in zip((stacked, shared), bases))
         return first, second
@@ -68,8 +70,8 @@ class _Measurement:
             per_head = F.unstack_groups(stacked_inputs, block.heads)
             stacked_probe = F.apply_root(block.roots.stacked_whitening, per_head)
         features = self.stacked_shape[1] * block.groups // block.heads
-        shared_probe, mesh = block.roots.shared_whitening @ shared_inputs, block.attention.heads_mesh
-        self.installed = KindProbe(shared_probe, stacked_probe, block.heads, features, mesh)
+        shared_probe = block.roots.shared_whitening @ shared_inputs
+        self.installed = KindProbe(shared_probe, stacked_probe, block.heads, features)
         return self.installed
 
     def read(self, batches: float) -> tuple[Tensor, Tensor]:
@@ -90,7 +92,7 @@ def _install(measurements: list[_Measurement], inputs: Sequence[tuple[Tensor, Te
         block = measurement.block
         by_attention.setdefault(block.attention, {})[block.kind.name] = measurement.probe(shared, stacked)
     for attention, probes in by_attention.items():
-        set_extension(attention, Probe(**probes))
+        set_trial(attention, Probe(attention.shape, **probes))
 
 
 @dataclass
@@ -135,7 +137,8 @@ def _gradient(block: Block, side: _Products, weights: tuple[float, float], dims:
     validated = torch.stack([(own * other).sum(0) for _, own, _, other in halves]).mean(0)
     own = tuple((u, sigma, v) for u, sigma, v, _ in halves)
     broadcast_from_rank0(u, sigma, v, validated, *own[0], *own[1])
-    return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, starvation, own)
+    known = starvation if block.is_known else None
+    return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, known, own)
 
 
 def starvation_of(residual: Tensor, total: Tensor) -> float:
@@ -145,13 +148,15 @@ def starvation_of(residual: Tensor, total: Tensor) -> float:
 
 def beyond_old_dims(block: Block, parts: list[Tensor]) -> tuple[tuple[Tensor, Tensor], float]:
     """Return what the old dims cannot do of either half's whole gradient, (G, g a, b) each, and the starvation."""
+    if not block.is_known:
+        return (parts[0], parts[1]), 1.0
     bases = [F.column_basis(factors) for factors in block.whitened_factors()]
     first, second = (F.bottleneck(part, *bases) for part in parts)
     return (first, second), starvation_of((first * second).sum(), (parts[0] * parts[1]).sum())
 
 
 def exact_gradients(
-    model: PreTrainedModel,
+    objective: Objective,
     blocks: list[Block],
     halves: tuple[list[dict], list[dict]],
     dims: int,
@@ -164,7 +169,7 @@ def exact_gradients(
     """
     weights = shares(halves)
     gradients = []
-    for block, parts in zip(blocks, whole_gradients(model, blocks, halves, tick)):
+    for block, parts in zip(blocks, whole_gradients(objective, blocks, halves, tick)):
         residuals, starvation = beyond_old_dims(block, parts)
         everything = torch.ones(parts[0].shape[-1], dtype=torch.bool, device=parts[0].device)
         identity = torch.eye(parts[0].shape[-1]).to(parts[0]).expand(block.groups, -1, -1)
@@ -174,7 +179,7 @@ def exact_gradients(
 
 
 def whole_gradients(
-    model: PreTrainedModel,
+    objective: Objective,
     blocks: list[Block],
     halves: tuple[list[dict], ...],
     tick: Callable[[], object] = lambda: None,
@@ -187,88 +192,15 @@ def whole_gradients(
     _install(measurements, inputs)
     whole: list[list[Tensor]] = [[] for _ in blocks]
     for batches in halves:
-        backward(model, batches, tick)
+        backward(objective, batches, tick)
         (count,) = total(len(batches))
         for measurement, parts in zip(measurements, whole):
             parts.append(measurement.read(count)[0])
     return whole
 
 
-@dataclass
-class ExistingStep:
-    """A step of size 1 of one block's existing factors, as far as it holds on unseen batches.
-
-    Attributes:
-        stacked, shared: whitened changes, (G, g a, k) and (G, b, k).
-        slope: first-order decrease of the loss on the batches it comes from.
-        validated: the same on batches that it does not come from.
-        quadratic_ratio: `||dS_quad|| / ||dS_lin||`, in proportion to the size of the step.
-    """
-
-    stacked: Tensor
-    shared: Tensor
-    slope: float
-    validated: float
-    quadratic_ratio: float
-
-
-def tangent_steps(
-    model: PreTrainedModel,
-    blocks: list[Block],
-    halves: tuple[list[dict], list[dict]],
-    tick: Callable[[], object] = lambda: None,
-) -> list[ExistingStep]:
-    """Return the steepest step of each block's existing factors.
-
-    Read off the ordinary gradients of the weights in one pass: without rotation they are `T W_K` and `T^T W_Q`. Where
-    the old dims rotate, `T` depends on the offset; their true gradients are used, so the step descends, in a metric
-    that leaves the rotation out. The step is shortened to the share of its gain that holds when either half of the
-    batches judges what the other found. Call inside `evaluation_mode`.
-    """
-    for block in blocks:
-        for role in block.kind.roles:
-            block.attention.projection_of(role).requires_grad_(True)
-    read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
-    for batches in halves:
-        backward(model, batches, tick)
-        (count,) = total(len(batches))
-        for block, parts in zip(blocks, read):
-            parts.append(_weight_gradients(block, count))
-        model.zero_grad(set_to_none=True)
-    model.requires_grad_(False)
-    weights = shares(halves)
-    return [_existing_step(block, parts, weights) for block, parts in zip(blocks, read)]
-
-
-def _weight_gradients(block: Block, batches: float) -> tuple[Tensor, Tensor]:
-    """The whitened gradients of the mean loss in the existing factors: (G, g a, k) and (G, b, k)."""
-    attention, kind, roots = block.attention, block.kind, block.roots
-    stacked, shared = (
-        F.join_bias(attention.weight_gradient(role), attention.bias_gradient(role)).to(roots.like.dtype) / batches
-        for role in kind.roles
-    )
-    sum_over_ranks(stacked, shared)
-    return F.stack_groups(F.apply_root(roots.stacked_whitening, stacked), block.groups), roots.shared_whitening @ shared
-
-
-def _existing_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[float, float]) -> ExistingStep:
-    factors = block.whitened_factors()
-
-    def slope(gradients: Iterable[Tensor], changes: Iterable[Tensor]) -> float:
-        return -sum((gradient * change).sum().item() for gradient, change in zip(gradients, changes))
-
-    own = [F.tangent_step(*part, *factors) for part in parts]
-    validated = (slope(parts[1], own[0]) + slope(parts[0], own[1])) / 2
-    in_sample = (slope(parts[0], own[0]) + slope(parts[1], own[1])) / 2
-    strength = min(max(validated / in_sample, 0.0), 1.0) if in_sample > 0 else 0.0
-    together = [weights[0] * first + weights[1] * second for first, second in zip(*parts)]
-    stacked, shared = (strength * change for change in F.tangent_step(together[0], together[1], *factors))
-    ratio = F.quadratic_ratio(stacked, shared, *factors).item() if strength > 0 else 0.0
-    return ExistingStep(stacked, shared, slope(together, (stacked, shared)), strength * validated, ratio)
-
-
 def sketched_gradients(
-    model: PreTrainedModel,
+    objective: Objective,
     blocks: list[Block],
     halves: tuple[list[dict], list[dict]],
     dims: int,
@@ -307,7 +239,7 @@ def sketched_gradients(
         _install(measurements, [(shared, None if ends else stacked) for shared, stacked in inputs])
         raw: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
         for batches in (half[:: round(1 / part)] if len(half) > 2 else half for half in halves):
-            backward(model, batches, tick)
+            backward(objective, batches, tick)
             (count,) = total(len(batches))
             for measurement, read in zip(measurements, raw):
                 read.append(measurement.read(count))

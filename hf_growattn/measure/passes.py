@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,19 +9,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..growable.adapters import check_unpacked, kept_unpacked
-from ..growable.attention import GrowableAttention
+from ..growable.attention import GrowableAttention, set_trial
 from ..growable.sharding import forget_pass, gathering_to_the_end, loss_unrounded, own_part, reshard, sharded_modules
-from .extension import set_extension
 from .ranks import of_all, raise_on_all_ranks, several, total
-
-_LOSSES: dict[nn.Module, Callable[[Any, int], Tensor]] = {}  # of a batch and its number, while `measured_by` has them
-
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterator[None]:
     """Put a model in evaluation mode with gradients off, and restore everything at the end.
 
-    On leaving, also by an exception, training modes, `requires_grad` flags, gradients, extensions and the random state
+    On leaving, also by an exception, training modes, `requires_grad` flags, gradients, trials and the random state
     are as they were. `others` are parameters outside the model that its loss may train: they are frozen, too.
     """
     check_unpacked(model)
@@ -30,7 +25,8 @@ def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> It
     training = [(module, module.training) for module in model.modules()]
     every = dict.fromkeys((*model.parameters(), *others))
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in every]
-    extensions = [(m, m.extension) for m in model.modules() if isinstance(m, GrowableAttention)]
+    attentions = [module for module in model.modules() if isinstance(module, GrowableAttention)]
+    trials = [(module, module.trial) for module in attentions]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     # Probes would recompile a compiled model for a few passes; what attention itself compiles goes on being compiled.
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
@@ -53,33 +49,46 @@ def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> It
             for parameter, requires_grad, gradient in parameters:
                 parameter.requires_grad_(requires_grad)
                 parameter.grad = gradient
-            for attention, extension in extensions:
-                set_extension(attention, extension)
+            for attention, trial in trials:
+                set_trial(attention, trial)
+
+
+class Objective:
+    """The loss that is lowered: the model's own, or a function of a batch, in the autocast of the caller.
+
+    Args:
+        model: whose attention grows.
+        loss: gives a tensor of one number for a batch; None for what the model returns.
+    """
+
+    def __init__(self, model: PreTrainedModel, loss: Callable[[Any], Tensor] | None = None):
+        self.model, self._own = model, loss
+        kind = next(model.parameters()).device.type
+        enabled = torch.is_autocast_enabled(kind)
+        self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=enabled)
+
+    def __call__(self, batch: Any, index: int) -> Tensor:
+        """The loss of a batch, which errors name by its number."""
+        with self._autocast:
+            if self._own is None:
+                return _model_loss(self.model, batch, index)
+            return _given_loss(self._own, batch, index)
 
 
 @contextlib.contextmanager
-def measured_by(model: PreTrainedModel, loss: Callable[[Any], Tensor] | None = None) -> Iterator[None]:
-    """Let passes over a model take this loss of a batch, by default its own, in the caller's autocast.
-
-    All else runs without autocast: solving wants the statistics' precision.
-    """
-    kind = next(model.parameters()).device.type
-    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
-    _LOSSES[model] = autocast(partial(_given_loss, loss) if loss else partial(_own_loss, model))
-    try:
-        with torch.autocast(kind, enabled=False):
-            yield
-    finally:
-        del _LOSSES[model]
+def without_autocast(model: nn.Module) -> Iterator[None]:
+    """Compute in the statistics' precision, whatever the caller's autocast."""
+    with torch.autocast(next(model.parameters()).device.type, enabled=False):
+        yield
 
 
-def batch_loss(model: PreTrainedModel, batch: Any, index: int) -> Tensor:
+def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
     """Return the loss of one batch, a scalar.
 
     Raises:
         ValueError: the model returns no loss, or a NaN or infinite one; the message names the batch and a fix.
     """
-    loss = _loss(model, batch, index)
+    loss = objective(batch, index)
     if not torch.isfinite(loss):
         raise ValueError(
             f"The loss of batch {index} is {loss.item()}. Look for labels that are all -100, for inputs that are not "
@@ -88,13 +97,13 @@ def batch_loss(model: PreTrainedModel, batch: Any, index: int) -> Tensor:
     return loss
 
 
-def mean_loss(model: PreTrainedModel, batches: list, tick: Callable[[], object] = lambda: None) -> float:
+def mean_loss(objective: Objective, batches: list, tick: Callable[[], object] = lambda: None) -> float:
     """Return the mean of the batches' losses over all ranks, finite or not. Call inside `evaluation_mode`."""
     losses = []
     with torch.no_grad(), raise_on_all_ranks():
-        for index, batch, counts in in_step(model, batches):
-            with batch_on_all_ranks(model):
-                loss = _loss(model, batch, index).item()
+        for index, batch, counts in in_step(objective.model, batches):
+            with batch_on_all_ranks(objective.model):
+                loss = objective(batch, index).item()
             if counts:
                 losses.append(loss)
                 tick()
@@ -140,10 +149,6 @@ def mean_of(losses: list[float]) -> float:
     return loss / count
 
 
-def _loss(model: PreTrainedModel, batch: Any, index: int) -> Tensor:
-    return _LOSSES[model](batch, index) if model in _LOSSES else _own_loss(model, batch, index)
-
-
 def _given_loss(loss: Callable[[Any], Tensor], batch: Any, index: int) -> Tensor:
     value = loss(batch)
     if not torch.is_tensor(value) or value.numel() != 1:
@@ -152,7 +157,7 @@ def _given_loss(loss: Callable[[Any], Tensor], batch: Any, index: int) -> Tensor
     return value
 
 
-def _own_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> Tensor:
+def _model_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> Tensor:
     device = next(model.get_input_embeddings().parameters()).device
     given = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
     outputs = model(**{"use_cache": False, **given})
@@ -166,7 +171,7 @@ def _own_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> T
     return loss
 
 
-def backward(model: PreTrainedModel, batches: list, tick: Callable[[], object] = lambda: None) -> None:
+def backward(objective: Objective, batches: list, tick: Callable[[], object] = lambda: None) -> None:
     """Sum the gradients of this rank's batches into whatever asks for them: the installed probes.
 
     The loss is scaled up by a power of two for the way back, as fp16 needs it and as other types do not notice. Call
@@ -175,6 +180,7 @@ def backward(model: PreTrainedModel, batches: list, tick: Callable[[], object] =
     Raises:
         ValueError: the gradients are not finite at any scale.
     """
+    model = objective.model
     reshard(model)
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scale = 2.0**16
@@ -184,7 +190,7 @@ def backward(model: PreTrainedModel, batches: list, tick: Callable[[], object] =
         with torch.enable_grad(), _recomputing(model), raise_on_all_ranks():
             for index, batch, counts in in_step(model, batches):
                 with batch_on_all_ranks(model):
-                    loss = batch_loss(model, batch, index)
+                    loss = batch_loss(objective, batch, index)
                     if not loss.requires_grad:
                         raise ValueError(
                             f"The loss of batch {index} has no gradient: compute it outside torch.no_grad()."

@@ -1,80 +1,66 @@
-"""Config classes of grown models: the stock config plus the attention widths, under a `model_type` of our own.
+"""Config classes of grown models: the stock config and the widths of the new dims, under a `model_type` of our own.
 
-`config.json` of a grown checkpoint holds the stock fields, `"model_type": "growattn_<family>"`, the stock width as
-`qk_head_dim` and `v_head_dim`, and `per_layer_config` with the widths of the layers that grew. `head_dim` stays what it
-was: the rotary width and the source of the softmax scale.
+`config.json` of a grown checkpoint holds the stock fields, `"model_type": "growattn_<type>"`, and `extra_dims` with the
+parts of each layer, such as `{"0": {"growth_1": [2, 4]}}`: two new dims of queries and keys, four of values.
 """
 
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.configuration_utils import strict  # pyright: ignore[reportPrivateImportUsage]
 from transformers.models.auto import modeling_auto, tokenization_auto
 
-from .architectures import ARCHITECTURES
-
 PREFIX = "growattn_"
-
 CODE_FOLDER = "growattn"  # in a checkpoint: the files of this folder, which load it without the library
+_FORM = '{"0": {"growth_1": [2, 4]}}'  # of `extra_dims`, for messages
 _AUTO_CLASSES = {
     "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
     "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     "AutoModelForMultipleChoice": modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
     "AutoModelForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
-
-
-def stock_head_dim(config: PreTrainedConfig) -> int:
-    """Width of one head before any growth, as the stock attention of the family reads it from a config."""
-    return ARCHITECTURES[config.model_type.removeprefix(PREFIX)].head_dim(config)
-
-
 _Config = PreTrainedConfig if TYPE_CHECKING else object  # what this is mixed into
 
 
-class GrownConfigMixin(_Config):
+class WideConfigMixin(_Config):
     """Mixed into a stock config class.
 
     Attributes:
-        qk_head_dim, v_head_dim: the stock head width. Layers that grew override them in `per_layer_config`; read a
-            layer's own with `layer_widths`.
+        extra_dims: by layer, as a text, the parts by name, each with its new dims of queries and keys, and of values.
         auto_map: where the code that loads it lies, once it was saved with its model.
     """
 
-    qk_head_dim: int
-    v_head_dim: int
+    extra_dims: dict[str, dict[str, list[int]]]
     auto_map: dict[str, str]
 
     def __post_init__(self, **kwargs):
-        per_layer_config = kwargs.pop("per_layer_config", None)
+        extra_dims = kwargs.pop("extra_dims", None) or {}
+        if kwargs.get("per_layer_config") is not None and extra_dims:
+            kwargs.pop("per_layer_config")  # the mark of `to_dict`
         super().__post_init__(**kwargs)
-        width = stock_head_dim(self)
-        if type(width) is not int or width < 1:
-            raise ValueError(f"head_dim is {width!r}; it must be a whole number, at least 1. Correct config.json.")
-        set_default_widths(self)
-        for name in ("qk_head_dim", "v_head_dim"):
-            if getattr(self, name) != width:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r} and the stock head width {width}; outside of per_layer_config "
-                    "they are equal. Correct config.json: growth changes per_layer_config alone."
-                )
-        if per_layer_config is not None:
-            try:
-                self.per_layer_config = per_layer_config
-            except (AttributeError, TypeError, ValueError) as error:
-                raise ValueError(
-                    'per_layer_config in config.json must hold widths by layer, such as {"0": {"qk_head_dim": 20}}: '
-                    f"{error}."
-                ) from error
-        for layer in range(self.num_hidden_layers):
-            layer_widths(self, layer)
+        self.extra_dims = extra_dims
+        check_extra_dims(extra_dims)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, for `config.json`.
+
+        The mark `per_layer_config` makes a stock class raise that is called on a grown checkpoint by its name: it would
+        leave the new dims out with no more than a warning.
+        """
+        fields = super().to_dict()
+        hidden_size = getattr(self, "hidden_size", None)
+        if self.extra_dims and isinstance(hidden_size, int):
+            name = self.attribute_map.get("hidden_size", "hidden_size")
+            fields["per_layer_config"] = {"0": {name: hidden_size + 1}}  # any other value will do
+        return fields
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -97,11 +83,25 @@ class GrownConfigMixin(_Config):
                 (Path(save_directory) / CODE_FOLDER / name).write_bytes(code)
 
 
+def check_extra_dims(extra_dims: Any) -> None:
+    """Raise a ValueError if `extra_dims` of a config.json has not the form that a save gives it."""
+    good = isinstance(extra_dims, dict)
+    for layer, parts in extra_dims.items() if good else ():
+        good = good and str(layer).isdecimal() and isinstance(parts, dict)
+        for dims in parts.values() if good else ():
+            good = good and isinstance(dims, list) and len(dims) == 2
+            good = good and all(type(number) is int and number >= 0 for number in dims) and sum(dims) > 0
+    if not good:
+        raise ValueError(f"extra_dims in config.json must have a form such as {_FORM}, and is {extra_dims!r}.")
+
+
 def auto_map(model_type: str) -> dict[str, str]:
     """Where a checkpoint of a type of ours keeps the classes that the Auto classes may load it by."""
-    names = {auto_name: table[model_type] for auto_name, table in _AUTO_CLASSES.items() if model_type in table}
-    names["AutoConfig"] = f"GrowAttn{CONFIG_MAPPING[model_type.removeprefix(PREFIX)].__name__}"
-    return {auto_name: f"{CODE_FOLDER}/modeling.{name}" for auto_name, name in names.items()}
+    stock_type = model_type.removeprefix(PREFIX)
+    names = {auto_name: table[stock_type] for auto_name, table in _AUTO_CLASSES.items() if stock_type in table}
+    names = {auto_name: name if isinstance(name, str) else name[0] for auto_name, name in names.items()}
+    names["AutoConfig"] = CONFIG_MAPPING[stock_type].__name__
+    return {auto_name: f"{CODE_FOLDER}/modeling.GrowAttn{name}" for auto_name, name in names.items()}
 
 
 @cache
@@ -111,38 +111,16 @@ def _code() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files}
 
 
-def set_default_widths(config: PreTrainedConfig) -> None:
-    """Note the stock head width where the config has none yet; the global one must be set before any layer's own."""
-    for name in ("qk_head_dim", "v_head_dim"):
-        if name not in vars(config):
-            setattr(config, name, stock_head_dim(config))
-
-
-def layer_widths(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
-    """Return `(qk_head_dim, v_head_dim)` of one layer.
-
-    Raises:
-        ValueError: the config holds something else than a whole number at least as large as the stock width.
-    """
-    layer_config = config.per_layer_config[layer]
-    widths = layer_config.qk_head_dim, layer_config.v_head_dim
-    for name, width in zip(("qk_head_dim", "v_head_dim"), widths):
-        if type(width) is not int or width < stock_head_dim(config):
-            raise ValueError(
-                f"{name} of layer {layer} is {width!r}; it must be a whole number, "
-                f"at least the stock head width {stock_head_dim(config)}. Correct per_layer_config in config.json."
-            )
-    return widths
-
-
 @cache
-def growable_config_class(model_type: str) -> type[PreTrainedConfig]:
-    """Return `GrowAttn<Stock config class>` for a stock model type."""
-    stock = CONFIG_MAPPING[model_type]
-    namespace = {"__module__": __name__, "model_type": PREFIX + model_type}
-    register_type_names(model_type)
+def growable_config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return `GrowAttn<Stock config class>`."""
+    name = f"GrowAttn{stock.__name__}"
+    namespace = {"__module__": __name__, "model_type": PREFIX + stock.model_type}
     # A subclass of a strict class checks its fields only as far as it is strict itself.
-    return strict(type(f"GrowAttn{stock.__name__}", (GrownConfigMixin, stock), namespace))
+    made = strict(type(name, (WideConfigMixin, stock), namespace))
+    setattr(sys.modules[__name__], name, made)  # so that pickle finds it
+    register_type_names(stock.model_type)
+    return made
 
 
 def register_type_names(model_type: str) -> None:
@@ -170,11 +148,13 @@ def config_class_by_name(name: str) -> type[PreTrainedConfig]:
     """Return a config class of ours by its name.
 
     Raises:
-        AttributeError: no family has a class of this name.
+        AttributeError: transformers has no stock class of this name.
     """
-    for model_type in ARCHITECTURES:
-        if name == f"GrowAttn{CONFIG_MAPPING[model_type].__name__}":
-            return growable_config_class(model_type)
+    import transformers
+
+    stock = getattr(transformers, name.removeprefix("GrowAttn"), None) if name.startswith("GrowAttn") else None
+    if isinstance(stock, type) and issubclass(stock, PreTrainedConfig):
+        return growable_config_class(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,10 +1,12 @@
 """Model classes of grown models, made from the stock ones.
 
-`GrowAttn<Stock class>` is the stock class with attention whose widths come from its config. Classes are made when
-they are needed: by name as an attribute of this module, as `auto_map` in config.json asks for them, or by `mixed_into`.
+`GrowAttn<Stock class>` is the stock class whose attention modules have the new dims that its config names. Classes are
+made when they are needed: by name as an attribute of this module, as `auto_map` in config.json asks for them, or by
+`mixed_into`.
 """
 
 import sys
+import types
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,51 +15,48 @@ from torch import nn
 from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel, conversion_mapping
 from transformers.utils import output_capturing
 
-from .architectures import ARCHITECTURES, Architecture
-from .attention import GrownAttention
-from .configuration import (
-    PREFIX,
-    GrownConfigMixin,
-    auto_map,
-    config_class_by_name,
-    growable_config_class,
-    layer_widths,
-)
-
-_SHIPPED_FAMILIES = frozenset(ARCHITECTURES)  # rows that a program adds later are not in the files
-
+from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
+from .seam import WideAttention, WideProjection, reaches_seam
+from .shapes import find_projections, read_shape
 
 _Model = PreTrainedModel if TYPE_CHECKING else object  # what this is mixed into
 
 
-class GrownModelMixin(_Model):
-    """Mixed into a stock model class: attention widths come from the config, and the code goes along when it is saved.
+class WideModelMixin(_Model):
+    """Mixed into a stock model class: new dims come from the config, and the code goes along when it is saved.
 
     Attributes:
-        attention_mixin: what the self-attention modules are made of.
+        attention_mixin: what the attention modules are made of.
         mixin: this one, or the one derived from it, that a class was made of.
     """
 
-    attention_mixin = GrownAttention
-    mixin: type["GrownModelMixin"]
+    attention_mixin = WideAttention
+    mixin: type["WideModelMixin"]
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self.mixin.adopt(self)
-        for attention in [module for module in self.modules() if isinstance(module, GrownAttention)]:
-            changed = attention.begin_at(*layer_widths(config, attention.layer_idx))
-            if changed and not changed[0].weight.is_meta:  # loaded weights need no initialization
-                for module in (*changed, attention):  # attention last: some families initialize its output again
-                    self._init_weights(module)
+        parts_of_layers = dict(config.extra_dims)
+        for attention in wide_attentions(self):
+            parts = parts_of_layers.pop(str(attention.layer), {})
+            if parts and attention.extra is None:  # an inner model was there first
+                like = next(attention.parameters())
+                for name, (qk_dims, v_dims) in parts.items():
+                    part = attention.add_part(name, qk_dims, v_dims, dtype=like.dtype, device=like.device)
+                    for weight in (w for w in part.parameters() if w.dim() > 1 and not w.is_meta):
+                        nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        if parts_of_layers:
+            raise ValueError(
+                f"extra_dims in config.json names layer {', '.join(parts_of_layers)}, which the model does not have or "
+                "whose attention cannot have new dims."
+            )
 
     @classmethod
     @cache
     def mixed_into(cls, stock: type[Any]) -> type[PreTrainedModel]:
         """Return `GrowAttn<Stock class>`, the subclass with this mixin of a stock model class, base model or head."""
         model_type = stock.config_class.model_type
-        row = ARCHITECTURES[model_type]
-        cls.attention_mixin.mixed_into(getattr(row.modeling_file, row.attention), row)  # pickle asks for it by name
-        name, config_class = f"GrowAttn{stock.__name__}", growable_config_class(model_type)
+        name, config_class = f"GrowAttn{stock.__name__}", growable_config_class(stock.config_class)
         made = type(name, (cls, stock), {"__module__": cls.__module__, "config_class": config_class, "mixin": cls})
         setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
         # Checkpoints of some families hold other tensors than the modules, and what converts them goes by these names.
@@ -73,17 +72,21 @@ class GrownModelMixin(_Model):
 
     @classmethod
     def adopt(cls, model: PreTrainedModel) -> None:
-        """Swap the classes of a model tree whose configs are ours: models, inner models and self-attention.
+        """Swap the classes of a model tree whose configs are ours: models, inner models and attention modules.
 
         Parameters, buffers and hooks are untouched.
         """
-        row = ARCHITECTURES[model.config.model_type.removeprefix(PREFIX)]
-        for module, surroundings in surroundings_of(model, row):
-            module.__class__ = cls.attention_mixin.mixed_into(type(module), row)
-            module.adopt(surroundings)
+        for attention, number, sibling in find_attentions(model):
+            attention.__class__ = cls.attention_mixin.mixed_into(type(attention))
+            attention.shape, attention.layer = read_shape(attention), number
+            if sibling is not None:
+                attention.projection = (sibling,)
+                if not isinstance(sibling, WideProjection):
+                    sibling.__class__ = WideProjection.mixed_into(type(sibling))
+            renew_old_forward(attention, sibling)
         for module in model.modules():
-            if isinstance(module, PreTrainedModel) and isinstance(module.config, GrownConfigMixin):
-                if not isinstance(module, GrownModelMixin):
+            if isinstance(module, PreTrainedModel) and isinstance(module.config, WideConfigMixin):
+                if not isinstance(module, WideModelMixin):
                     module.__class__ = cls.mixed_into(type(module))
                 # Output capture looks a model's recorders up by its class; stock models enter it when they are built.
                 output_capturing._CAN_RECORD_REGISTRY.setdefault(str(type(module)), module._can_record_outputs)
@@ -91,14 +94,13 @@ class GrownModelMixin(_Model):
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does, with the code of the class next to its config.
 
-        So `trust_remote_code=True` loads it where the library is not. Classes derived from ours, and of families that
-        are not in these files, have none that could go along.
+        So `trust_remote_code=True` loads it where the library is not. Classes derived from ours have no code that could
+        go along.
         """
-        model_type = self.config.model_type
         ours = next(base for base in type(self).__mro__ if "mixin" in vars(base))
         derived = type(self).__name__.removeprefix("FSDP") != ours.__name__  # FSDP's class is a wrapper in name only
-        if not derived and model_type.removeprefix(PREFIX) in _SHIPPED_FAMILIES:
-            self.config.auto_map = auto_map(model_type)
+        if not derived:
+            self.config.auto_map = auto_map(self.config.model_type)
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
@@ -110,11 +112,12 @@ class GrownModelMixin(_Model):
     def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
         """Refuse what would leave a part of the model at random: transformers raises `loading_info.error_msgs`.
 
-        That is attention weights of other sizes, even with `ignore_mismatched_sizes`, which is meant for task heads,
-        and weights that the checkpoint lacks, but for those of a task head that it was not saved with.
+        That is attention weights of other sizes, even with `ignore_mismatched_sizes`, which is meant for task heads;
+        new dims that the config does not name; and weights that the checkpoint lacks, but for those of a task head that
+        it was not saved with.
         """
         super()._adjust_missing_and_unexpected_keys(loading_info)
-        layers = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, GrownAttention))
+        layers = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, WideAttention))
         saved_as = self.config.architectures if isinstance(self.config.architectures, list) else []
         as_saved = self.base_model is self or type(self).__name__ in saved_as
         backbone = "" if as_saved else f"{self.base_model_prefix}."
@@ -125,11 +128,13 @@ class GrownModelMixin(_Model):
         ]
         missing = set(loading_info.missing_keys) - set(self.all_tied_weights_keys)
         problems += [f"{key} is missing" for key in sorted(missing) if key.startswith(backbone)]
+        unnamed = [key for key in loading_info.unexpected_keys if ".extra.parts." in key]
+        problems += [f"{key} is not in config.json" for key in sorted(unnamed)]
         if problems:
             more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
             loading_info.error_msgs.append(
                 f"{'; '.join(problems[:4] + more)}. config.json and the weights are not of the same save: put back "
-                "what save_pretrained wrote together, or correct per_layer_config in config.json."
+                "what save_pretrained wrote together, or correct extra_dims in config.json."
             )
 
     @classmethod
@@ -139,52 +144,61 @@ class GrownModelMixin(_Model):
             super().register_for_auto_class(auto_class)
 
 
-def stock_attentions(model: nn.Module, row: Architecture) -> dict[str, Any]:
-    """The self-attention modules of a model that are still of the stock class, by name."""
-    stock = getattr(row.modeling_file, row.attention)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, stock)
-        and not isinstance(module, GrownAttention)
-        and not getattr(module, "is_cross_attention", False)
-    }
+def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
+    """The stock attention modules that new dims can join, with their number and the sibling that projects the output.
 
-
-def surroundings_of(model: nn.Module, row: Architecture) -> list[tuple[Any, dict[str, Any]]]:
-    """The stock self-attention modules, each with what it lacks about its place in the model.
-
-    That is the number of its layer, for modules that hold none, and the sibling that holds the output projection.
+    The number is that of the layer where modules know it, each another one; otherwise their place in the model. The
+    sibling is None for modules with an output projection of their own.
     """
     found = []
-    for number, (name, module) in enumerate(stock_attentions(model, row).items()):
-        surroundings: dict[str, Any] = {}
-        if getattr(module, "layer_idx", None) is None and "layer_idx" not in dict(row.aliases):
-            surroundings["layer_idx"] = number
-        if row.output_sibling:
-            surroundings["output_sibling"] = (
-                getattr(model.get_submodule(name.rpartition(".")[0]), row.output_sibling),
-            )
-        found.append((module, surroundings))
-    return found
+    for name, module in model.named_modules():
+        stock = not isinstance(module, WideAttention)
+        if not (stock and reaches_seam(type(module)) and hasattr(module, "config")):
+            continue
+        projections, sibling = find_projections(module), None
+        if "output" not in projections:
+            parent: Any = model.get_submodule(name.rpartition(".")[0])
+            beside = parent._modules.get("output")
+            if beside is None or not hasattr(beside, "dense"):
+                continue
+            sibling = beside
+        if any(True for child in module.children() if hasattr(child, "weight")):
+            found.append((module, sibling))
+    numbers = [getattr(module, "layer_idx", None) for module, _ in found]
+    if None in numbers or len({*numbers}) < len(numbers):
+        numbers = list(range(len(found)))
+    return [(module, number, sibling) for (module, sibling), number in zip(found, numbers)]
 
 
-def class_by_name(name: str, mixin: type[GrownModelMixin]) -> type:
+def wide_attentions(model: nn.Module) -> list[Any]:
+    """The attention modules of ours in a model, by layer."""
+    found = [module for module in model.modules() if isinstance(module, WideAttention)]
+    return sorted(found, key=lambda attention: attention.layer)
+
+
+def renew_old_forward(*modules: Any) -> None:
+    """Let hooks of accelerate call the forward of a module's class, which was just swapped."""
+    for module in modules:
+        if "_old_forward" in vars(module if module is not None else object):
+            module._old_forward = types.MethodType(type(module).forward, module)
+
+
+def class_by_name(name: str, mixin: type[WideModelMixin]) -> type:
     """Make a model class, or find a config class, when it is asked for by name, as pickle and `auto_map` do.
 
     Raises:
-        AttributeError: no family has a class of this name.
+        AttributeError: transformers has no stock class of this name.
     """
     stock = getattr(transformers, name.removeprefix("GrowAttn"), None) if name.startswith("GrowAttn") else None
-    if getattr(getattr(stock, "config_class", None), "model_type", None) in ARCHITECTURES:
+    if isinstance(stock, type) and issubclass(stock, PreTrainedModel) and stock.config_class is not None:
         return mixin.mixed_into(stock)
     return config_class_by_name(name)
 
 
 def __getattr__(name: str) -> type:
     """Make a class for a checkpoint that these files came with, which serve that checkpoint alone."""
-    found = class_by_name(name, GrownModelMixin)
+    found = class_by_name(name, WideModelMixin)
     if issubclass(found, PreTrainedModel):  # task heads build the model inside through AutoModel
-        inner = GrownModelMixin.mixed_into(MODEL_MAPPING[found.__bases__[1].config_class])
+        inner = WideModelMixin.mixed_into(MODEL_MAPPING[found.__bases__[1].config_class])
         AutoModel.register(inner.config_class, inner, exist_ok=True)
     return found

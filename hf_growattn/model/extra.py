@@ -1,0 +1,161 @@
+"""`ExtraDims`: the new dims of one attention module, apart from its own weights, in parts: one for each growth.
+
+A part has two small modules. `inside` projects the attention's input to new queries, keys and values; `outside`
+projects what the heads read through the new values to a share of the output. They are used through their `forward`
+alone, so whatever works with modules works with them: sharding, hooks, checkpointing.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+ROLES = ("query", "key", "value", "output")
+
+
+class HeadShape(NamedTuple):
+    """Sizes of an attention module.
+
+    Attributes:
+        num_heads: query heads `H`.
+        num_key_value_heads: key and value heads `G`.
+        qk_head_dim, v_head_dim: stock widths of one head.
+        in_features, out_features: sizes of the module's input and output.
+        biased: the roles whose projection has a bias; new dims have one there, too.
+    """
+
+    num_heads: int
+    num_key_value_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    in_features: int
+    out_features: int
+    biased: tuple[str, ...] = ()
+
+    def heads_of(self, role: str) -> int:
+        """Number of heads of a role."""
+        return self.num_key_value_heads if role in ("key", "value") else self.num_heads
+
+
+class Inside(nn.Module):
+    """New queries, keys and values of every head, as one linear map.
+
+    Attributes:
+        weight: (rows, in_features): the rows of all query heads, then those of key heads, then those of value heads.
+        bias: the same rows of those roles that have a bias, (biased rows,); None without any.
+    """
+
+    def __init__(self, shape: HeadShape, qk_dims: int, v_dims: int, **factory):
+        super().__init__()
+        self.heads = shape.num_heads, shape.num_key_value_heads, shape.num_key_value_heads
+        self.dims = qk_dims, qk_dims, v_dims
+        self.rows = [heads * dims for heads, dims in zip(self.heads, self.dims)]
+        self.biased = [role in shape.biased for role in ROLES[:3]]
+        self.weight = nn.Parameter(torch.zeros(sum(self.rows), shape.in_features, **factory))
+        biased_rows = sum(rows for rows, biased in zip(self.rows, self.biased) if biased)
+        self.bias = nn.Parameter(torch.zeros(biased_rows, **factory)) if biased_rows else None
+
+    def forward(self, hidden_states: Tensor, key_value_states: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Project the input, or for cross-attention both inputs, (batch, tokens, in_features).
+
+        Returns:
+            Queries, keys and values, each (batch, its heads, tokens, its new dims).
+        """
+        inputs, bias = hidden_states.to(self.weight.dtype), self._joined_bias()
+        if key_value_states is None:
+            projected = nn.functional.linear(inputs, self.weight, bias).split(self.rows, -1)
+        else:
+            own, others = self.rows[0], self.rows[1:]
+            query = nn.functional.linear(inputs, self.weight[:own], None if bias is None else bias[:own])
+            source = key_value_states.to(self.weight.dtype)
+            both = nn.functional.linear(source, self.weight[own:], None if bias is None else bias[own:])
+            projected = (query, *both.split(others, -1))
+        return tuple(
+            states.unflatten(-1, (heads, dims)).transpose(1, 2)
+            for states, heads, dims in zip(projected, self.heads, self.dims)
+        )
+
+    def _joined_bias(self) -> Tensor | None:
+        """The bias of all rows, with zeros for roles that have none."""
+        if self.bias is None or all(self.biased):
+            return self.bias
+        own = iter(self.bias.split([rows for rows, biased in zip(self.rows, self.biased) if biased]))
+        parts = [next(own) if biased else self.bias.new_zeros(rows) for rows, biased in zip(self.rows, self.biased)]
+        return torch.cat(parts)
+
+
+class Outside(nn.Module):
+    """What the heads read through new values, as a share of the output.
+
+    Attributes:
+        weight: (out_features, heads * new dims).
+    """
+
+    def __init__(self, shape: HeadShape, v_dims: int, **factory):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape.out_features, shape.num_heads * v_dims, **factory))
+
+    def forward(self, read: Tensor) -> Tensor:
+        """(batch, tokens, heads, new dims) -> (batch, tokens, out_features)."""
+        return nn.functional.linear(read.flatten(-2).to(self.weight.dtype), self.weight)
+
+
+class Part(nn.Module):
+    """The new dims of one growth or one adapter, zeros at first.
+
+    Args:
+        shape: of the attention module.
+        qk_dims: new dims of each head's queries and keys.
+        v_dims: new dims of each head's values.
+        **factory: dtype and device.
+    """
+
+    def __init__(self, shape: HeadShape, qk_dims: int, v_dims: int, **factory):
+        super().__init__()
+        self.shape, self.qk_dims, self.v_dims = shape, qk_dims, v_dims
+        self.inside = Inside(shape, qk_dims, v_dims, **factory)
+        self.outside = Outside(shape, v_dims, **factory) if v_dims else None
+
+    def dims_of(self, role: str) -> int:
+        """New dims of one head of a role."""
+        return self.qk_dims if role in ("query", "key") else self.v_dims
+
+    def weight_of(self, role: str) -> Tensor:
+        """A role's weight, a view of (heads, new dims, features)."""
+        if role == "output":
+            weight = self.outside.weight if self.outside else self.inside.weight.new_zeros(self.shape.out_features, 0)
+            return weight.T.unflatten(0, (self.shape.num_heads, self.v_dims))
+        index = ROLES.index(role)
+        rows = self.inside.weight.split(self.inside.rows)[index]
+        return rows.unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
+
+    def bias_of(self, role: str) -> Tensor | None:
+        """A role's bias, a view of (heads, new dims); None where it has none."""
+        if role == "output" or role not in self.shape.biased or self.inside.bias is None:
+            return None
+        index, biased = ROLES.index(role), self.inside.biased
+        sizes = [rows if has else 0 for rows, has in zip(self.inside.rows, biased)]
+        return self.inside.bias.split(sizes)[index].unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
+
+
+class ExtraDims(nn.Module):
+    """All new dims of an attention module.
+
+    Attributes:
+        parts: those that are kept, by the name of their growth.
+
+    Two more children may be there: `adapters` of a peft model, whose `active_parts` gives those in use, and a `trial`,
+    which takes the place of a part while it is measured.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict()
+
+    def active_parts(self) -> list[Any]:
+        """The parts in use, in their order along the heads."""
+        parts: list[Any] = list(self.parts.values())
+        adapters, trial = self._modules.get("adapters"), self._modules.get("trial")
+        if adapters is not None:
+            parts += adapters.active_parts()  # pyright: ignore[reportCallIssue]
+        return parts if trial is None else [*parts, trial]

@@ -1,0 +1,314 @@
+"""`WideAttention`: a stock attention module whose own forward runs as it is, and which new dims join on the way.
+
+New queries, keys and values join where all modern families hand theirs over: at `cache.update`, and at the attention
+function that they take from `ALL_ATTENTION_FUNCTIONS`. Per head the layout is `[old dims | new dims]`, so the logits
+are `s (q_old k_old^T + q_new k_new^T)`; rotation, norms and gates of the family touch the old dims alone. What is read
+through new values goes back by `outside` and is added to the module's output. Dims whose query or key weights are zero
+change nothing, nor do those whose value or output weights are zero.
+"""
+
+import copy
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import EncoderDecoderCache
+
+from .extra import ExtraDims, HeadShape, Part
+
+_TABLE = "ALL_ATTENTION_FUNCTIONS"  # the global that stock forwards take their attention function from
+# Implementations that take values of another width than the keys; all others get equal widths by zero padding.
+_UNEQUAL_WIDTHS = ("eager", "flex_attention")
+# Keywords of a forward for its cache, the newest first: transformers 5.24 renamed the others.
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+_SOURCES = ("key_value_states", "encoder_hidden_states")  # what cross-attention reads
+# Implementations, by prefix, that keep a cache of one width themselves.
+_ONE_WIDTH = {
+    "paged|": ("Continuous batching", "Use model.generate instead."),
+    "vllm": ("vLLM", "Load what hf_growattn.export_model writes of this model instead."),
+}
+
+
+class Given(NamedTuple):
+    """What a forward was called with.
+
+    Attributes:
+        hidden_states: the input, (batch, tokens, in_features).
+        source: what cross-attention reads; None for self-attention.
+        arguments: all of it by name, the cache by the newest name that the forward knows.
+        cache: the name of the cache; "" where the forward takes none.
+    """
+
+    hidden_states: Tensor
+    source: Tensor | None
+    arguments: dict[str, Any]
+    cache: str
+
+
+class Call:
+    """One forward call of a module with new dims.
+
+    Attributes:
+        query, key, value: the new ones, (batch, heads, tokens, new dims).
+        one_width: whether keys and values are padded to one width.
+        joined: whether the cache has joined old and new keys and values.
+        v_head_dim: width of the old values.
+        read: what the heads have read through the new values, (batch, tokens, heads, new dims).
+    """
+
+    joined = False
+    one_width = False
+    v_head_dim = 0
+    read: Tensor | None = None
+
+    def __init__(self, parts, hidden_states: Tensor, source: Tensor | None):
+        heads = [part.inside(hidden_states, source) for part in parts]
+        self.query, self.key, self.value = (
+            states[0] if len(parts) == 1 else torch.cat(states, -1) for states in zip(*heads)
+        )
+
+    def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new keys and values to the old ones, padded to one width where that is wanted."""
+        self.joined, self.v_head_dim = True, value.shape[-1]
+        key = torch.cat((key, self.key.to(key.dtype)), -1)
+        value = torch.cat((value, self.value.to(value.dtype)), -1)
+        if self.one_width:
+            width = max(key.shape[-1], value.shape[-1])
+            if key.device.type != "cpu":
+                width += -width % 8  # kernels of accelerators take multiples of it
+            key, value = pad_to(key, width), pad_to(value, width)
+        return key, value
+
+
+def pad_to(states: Tensor, width: int) -> Tensor:
+    """Zero-pad (..., width) to another width."""
+    gap = width - states.shape[-1]
+    return nn.functional.pad(states, (0, gap)) if gap else states
+
+
+class _WiderCache:
+    """A cache as one stock forward sees it: what it stores gains the new dims."""
+
+    def __init__(self, cache: Any, call: Call):
+        self._cache, self._call = cache, call
+
+    def update(self, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return self._cache.update(*self._call.join(key, value), *args, **kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self._cache, name)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _widened(cache: Any, call: Call) -> Any:
+    if isinstance(cache, EncoderDecoderCache):  # forwards ask for its type, and for the caches in it
+        wider = copy.copy(cache)
+        wider.self_attention_cache = _WiderCache(cache.self_attention_cache, call)  # pyright: ignore
+        wider.cross_attention_cache = _WiderCache(cache.cross_attention_cache, call)  # pyright: ignore
+        return wider
+    return _WiderCache(cache, call)
+
+
+class _Functions:
+    """Stands for the table of attention functions in the forward of a module with new dims."""
+
+    def __init__(self, table: Any):
+        self._table = table
+
+    def get_interface(self, implementation: str, default: Callable) -> Callable:
+        return functools.partial(_attend, self._table.get_interface(implementation, default), implementation)
+
+    def __getitem__(self, implementation: str) -> Callable:
+        return functools.partial(_attend, self._table[implementation], implementation)
+
+    def __getattr__(self, name: str):
+        return getattr(self._table, name)
+
+
+def _attend(function: Callable, implementation: str, module: Any, query, key, value, *args, **kwargs):
+    """Call an attention function with old and new dims, and give back what it reads through the old ones."""
+    call: Call = module.call
+    new_query = call.query.to(query.dtype)
+    if kwargs.get("scaling") == 1.0:  # the family scales its queries before, by the usual factor if by any
+        new_query = new_query * module.shape.qk_head_dim**-0.5
+    if not call.joined:
+        key, value = call.join(key, value)
+    query = pad_to(torch.cat((query, new_query), -1), key.shape[-1])
+    output, weights = function(module, query, key, value, *args, **kwargs)
+    output = output.reshape(*output.shape[:2], -1, value.shape[-1])
+    old, new = call.v_head_dim, call.value.shape[-1]
+    call.read = output[..., old : old + new]
+    return output[..., :old].contiguous(), weights
+
+
+def reaches_seam(cls: type) -> bool:
+    """Whether a module class takes its attention function from transformers' table, in its own forward."""
+    forward = inspect.unwrap(cls.forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and _TABLE in code.co_names and _TABLE in forward.__globals__
+
+
+class WideAttention(nn.Module):
+    """Mixin for a stock attention class: its forward runs as it is, with new dims where `extra` has any.
+
+    Attributes:
+        shape: the stock sizes.
+        layer: number of the layer, by which the config knows it.
+        call: the forward call under way; None between calls.
+        projection: the module that adds this one's share to the output, where a sibling holds the output projection.
+    """
+
+    shape: HeadShape
+    layer: int
+    config: Any
+    call: Call | None = None
+    projection: tuple[Any, ...] = ()  # a tuple keeps it from being a child
+    _stock_forward: Callable
+    _stock_names: list[str]
+
+    @classmethod
+    @functools.cache
+    def mixed_into(cls, stock: type[nn.Module]) -> type["WideAttention"]:
+        """Return the subclass of a stock attention class that has this mixin."""
+        forward = inspect.unwrap(stock.forward)
+        place = f"{__name__}.{stock.__module__.replace('.', '_')}"
+        if place not in sys.modules:  # dynamo guards a function's globals through its module
+            twin = sys.modules[place] = types.ModuleType(place)
+            own = {"__name__": place, _TABLE: _Functions(forward.__globals__[_TABLE])}
+            vars(twin).update(forward.__globals__ | own)
+        code = forward.__code__, vars(sys.modules[place]), forward.__name__, forward.__defaults__, forward.__closure__
+        same = types.FunctionType(*code)
+        same.__kwdefaults__ = forward.__kwdefaults__
+        name = f"Growable{stock.__name__}"
+        names = list(inspect.signature(forward).parameters)[1:]
+        own = {"_stock_forward": staticmethod(same), "_stock_names": names}
+        made = type(name, (cls, stock), {"__module__": cls.__module__, **own})
+        setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
+        return made
+
+    @property
+    def extra(self) -> ExtraDims | None:
+        """The new dims; None where there are none."""
+        return self._modules.get("extra")  # pyright: ignore[reportReturnType]
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one head's queries and keys, new dims included."""
+        return self.shape.qk_head_dim + sum(part.qk_dims for part in self.parts)
+
+    @property
+    def v_head_dim(self) -> int:
+        """Width of one head's values, new dims included."""
+        return self.shape.v_head_dim + sum(part.v_dims for part in self.parts)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The kept parts."""
+        return list(self.extra.parts.values()) if self.extra is not None else []  # pyright: ignore
+
+    def add_part(self, name: str, qk_dims: int, v_dims: int, **factory) -> Part:
+        """Add new dims, zeros, under a name of their own."""
+        part = Part(self.shape, qk_dims, v_dims, **factory)
+        self.make_extra().parts[name] = part
+        return part
+
+    def make_extra(self) -> ExtraDims:
+        """The module of new dims, made if there is none."""
+        return self._modules.setdefault("extra", ExtraDims())  # pyright: ignore[reportReturnType]
+
+    def forward(self, *args, **kwargs) -> Any:
+        """Attend, as the stock module does.
+
+        Raises:
+            RuntimeError: the stock forward did not call an attention function.
+            ValueError: the implementation keeps a cache of one width itself (continuous batching, vLLM).
+        """
+        extra = self._modules.get("extra")
+        parts = [] if extra is None else extra.active_parts()  # pyright: ignore[reportCallIssue]
+        if not parts:
+            return super().forward(*args, **kwargs)
+        given = self.bind(args, kwargs)
+        call = Call(parts, given.hidden_states, given.source)
+        implementation = self.config._attn_implementation or ""
+        self._check_implementation(implementation)
+        call.one_width = implementation not in _UNEQUAL_WIDTHS
+        cache = given.arguments.get(given.cache)
+        if cache is not None:
+            given.arguments[given.cache] = _widened(cache, call)
+        self.call = call
+        try:
+            output = self._stock_forward(self, **given.arguments)
+        finally:
+            self.call = None
+        if call.read is None:
+            raise RuntimeError(f"{type(self).__name__} did not call its attention function, so its new dims are lost.")
+        share = _share(parts, call.read)
+        if share is None:
+            return output
+        if self.projection:
+            self.projection[0].share = share
+            return output
+        if isinstance(output, tuple):
+            return output[0] + share.view(output[0].shape).to(output[0].dtype), *output[1:]
+        return output + share.view(output.shape).to(output.dtype)
+
+    def bind(self, args: tuple, kwargs: dict[str, Any]) -> Given:
+        """Name what the forward was called with."""
+        arguments = dict(zip(self._stock_names, args))
+        keyword = next((name for name in _CACHES if name in self._stock_names), "")
+        for name, value in kwargs.items():
+            arguments[keyword if keyword and name in _CACHES else name] = value
+        source = next((arguments[name] for name in _SOURCES if arguments.get(name) is not None), None)
+        return Given(arguments[self._stock_names[0]], source, arguments, keyword)
+
+    def _check_implementation(self, implementation: str) -> None:
+        for prefix, (name, instead) in _ONE_WIDTH.items():
+            if implementation.startswith(prefix):
+                raise ValueError(f"{name} keeps keys and values of one width, and layer {self.layer} grew. {instead}")
+
+
+def _share(parts, read: Tensor) -> Tensor | None:
+    """What new values add to the output, (batch, tokens, out_features); None without new values."""
+    share = None
+    for part, own in zip(parts, read.split([part.v_dims for part in parts], -1)):
+        if part.v_dims:
+            added = part.outside(own)
+            share = added if share is None else share + added
+    return share
+
+
+class WideProjection(nn.Module):
+    """Mixin for the module that projects the output of a sibling attention module, as in BERT's family.
+
+    Its forward takes what the heads have read, and the residual stream, to which the share of new dims is added.
+
+    Attributes:
+        share: of the sibling's new dims, from its call to this one's.
+    """
+
+    share: Tensor | None = None
+
+    @classmethod
+    @functools.cache
+    def mixed_into(cls, stock: type[nn.Module]) -> type["WideProjection"]:
+        """Return the subclass of a stock class that has this mixin."""
+        name = f"Growable{stock.__name__}"
+        made = type(name, (cls, stock), {"__module__": cls.__module__})
+        setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
+        return made
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        """Project, as the stock module does."""
+        share, self.share = self.share, None
+        if share is None:
+            return super().forward(hidden_states, input_tensor)
+        dropout = getattr(self, "dropout", None)
+        share = share if dropout is None else dropout(share)
+        return super().forward(hidden_states, input_tensor + share.to(input_tensor.dtype))
