@@ -4,6 +4,7 @@ Reading takes plain projections under the names that families commonly use, or t
 them growth works all the same: it takes the whole gradient, since nothing tells what old dims can do about it.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -49,6 +50,19 @@ class GrowableAttention(WideAttention):
     def row(self) -> Row:
         """How the projections are called and laid out."""
         return row_of(self)
+
+    @property
+    def rotate(self) -> Any:
+        """The family's rotation of `(query, key, cos, sin)`; None where this layer does not rotate."""
+        forward = inspect.unwrap(type(self).__bases__[1].forward)
+        name = self.row.rotate
+        return forward.__globals__.get(name) if name in forward.__code__.co_names and self.row.rotates(self) else None
+
+    @property
+    def softmax_scale(self) -> float:
+        """What logits are scaled by, in the queries or in the attention function; new ones always are."""
+        scale = getattr(self, "scaling", None)
+        return self.shape.qk_head_dim**-0.5 if scale in (None, 1.0) else float(scale)
 
     @property
     def normalizes(self) -> bool:
@@ -130,18 +144,22 @@ class GrowableAttention(WideAttention):
         """A role's old bias, (heads, stock width); None where the dims have none, as those of "output"."""
         return None if role == "output" else self._read(role, "bias", None)
 
-    def effective_weight(self, role: str, dtype: torch.dtype) -> Tensor:
-        """A role's weights of all dims, (heads, width, features), with what active adapters add to the old ones."""
-        parts = [part.weight_of(role).detach().to(dtype) for part in self.parts]
-        return torch.cat([self._read(role, "weight", dtype), *parts], 1)
+    def factors_of(self, role: str, dtype: torch.dtype, adapters: bool = True) -> Tensor:
+        """What all dims of a role compute, (heads, features, width), a bias as the last feature.
 
-    def effective_bias(self, role: str, dtype: torch.dtype) -> Tensor | None:
-        """The same for biases, (heads, width); None where the dims have none."""
+        Args:
+            role: whose weights.
+            dtype: precision of the copy.
+            adapters: add what active adapters do to the old dims.
+        """
+        read_as = dtype if adapters else None
+        weights = [self._read(role, "weight", read_as), *(part.weight_of(role).detach() for part in self.parts)]
+        factors = torch.cat([weight.to(dtype) for weight in weights], 1).transpose(-1, -2)
         if role not in self.shape.biased:
-            return None
-        parts: list[Any] = [part.bias_of(role) for part in self.parts]
-        kept = [bias.detach().to(dtype) for bias in parts if bias is not None]
-        return torch.cat([self._read(role, "bias", dtype), *kept], 1)
+            return factors
+        new: list[Any] = [part.bias_of(role) for part in self.parts]
+        biases = [self._read(role, "bias", read_as), *(bias.detach() for bias in new if bias is not None)]
+        return torch.cat([factors, torch.cat([bias.to(dtype) for bias in biases], 1).unsqueeze(-2)], -2)
 
     def _read(self, role: str, name: str, dtype: torch.dtype | None) -> Any:
         projection = self.projection_of(role)

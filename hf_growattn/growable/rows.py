@@ -4,8 +4,8 @@ Most families need none: usual names are found by themselves. A row serves `atte
 old dims can follow; growth itself needs none.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -24,11 +24,15 @@ class Row:
         grouped_by_head: a fused projection's outputs are laid out `[query | key | value]` head by head, instead of all
             queries, all keys, all values.
         norms: attributes that normalize queries or keys.
+        rotate: name of the function of the modeling file that rotates `(query, key, cos, sin)`.
+        rotates: whether a module of the class rotates at all.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
     grouped_by_head: bool = False
     norms: tuple[str, ...] = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "qk_norm")
+    rotate: str = "apply_rotary_pos_emb"
+    rotates: Callable[[Any], bool] = lambda attention: True
 
     @property
     def is_fused(self) -> bool:
@@ -42,6 +46,12 @@ class Row:
 
 
 ROWS: dict[str, Row] = {}  # by model type, those that were registered
+# Families of which some layers do not rotate.
+_ROTATES: dict[str, Callable[[Any], bool]] = {
+    "cohere2": lambda attention: attention.sliding_window is not None,
+    "esm": lambda attention: attention.position_embedding_type == "rotary",
+    "smollm3": lambda attention: attention.use_rope,
+}
 
 
 def row_of(attention: Any) -> Row:
@@ -50,7 +60,8 @@ def row_of(attention: Any) -> Row:
     if model_type in ROWS:
         return ROWS[model_type]
     names = find_projections(attention)
-    return Row(names, grouped_by_head=names.get("query") == "query_key_value")
+    row = Row(names, grouped_by_head=names.get("query") == "query_key_value")
+    return replace(row, rotates=_ROTATES[model_type]) if model_type in _ROTATES else row
 
 
 def register_architecture(model_type: str, row: Row) -> None:

@@ -106,10 +106,7 @@ class Block:
         New dims of former growths and adapters that are active count in.
         """
         dtype = self.roots.like.dtype
-        stacked, shared = (
-            F.join_bias(self.attention.effective_weight(role, dtype), self.attention.effective_bias(role, dtype))
-            for role in self.kind.roles
-        )
+        stacked, shared = (self.attention.factors_of(role, dtype) for role in self.kind.roles)
         return stacked, shared
 
     def whitened_factors(self) -> tuple[Tensor, Tensor]:

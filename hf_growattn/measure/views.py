@@ -17,10 +17,8 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
 from ..growable.models import attentions
-from ..growable.patching import architecture_of
-from ..model.architectures import Architecture
-from ..model.modeling import surroundings_of
-from . import functional as F
+from ..model.modeling import find_attentions
+from ..model.shapes import read_shape
 
 ROTARY = ("rotary_emb", "rotary_embeddings")  # what families call the module that gives cos and sin
 
@@ -124,30 +122,18 @@ class AttentionView:
     """Patterns and messages of one layer, read from its weights at each call: they follow training and growth.
 
     Attributes:
-        module: the model's self-attention module, stock or growable.
-        layer_idx: index of the layer.
+        module: the model's attention module, stock or growable.
+        layer: number of the layer.
         scaling: the softmax scale `s`, which is not part of the patterns.
         heads: number of query heads `H`: there is a pattern and a message for each.
         groups: number of key/value heads `G`: `H / G` patterns share one key side, and the same number
             of messages one value side.
     """
 
-    def __init__(self, module: nn.Module, architecture: Architecture, rotary: Any, surroundings: dict[str, Any]):
-        self.module, self._architecture, self._rotary = module, architecture, rotary
-        self._surroundings = surroundings
-        attention = self._attention
-        self.layer_idx, self.scaling = attention.layer_idx, attention.scaling
+    def __init__(self, attention: GrowableAttention, module: nn.Module, rotary: Any):
+        self.module, self._attention, self._rotary = module, attention, rotary
+        self.layer, self.scaling = attention.layer, attention.softmax_scale
         self.heads, self.groups = attention.heads_of("query"), attention.heads_of("key")
-
-    @property
-    def _attention(self) -> GrowableAttention:
-        """The module if it is growable; otherwise a growable copy that shares its projections."""
-        if isinstance(self.module, GrowableAttention):
-            return self.module
-        twin: Any = copy.copy(self.module)
-        twin.__class__ = GrowableAttention.mixed_into(type(self.module), self._architecture)
-        twin.adopt(self._surroundings)
-        return twin
 
     def pattern(self, head: int, offset: int = 0, length: int | None = None) -> FactoredMatrix:
         """Return the pattern of a query head, `W^P = W_Q R_offset W_K^T`: the logits are `s x'_t W^P x'_u^T`.
@@ -166,25 +152,32 @@ class AttentionView:
 
         Raises:
             IndexError: the layer has fewer heads; the message gives the number.
-            ValueError: the family normalises queries and keys, so the logits are no bilinear form.
+            ValueError: the family normalizes queries and keys, so the logits are no bilinear form; or its projections
+                are not known.
         """
         attention = self._attention
-        if attention.normalises:
+        if attention.normalizes:
             raise ValueError(
-                f"Layer {self.layer_idx} normalises its queries and keys, so that its logits are no bilinear form and "
+                f"Layer {self.layer} normalizes its queries and keys, so that its logits are no bilinear form and "
                 "have no pattern. Its messages can be viewed."
             )
         query, key = self._factors("query", head), self._factors("key", head)
-        if attention.rotate is not None:
+        rotate = attention.rotate
+        if rotate is not None:
+            if self._rotary is None:
+                raise ValueError(f"Layer {self.layer} rotates, and its model has no rotary_emb; pass the whole model.")
             # Some rope types choose frequencies by the largest position of a call, and write them into the module.
             last = abs(offset) if length is None else length - 1
             positions = torch.tensor([[offset], [0], [last]], device=query.device)
             rotary = copy.deepcopy(self._rotary, {id(self._rotary.config): self._rotary.config})
             types = attention.config.layer_types if hasattr(rotary, "layer_types") else None
-            kind = {"layer_type": types[self.layer_idx]} if types else {}
+            kind = {"layer_type": types[self.layer]} if types else {}
             cos, sin = type(rotary).forward(rotary, query, positions, **kind)
-            query, key = attention._rotate_old_dims(query.expand(3, 1, -1, -1), key.expand(3, 1, -1, -1), cos, sin)
-            query, key = query[0, 0], key[1, 0]
+            width = cos.shape[-1]  # of the leading dims, which the rotation covers
+            old = (factors[..., :width].expand(3, 1, -1, -1) for factors in (query, key))
+            rotated = rotate(*old, cos, sin)
+            query = torch.cat((rotated[0][0, 0], query[..., width:]), -1)
+            key = torch.cat((rotated[1][1, 0], key[..., width:]), -1)
         return FactoredMatrix(query, key)
 
     def message(self, head: int) -> FactoredMatrix:
@@ -200,6 +193,7 @@ class AttentionView:
 
         Raises:
             IndexError: the layer has fewer heads; the message gives the number.
+            ValueError: the projections of the family are not known.
         """
         return FactoredMatrix(self._factors("value", head), self._factors("output", head))
 
@@ -207,29 +201,31 @@ class AttentionView:
         """Copy a query head's factors of a role, (d or d + 1, width)."""
         attention, heads = self._attention, self.heads
         if head not in range(heads):
-            raise IndexError(f"Layer {self.layer_idx} has {heads} heads, 0 to {heads - 1}; got head {head}.")
+            raise IndexError(f"Layer {self.layer} has {heads} heads, 0 to {heads - 1}; got head {head}.")
+        if not attention.is_known(role):
+            raise ValueError(attention.why_unreadable(role))
         own = head * attention.heads_of(role) // heads
-        weight, bias = attention.weight_of(role)[own, None], attention.bias_of(role)
-        factors = F.join_bias(weight, None if bias is None else bias[own, None])[0]
-        return _working(factors).clone()
+        dtype = torch.float64 if attention.empty_like(role).dtype == torch.float64 else torch.float32
+        return attention.factors_of(role, dtype, adapters=False)[own].clone()
 
 
 def attention_views(model: PreTrainedModel) -> list[AttentionView]:
-    """Return a view on the self-attention of each layer, in the order of the layers; the model stays as it is.
+    """Return a view on the attention of each layer, in the order of the layers; the model stays as it is.
 
     Args:
-        model: a transformers model of a known family, stock, patched or grown, whole.
+        model: a transformers model, stock, patched or grown, whole.
 
     Raises:
-        ValueError: its `config.model_type` is unknown (the message lists the known ones), or it lacks the rotary
-            embedding of its family, as a part of a model does.
+        ValueError: it has no attention module that passes transformers' table of attention functions.
     """
-    modules: list[Any] = attentions(model)
-    row = modules[0].architecture if modules else architecture_of(model.config.model_type)
-    placed = [(module, module.surroundings) for module in modules] or surroundings_of(model, row)
     rotary = next((module for name, module in model.named_modules() if name.endswith(ROTARY)), None)
-    if row.rotate is not None and rotary is None:
-        raise ValueError(f"{type(model).__name__} has no rotary_emb; pass the whole model, not a part of it.")
-    views = [AttentionView(module, row, rotary, surroundings) for module, surroundings in placed]
-    views.sort(key=lambda view: view.layer_idx)
-    return views
+    pairs: list[tuple[Any, Any]] = [(attention, attention) for attention in attentions(model)]
+    for module, number, sibling in [] if pairs else find_attentions(model):
+        twin: Any = copy.copy(module)  # growable, and shares the projections
+        twin.__class__ = GrowableAttention.mixed_into(type(module))
+        twin.shape, twin.layer, twin.projection = read_shape(module), number, (sibling,) if sibling else ()
+        pairs.append((twin, module))
+    if not pairs:
+        raise ValueError(f"{type(model).__name__} has no attention that could be viewed: patch_model says why.")
+    views = [AttentionView(attention, module, rotary) for attention, module in pairs]
+    return sorted(views, key=lambda view: view.layer)
