@@ -90,18 +90,20 @@ def _read_shards(index: bytes) -> set[str]:
 
 
 def _move_in(partial: Path, target: Path) -> None:
-    """Move files into a directory, the config last. Former weights go first, so that shards of two saves never mix."""
+    """Move files into a directory, the config last: until the weights change, the former save loads from there."""
     target.mkdir(exist_ok=True)
     with _lock(target):
         written = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
         index = target / INDEX
         replaced = find_replaced_weights(written, index.read_bytes() if index.is_file() else None)
-        for name in replaced | ({INDEX} & written):
-            (target / name).unlink(missing_ok=True)
+        if INDEX in written:  # former and new shards may have the same names, and must not be read as one save
+            index.unlink(missing_ok=True)
         last = [name for name in (WEIGHTS, INDEX, CONFIG) if name in written]
-        for name in [*(written - {*last}), *last]:
+        for name in [*written.difference(last), *last]:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / name, target / name)
+        for name in replaced:
+            (target / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
