@@ -138,7 +138,7 @@ def test_who_loads_meanwhile_gets_one_save_or_an_error(tmp_path):
 def test_a_save_while_a_model_is_loaded_is_noticed(tmp_path, monkeypatch):
     one, other = two_models(4)
     one.save_pretrained(tmp_path)
-    monkeypatch.setattr(folders, "_check_numbers", other.save_pretrained)  # the last step before transformers loads
+    monkeypatch.setattr(folders, "_check_files", other.save_pretrained)  # the last step before transformers loads
     with pytest.raises(OSError, match=r"saved again while it was loaded. Load it again"):
         weights_of(tmp_path)
 

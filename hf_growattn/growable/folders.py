@@ -7,17 +7,16 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from pathlib import Path, PureWindowsPath
-from pickle import UnpicklingError
+from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 try:
     import fcntl
 except ImportError:  # Windows has no such locks: savers of one folder do not wait for each other there
     fcntl = None
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # as save_pretrained names them
 _AGAIN = "Copy, download or save it again"
 
@@ -36,9 +35,9 @@ def replacing(target: Path) -> Iterator[Path]:
     if target.is_file():
         raise ValueError(f"{target} is a file; a checkpoint needs a directory.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    fixed = os.path.ismount(target) or (target.exists() and not os.access(target.parent, os.W_OK))
+    inside = os.path.ismount(target) or (target.exists() and not os.access(target.parent, os.W_OK))
     try:
-        with scratch(target if fixed else target.parent, target.name) as partial:
+        with scratch(target if inside else target.parent, target.name) as partial:
             yield partial
             _move_in(partial, target)
     except SafetensorError as error:  # which hides an OSError
@@ -71,32 +70,40 @@ def find_replaced_weights(written: set[str], index: bytes | None) -> set[str]:
         return set()
     former = {WEIGHTS, INDEX}
     if index is not None:
-        with contextlib.suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):  # not an index
-            former |= {name for name in json.loads(index)["weight_map"].values() if _SHARD.fullmatch(name)}
+        with contextlib.suppress(ValueError):  # not an index
+            former |= {name for name in _read_shards(index) if _SHARD.fullmatch(name)}
     return former - written
+
+
+def _read_shards(index: bytes) -> set[str]:
+    """Return the names of the files that an index of weights lists.
+
+    Raises:
+        ValueError: it is not an index.
+    """
+    try:
+        content = json.loads(index)
+        dict(**content["metadata"])  # transformers reads it, too
+        return {str(name) for name in content["weight_map"].values()}
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{INDEX} is not an index of weights. {_AGAIN}.") from error
 
 
 def _move_in(partial: Path, target: Path) -> None:
     """Move files into a directory, the config last: until the weights change, the former save loads from there."""
-    if not target.exists():
-        with contextlib.suppress(OSError):  # another process was faster
-            return os.rename(partial, target)
+    target.mkdir(exist_ok=True)
     with _lock(target):
-        files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
+        written = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
         index = target / INDEX
-        written = {str(file) for file in files}
         replaced = find_replaced_weights(written, index.read_bytes() if index.is_file() else None)
         if INDEX in written:  # former and new shards may have the same names, and must not be read as one save
             index.unlink(missing_ok=True)
-        config = [file for file in files if str(file) == "config.json"]
-        others = [file for file in files if file not in config]
-        for file in sorted(others, key=lambda file: file.name in (WEIGHTS, INDEX)):
-            (target / file).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(partial / file, target / file)
+        last = [name for name in (WEIGHTS, INDEX, CONFIG) if name in written]
+        for name in [*written.difference(last), *last]:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(partial / name, target / name)
         for name in replaced:
             (target / name).unlink(missing_ok=True)
-        for file in config:
-            os.replace(partial / file, target / file)
 
 
 @contextlib.contextmanager
@@ -111,8 +118,6 @@ def _lock(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing leaves it locked where a fork has the descriptor too
         os.close(descriptor)
 
 
@@ -124,22 +129,18 @@ def loading(checkpoint: Path) -> Iterator[None]:
 
     Raises:
         OSError: weights are missing or damaged, or another process saved there meanwhile; the message names the fix.
+        ValueError: the index of shards is not one.
     """
-    before = _read_state(checkpoint)
-    error = None
+    before, error = _read_state(checkpoint), None
     try:
         _check_files(checkpoint)
-        _check_numbers(checkpoint)
         yield
     except Exception as raised:
         error = raised
     if _read_state(checkpoint) != before:
         raise OSError(f"The checkpoint {checkpoint} was saved again while it was loaded. Load it again.") from error
-    pickled = isinstance(error, UnpicklingError)
-    absent = isinstance(error, FileNotFoundError) and ".safetensors" in str(error)
-    if pickled or absent or isinstance(error, SafetensorError):
-        reason = "it names pickled files, which may hold code" if pickled else error
-        raise OSError(f"The checkpoint {checkpoint} is not whole: {reason}. {_AGAIN}.") from error
+    if isinstance(error, SafetensorError):
+        raise OSError(f"The checkpoint {checkpoint} is not whole: {error}. {_AGAIN}.") from error
     if error is not None:
         raise error
 
@@ -148,46 +149,19 @@ def _read_state(folder: Path) -> dict[str, tuple]:
     """Return what identifies each file of weights, and config.json; another save changes it."""
     state = {}
     with contextlib.suppress(OSError):  # not a folder here, or a file that another process removes meanwhile
-        for path in [folder / "config.json", *sorted(folder.glob("model*.safetensors*"))]:
+        for path in [folder / CONFIG, *sorted(folder.glob("model*.safetensors*"))]:
             found = path.stat()
             state[path.name] = (found.st_ino, found.st_mtime_ns, found.st_size)
     return state
 
 
 def _check_files(folder: Path) -> None:
-    """Make sure that weights are ordinary files, and that an index of shards is one: transformers trusts both."""
-    paths = [path for path in (folder / WEIGHTS, folder / INDEX) if path.exists()]
-    if paths == [folder / INDEX] and paths[0].is_file():
-        try:
-            content = json.loads(paths[0].read_bytes())
-            shards = sorted(set(content["weight_map"].values()))
-            dict(**content["metadata"])
-            # Windows knows the separators of all systems.
-            astray = [name for name in shards if not name.strip(".") or PureWindowsPath(name).name != name]
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-            shards = []
-        if not shards:
-            raise OSError(f"{paths[0]} is not an index of weights. {_AGAIN}.")
-        if astray:
-            raise OSError(f"{paths[0]} names {astray[0]!r}, which is not in its folder. {_AGAIN}.")
-        paths += [folder / name for name in shards]
-    for path in paths:
-        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
-            raise OSError(f"{path} is not an ordinary file. {_AGAIN}.")
-
-
-def _check_numbers(folder: Path) -> None:
-    """Make sure that the weights in a folder are floating-point numbers: loading would cast integers silently."""
-    config = folder / "config.json"
-    if not config.is_file() or b"quantization_config" in config.read_bytes():
-        return
-    for path in filter(Path.is_file, folder.glob("model*.safetensors")):
-        kinds = {}
-        with contextlib.suppress(SafetensorError), safe_open(path, "pt") as file:  # its reader will report the damage
-            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}
-        for name, kind in kinds.items():
-            if name.endswith(("weight", "bias")) and "F" not in kind:
-                raise OSError(
-                    f"The checkpoint {folder} holds {name} as {kind}, but config.json does not mention quantization. "
-                    f"{_AGAIN}, in fp32, bf16 or fp16."
-                )
+    """Make sure that weights are ordinary files in the folder: transformers trusts an index, and waits for pipes."""
+    names = [name for name in (WEIGHTS, INDEX) if (folder / name).exists()]
+    if names == [INDEX] and (folder / INDEX).is_file():
+        names += _read_shards((folder / INDEX).read_bytes())
+    for name in names:
+        if name != INDEX and not re.fullmatch(r"[^/\\:]+\.safetensors", name):
+            raise OSError(f"{folder / INDEX} names {name!r}, which is not in its folder, or is pickled. {_AGAIN}.")
+        if not (folder / name).is_file():
+            raise OSError(f"The checkpoint {folder} is not whole: {name} is not an ordinary file. {_AGAIN}.")

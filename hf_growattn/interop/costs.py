@@ -1,14 +1,14 @@
 """What serving a model costs in each form that it can be written in: bytes of the KV cache, and weights."""
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..growable.models import attentions, cache_bytes
-from ..model.attention import ROLES
 from ..model.configuration import stock_head_dim
-from .stock import padded_config, stock_form
+from .stock import find_stock_class, padded_config, stock_fields
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,22 @@ def costs_of(model: PreTrainedModel) -> dict[str, Cost]:
         Costs by name: "before growth"; "native", as `save_pretrained` writes it; "padded", the stock form, with one
         width for all heads, a multiple of 8 where they grew. The last one only where the family has such a form.
     """
-    found, size, native = attentions(model), next(model.parameters()).element_size(), model.num_parameters()
-    heads, added = sum(a.heads_of("key") for a in found if a.caches), 0
-    for attention in found:
-        for role in ROLES:
-            inputs = model.config.hidden_size + (attention.bias_of(role) is not None)
-            added += attention.heads_of(role) * (attention.width_of(role) - attention.head_dim) * inputs
+    own_class = type(model).__bases__[1]
     costs = {
-        "before growth": Cost(size * heads * 2 * found[0].head_dim, native - added),
-        "native": Cost(cache_bytes(model), native),
+        "before growth": _cost_of_stock(model, own_class, own_class.config_class(**stock_fields(model.config))),
+        "native": Cost(cache_bytes(model), model.num_parameters()),
     }
-    try:
-        form, stock_class = stock_form(model)
-    except ValueError:  # no stock class fits
-        return costs
-    config, _ = padded_config(model, form, stock_class)
+    with contextlib.suppress(ValueError):  # no stock class fits
+        stock_class = find_stock_class(model)
+        config, _ = padded_config(model, stock_class)
+        costs["padded"] = _cost_of_stock(model, stock_class, config)
+    return costs
+
+
+def _cost_of_stock(model: PreTrainedModel, stock_class: type[PreTrainedModel], config: PreTrainedConfig) -> Cost:
+    """What a model costs in the form of a stock class, whose heads have one width."""
     with torch.device("meta"):
         parameters = stock_class(config).num_parameters()
-    return costs | {"padded": Cost(size * heads * 2 * stock_head_dim(config), parameters)}
+    heads = sum(attention.heads_of("key") for attention in attentions(model) if attention.caches)
+    size = next(model.parameters()).element_size()
+    return Cost(size * heads * 2 * stock_head_dim(config), parameters)

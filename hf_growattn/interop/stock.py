@@ -1,4 +1,4 @@
-"""A grown model as a stock one: the row of its family in `FORMS`, and the weights and config that compute the same.
+"""A grown model as a stock one: the class of its family, and the config and weights that compute the same.
 
 A stock class has one width for queries, keys and values of all layers, rotates all of it, and takes its softmax scale
 from it. So every head is padded with zeros to the widest, rounded up to a multiple of 8; dims that growth added rotate
@@ -14,116 +14,78 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..growable.adapters import quantization
 from ..growable.attention import GrowableAttention
 from ..growable.models import attentions, is_grown
 from ..growable.patching import patch_model, unpatch_model
-from ..model.configuration import PREFIX, stock_head_dim
+from ..model.architectures import ARCHITECTURES, Architecture
+from ..model.configuration import PREFIX
 
 MULTIPLE = 8  # of the head width that flash kernels take
+# The families that can be written as another one, best first. A Llama with biases is what vLLM and llama.cpp can read
+# of a grown Qwen2: their own Qwen2 knows no head_dim.
+TARGETS = {"mistral": ("mistral", "llama"), "qwen2": ("llama", "qwen2")}
+_NORM_OFFSETS = {"gemma3_text": 1.0}  # what a family adds to the weight of a norm of queries or keys
 
 
-@dataclass(frozen=True)
-class StockForm:
-    """How wider heads fit into the stock classes of a family. What a row leaves out is as in Llama.
-
-    Attributes:
-        targets: the model types that a model of this family can be written as, best first.
-        partial: the family honours `partial_rotary_factor` under every rope type.
-        norm_offset: what the family adds to the weight of a norm of queries or keys.
-        refusal: why a grown model of this family has no stock form; "" where it has one.
-    """
-
-    targets: tuple[str, ...]
-    partial: bool = False
-    norm_offset: float = 0.0
-    refusal: str = ""
+def why_not_exportable(model_type: str) -> str | None:
+    """What keeps grown models of a family from having a stock form; None where they have one."""
+    if model_type == "cohere2":
+        return "its stock class rotates neighbouring dims in pairs"
+    if ARCHITECTURES[model_type].head_dim is not Architecture.head_dim:
+        return "the width of its heads follows from the hidden size"
+    return None
 
 
-# A Llama with biases is what vLLM and llama.cpp can read of a grown Qwen2: their own Qwen2 knows no head_dim.
-FORMS = {
-    "llama": StockForm(("llama", "granite")),
-    "mistral": StockForm(("mistral", "llama", "granite")),
-    "qwen2": StockForm(("llama", "qwen2", "granite")),
-    "phi3": StockForm(("phi3",), partial=True),
-    "gemma3_text": StockForm(("gemma3_text",), norm_offset=1.0),
-    "cohere2": StockForm(("cohere2",), refusal="its stock class rotates neighbouring dims in pairs"),
-}
-for _type in "dinov2 eurobert gemma gemma2 granite mixtral olmo2 qwen3 qwen3_moe smollm3 starcoder2 vit".split():
-    FORMS[_type] = StockForm((_type,))
-for (
-    _type
-) in "bert distilbert electra esm falcon gpt2 gpt_neo gpt_neox modernbert opt roberta stablelm xlm-roberta".split():
-    FORMS[_type] = StockForm((_type,), refusal="the width of its heads follows from the hidden size")
-_NATIVE = "Save it as it is, with model.save_pretrained: transformers loads that with `import hf_growattn`."
-
-
-def stock_types(model: PreTrainedModel) -> list[str]:
-    """The model types that a model can be written as, best first.
+def find_stock_class(model: PreTrainedModel, target: str | None = None) -> type[PreTrainedModel]:
+    """Return the stock class to write a model as.
 
     Raises:
-        ValueError: no type fits, or the model is quantized; the message says why and what to do.
+        ValueError: the model is quantized, or cannot be written so; the message says why and what to do.
     """
     for name, module in model.named_modules():
-        if problem := quantization(module):
+        problem = quantization(module)
+        if problem:
             raise ValueError(f"{name} is {problem}")
-    own, config = model.config.model_type.removeprefix(PREFIX), model.config
-    form = FORMS.get(own, StockForm((own,), refusal="it is not known whether its classes take heads of another width"))
-    problem = form.refusal
-    outside_norms = [a for a in attentions(model) if _norms(a) and a.qk_head_dim > a.head_dim]
-    if outside_norms:
-        problem = "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
-    if problem and is_grown(model):
-        raise ValueError(f"This grown {own} model has no exact stock form: {problem}. {_NATIVE}")
-    if getattr(config, "sliding_window", None) is not None:  # the other families have no window of attention
-        return [own]
-    if not is_grown(model):
-        return sorted(form.targets, key=lambda model_type: model_type != own)
-    return list(form.targets)
-
-
-def stock_form(model: PreTrainedModel, target: str | None = None) -> tuple[StockForm, type[PreTrainedModel]]:
-    """Return the row and the stock class to write a model as.
-
-    Raises:
-        ValueError: the model cannot be written so; the message names the types that fit.
-    """
-    stock_class, types = type(model).__bases__[1], stock_types(model)
+    stock_class = type(model).__bases__[1]
     own = stock_class.config_class.model_type
-    form = FORMS.get(own, StockForm((own,)))
-    choice = target or types[0]
+    reason = why_not_exportable(own)
+    if any(_norms(attention) and attention.qk_head_dim > attention.head_dim for attention in attentions(model)):
+        reason = "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
+    if reason and is_grown(model):
+        raise ValueError(
+            f"This grown {own} model has no exact stock form: {reason}. Save it as it is, with model.save_pretrained: "
+            "transformers loads that with `import hf_growattn`."
+        )
+    windows = getattr(model.config, "sliding_window", None) is not None  # a Llama has none
+    types = (own,) if windows else TARGETS.get(own, (own,))
+    choice = target or (types[0] if is_grown(model) else own)
     if choice not in types:
         raise ValueError(
             f"This {own} model can be written as {' or '.join(types)}, not as {target!r}. Leave out `target` for the "
-            f"best. {_NATIVE}"
+            "best."
         )
     if choice == own:
-        return form, stock_class
-    name = stock_class.config_class.__name__.removesuffix("Config")
-    other = CONFIG_MAPPING[choice].__name__.removesuffix("Config")
-    target_class = getattr(transformers, stock_class.__name__.replace(name, other, 1), None)
-    if target_class is None:
-        raise ValueError(f"transformers has no {choice} class for {stock_class.__name__}: choose another target.")
-    return form, target_class
+        return stock_class
+    family = stock_class.config_class.__name__.removesuffix("Config")
+    return getattr(transformers, stock_class.__name__.replace(family, "Llama", 1))
 
 
 @torch.no_grad()
-def stock_model(model: PreTrainedModel, form: StockForm, target_class: type[PreTrainedModel]) -> PreTrainedModel:
+def stock_model(model: PreTrainedModel, target_class: type[PreTrainedModel]) -> PreTrainedModel:
     """Build the stock model. Tensors that need not change are the model's own ones, and new ones lie on the CPU."""
-    config, ropes = padded_config(model, form, target_class)
+    config, ropes = padded_config(model, target_class)
     with torch.device("meta"):
         stock = patch_model(target_class(config))
-    layer_types = getattr(model.config, "layer_types", None)
+    layer_types = getattr(model.config, "layer_types", None) or [None] * config.num_hidden_layers
     for source, target in zip(attentions(model), attentions(stock)):
-        rope = ropes.get(layer_types[source.layer_idx] if layer_types else None, ropes.get(None))
-        _write_attention(source, target, rope, form.norm_offset)
+        rope = ropes.get(layer_types[source.layer_idx], ropes.get(None))
+        _write_attention(source, target, rope if source.rotate else None)
     unpatch_model(stock)
 
-    state = model.state_dict()
-    names = stock.state_dict()
+    state, names = model.state_dict(), stock.state_dict()
     unknown = [name for name in state if name not in names]
     if unknown:
         raise ValueError(
@@ -131,13 +93,10 @@ def stock_model(model: PreTrainedModel, form: StockForm, target_class: type[PreT
             "first, with merge_and_unload() of peft, and load the model without quantization."
         )
     for name, written in names.items():
-        if not written.is_meta:
-            continue
-        path, _, leaf = name.rpartition(".")
-        module, tensor = stock.get_submodule(path), state[name].detach()
-        if tensor.is_meta:
-            raise ValueError(f"{name} is offloaded. Load the model without offloading to export it.")
-        setattr(module, leaf, nn.Parameter(tensor, False) if leaf in module._parameters else tensor)
+        if written.is_meta:
+            path, _, leaf = name.rpartition(".")
+            module, tensor = stock.get_submodule(path), state[name].detach()
+            setattr(module, leaf, nn.Parameter(tensor, False) if leaf in module._parameters else tensor)
     stock.tie_weights()
     if getattr(model, "generation_config", None) is not None:
         stock.generation_config = copy.deepcopy(model.generation_config)
@@ -149,40 +108,14 @@ def widest_head(model: PreTrainedModel) -> int:
     return max(max(a.qk_head_dim, a.v_head_dim) for a in attentions(model))
 
 
-def padded_config(model: PreTrainedModel, form: StockForm, target_class) -> tuple[PreTrainedConfig, dict]:
-    """The config of a stock class with one width for all heads, and how these rotate, by layer type."""
-    width = widest_head(model)
-    if width != stock_head_dim(model.config):
-        width += -width % MULTIPLE
-    ropes = _ropes(model, form, width)
-    return _padded_config(model, target_class, width, ropes), ropes
-
-
-def _padded_config(model, target_class, width: int, ropes: dict) -> PreTrainedConfig:
-    config_class, values = target_class.config_class, model.config.to_dict()
-    for ours in ("model_type", "per_layer_config", "qk_head_dim", "v_head_dim", "architectures", "auto_map"):
-        values.pop(ours, None)
-    own = model.config.model_type.removeprefix(PREFIX)
-    if config_class.model_type != own:
-        known = {field.name for field in dataclasses.fields(config_class)} | {"head_dim"}
-        values = {name: value for name, value in values.items() if name in known}
-        values["attention_bias"] = attentions(model)[0].bias_of("query") is not None
-    if config_class.model_type == "granite" != own:
-        values["attention_multiplier"] = attentions(model)[0].scaling
-        values |= {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
-    if width == stock_head_dim(model.config):
-        return config_class(**values)
-
-    values["head_dim"] = width
-    if ropes:
-        written = {layer_type: rope.parameters for layer_type, rope in ropes.items()}
-        values["rope_parameters"] = written.get(None, written)
-        values.pop("partial_rotary_factor", None)
-    return config_class(**values)
+def stock_fields(config: PreTrainedConfig) -> dict:
+    """The fields of a config without ours, for a config of the stock class."""
+    ours = ("model_type", "per_layer_config", "qk_head_dim", "v_head_dim", "architectures", "auto_map")
+    return {name: value for name, value in config.to_dict().items() if name not in ours}
 
 
 @dataclass(frozen=True)
-class _Rope:
+class Rope:
     """Rotation of the exported heads: config parameters, where each old dim goes, and what queries and keys carry."""
 
     parameters: dict
@@ -190,22 +123,39 @@ class _Rope:
     gains: Tensor
 
 
-def rope_parameters(config: PreTrainedConfig) -> dict[str | None, dict]:
-    """The rope parameters by layer type; by None where all layers share them."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = {name: value for name, value in parameters.items() if isinstance(value, dict)}
-    return nested or ({None: parameters} if "rope_type" in parameters else {})
+def padded_config(model: PreTrainedModel, target_class) -> tuple[PreTrainedConfig, dict[str | None, Rope]]:
+    """The config of a stock class with one width for all heads, and how these rotate, by layer type if that matters.
+
+    Raises:
+        ValueError: no stock class rotates so.
+    """
+    config_class, values = target_class.config_class, stock_fields(model.config)
+    own = model.config.model_type.removeprefix(PREFIX)
+    if config_class.model_type != own:
+        known = {field.name for field in dataclasses.fields(config_class)} | {"head_dim"}
+        values = {name: value for name, value in values.items() if name in known}
+        values["attention_bias"] = attentions(model)[0].bias_of("query") is not None
+    if not is_grown(model):
+        return config_class(**values), {}
+
+    widest = widest_head(model)
+    values["head_dim"] = width = widest + -widest % MULTIPLE
+    ropes = _ropes(model, width)
+    if ropes:
+        written = {layer_type: rope.parameters for layer_type, rope in ropes.items()}
+        values["rope_parameters"] = written.get(None, written)
+        values.pop("partial_rotary_factor", None)
+    return config_class(**values), ropes
 
 
-def _ropes(model: PreTrainedModel, form: StockForm, width: int) -> dict[str | None, _Rope]:
-    if attentions(model)[0].architecture.rotate is None:
-        return {}
-    rotary = fresh_rotary(next(module.rotary_emb for module in model.modules() if hasattr(module, "rotary_emb")))
+def _ropes(model: PreTrainedModel, width: int) -> dict[str | None, Rope]:
+    """The rotation of each type of layer; by None where all layers share it."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        parameters = {None: parameters}
     dims = max(attention.qk_head_dim for attention in attentions(model))
-    return {
-        layer_type: _rope(rotary, layer_type, parameters, form, dims, width)
-        for layer_type, parameters in rope_parameters(model.config).items()
-    }
+    rotaries = [fresh_rotary(module.rotary_emb) for module in model.modules() if hasattr(module, "rotary_emb")]
+    return {layer_type: _rope(rotaries[0], layer_type, of, dims, width) for layer_type, of in parameters.items()}
 
 
 def fresh_rotary(rotary) -> nn.Module:
@@ -213,7 +163,7 @@ def fresh_rotary(rotary) -> nn.Module:
     return type(rotary)(copy.deepcopy(rotary.config))
 
 
-def _rope(rotary, layer_type, parameters, form: StockForm, dims: int, width: int) -> _Rope:
+def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: int) -> Rope:
     """Let the dims that rotate do so as before, among `width` ones, and all others stand still.
 
     Stock rotation pairs dim `i` with `i + width / 2`. Default frequencies `theta^(-2 i / d)` are continued to the wider
@@ -224,19 +174,22 @@ def _rope(rotary, layer_type, parameters, form: StockForm, dims: int, width: int
     """
     prefix = f"{layer_type}_" if layer_type else ""
     frequencies = getattr(rotary, f"{prefix}inv_freq").double()  # (rotated / 2,)
-    scaling = getattr(rotary, f"{prefix}attention_scaling")  # of cos and sin
     rotated, kind, theta = 2 * len(frequencies), parameters["rope_type"], parameters["rope_theta"]
-    if width == stock_head_dim(rotary.config) or form.partial:
-        if width != stock_head_dim(rotary.config):
-            # Readers cut `factor * width` down to a whole number.
-            parameters = parameters | {"partial_rotary_factor": math.nextafter(rotated / width, 1)}
-        return _Rope(parameters, torch.arange(dims), torch.ones(dims).double())
+    half, ones = rotated // 2, torch.ones(dims).double()
+    if kind in ("dynamic", "longrope"):
+        raise ValueError(
+            f"This model rotates by frequencies that follow the length of the text ({kind}), which has no exact stock "
+            "form once it grew. Save it as it is, with model.save_pretrained."
+        )
+    if rotary.config.model_type.removeprefix(PREFIX) == "phi3":  # rotates the first dims alone
+        # Readers cut `factor * width` down to a whole number.
+        exported = parameters | {"partial_rotary_factor": math.nextafter(rotated / width, 1)}
+        return Rope(exported, torch.arange(dims), ones)
 
-    half = rotated // 2
     turning = torch.cat((torch.arange(half), width // 2 + torch.arange(half)))
     still = torch.tensor([place for place in range(width) if place not in set(turning.tolist())])
     places = torch.cat((turning, still))[:dims]
-    if kind in ("default", "dynamic") and theta ** (width / rotated) < 1e37:  # fp32 ends at 3e38
+    if kind == "default":
         longest, next_one = 2 * math.pi * theta ** ((rotated - 2) / rotated), 2 * math.pi * theta
         step = (next_one / longest) ** (1 / 3)
         exported = {
@@ -247,29 +200,20 @@ def _rope(rotary, layer_type, parameters, form: StockForm, dims: int, width: int
             "low_freq_factor": 8192 / (longest * step**2),
             "original_max_position_embeddings": 8192,
         }
-        return _Rope(exported, places, torch.ones(dims).double())
+        return Rope(exported, places, ones)
 
-    config, long = rotary.config, frequencies
-    positions, attention_factor = config.max_position_embeddings, 1.0
-    if kind == "longrope":  # two sets of frequencies, and a scaling that other readers recompute: both are kept
-        positions, attention_factor = parameters["original_max_position_embeddings"], scaling
-        long = ROPE_INIT_FUNCTIONS[kind](config, seq_len=positions + 1, layer_type=layer_type)[0].double()
-
-    def factors(values: Tensor) -> list[float]:
-        return [1 / max(value, 1e-30) for value in values.tolist()] + [1e30] * (width // 2 - half)
-
+    factors = [1 / max(frequency, 1e-30) for frequency in frequencies.tolist()] + [1e30] * (width // 2 - half)
     exported = {
         "rope_type": "longrope",
         "rope_theta": 1.0,
-        "short_factor": factors(frequencies),
-        "long_factor": factors(long),
-        "factor": max(config.max_position_embeddings / positions, 1.0),
-        "attention_factor": attention_factor,
-        "original_max_position_embeddings": positions,
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": rotary.config.max_position_embeddings,
     }
-    gains = torch.full((dims,), 1 / attention_factor).double()
-    gains[:rotated] *= scaling
-    return _Rope(exported, places, gains)
+    ones[:rotated] *= getattr(rotary, f"{prefix}attention_scaling")  # of cos and sin
+    return Rope(exported, places, ones)
 
 
 def _norms(attention: GrowableAttention) -> dict[str, str]:
@@ -279,20 +223,20 @@ def _norms(attention: GrowableAttention) -> dict[str, str]:
     return {role: name for role, name in names.items() if name and getattr(attention, name, None) is not None}
 
 
-def _write_attention(source: GrowableAttention, target: GrowableAttention, rope: _Rope | None, norm_offset) -> None:
+def _write_attention(source: GrowableAttention, target: GrowableAttention, rope: Rope | None) -> None:
     """Give the stock attention its weights: each role's, per head, at their places among zeros."""
     width, old_width, dtype = target.qk_head_dim, source.head_dim, source.weight_of("query").dtype
     places, gains = torch.arange(source.qk_head_dim), torch.ones(source.qk_head_dim).double()
-    if rope is not None and source.rotate is not None:
+    if rope is not None:
         places, gains = rope.places[: source.qk_head_dim], rope.gains[: source.qk_head_dim]
     at = {"query": places, "key": places, "value": torch.arange(source.v_head_dim)}
     factors = {"query": gains * (source.scaling / target.scaling), "key": gains, "value": torch.ones(1).double()}
     if width > old_width:  # the mean square over padded dims is the old one once they are that much larger
-        growth = math.sqrt(width / old_width)
+        growth, offset = math.sqrt(width / old_width), _NORM_OFFSETS.get(source.architecture.model_type, 0.0)
         for role, name in _norms(source).items():
-            weight = getattr(source, name).weight.cpu().double().unflatten(0, (-1, old_width)) + norm_offset
+            weight = getattr(source, name).weight.cpu().double().unflatten(0, (-1, old_width)) + offset
             new = torch.zeros(len(weight), width, dtype=dtype)
-            new[:, places] = (weight * factors[role] / growth - norm_offset).to(dtype)
+            new[:, places] = (weight * factors[role] / growth - offset).to(dtype)
             getattr(target, name).weight = nn.Parameter(new.flatten(), False)
             factors[role] = torch.full_like(gains, growth)
 
