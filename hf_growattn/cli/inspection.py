@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -10,7 +11,8 @@ from ..growable.models import is_grown
 from ..interop.costs import Cost, costs_of
 from ..measure.kinds import KINDS
 from ..measure.views import FactoredMatrix, attention_views
-from ..model.configuration import PREFIX, layer_widths, stock_head_dim
+from ..model.configuration import PREFIX
+from ..model.shapes import read_shape
 from ..report.words import format_table
 
 FULL = 0.9  # a head whose effective rank exceeds this share of its width has hardly a direction to spare
@@ -36,13 +38,16 @@ def inspect_model(model: PreTrainedModel, tick: Callable[[], object] = lambda: N
     config, layers, caches = model.config, [], False
     growable = config.model_type.startswith(PREFIX)
     for view in attention_views(model):
-        widths = layer_widths(config, view.layer_idx) if growable else (stock_head_dim(config),) * 2
+        module: Any = view.module
+        shape = module.shape if growable else read_shape(module)
+        widths = (module.qk_head_dim, module.v_head_dim) if growable else (shape.qk_head_dim, shape.v_head_dim)
         caches |= getattr(view.module, "is_causal", True)
         layers.append(
             {
-                "layer": view.layer_idx,
+                "layer": view.layer,
                 "heads": view.heads,
                 "key_value_heads": view.groups,
+                "stock_widths": [shape.qk_head_dim, shape.v_head_dim],
                 "patterns": _measure_ranks(view.pattern, view.heads, widths[0]),
                 "messages": _measure_ranks(view.message, view.heads, widths[1]),
             }
@@ -57,7 +62,6 @@ def inspect_model(model: PreTrainedModel, tick: Callable[[], object] = lambda: N
         "family": config.model_type.removeprefix(PREFIX),
         "parameters": model.num_parameters(),
         "hidden_size": config.hidden_size,
-        "stock_width": stock_head_dim(config),
         "grown": is_grown(model),
         "costs": {form: asdict(cost) for form, cost in costs.items()},
         "layers": layers,
@@ -80,8 +84,8 @@ def format_layers(figures: dict) -> str:
     """The figures of `inspect_model` as a table, a row for each layer and kind."""
     rows = []
     for layer in figures["layers"]:
-        for kind, name in KIND_NAMES.items():
-            cells = _format_cells(layer[kind], layer["heads"], figures["stock_width"])
+        for stock_width, (kind, name) in zip(layer["stock_widths"], KIND_NAMES.items()):
+            cells = _format_cells(layer[kind], layer["heads"], stock_width)
             rows.append([str(layer["layer"]), name, *cells])
     return format_table(["layer", "kind", "width", "effective rank: mean (range)", "full heads"], rows)
 
