@@ -13,7 +13,7 @@ from ..growable.adapters import is_adapted
 from ..growable.models import attentions
 from ..measure import ranks
 from ..measure.passes import Objective, evaluation_mode, without_autocast
-from .optimizer import held
+from ..growable.optimizers import held
 
 
 def unwrapped(model: Any) -> nn.Module:

@@ -94,9 +94,7 @@ class Budget:
         rank = round(method.lora * self.rank)
         if not method.growth:
             return 0, rank
-        left = (self.rank - rank) * self.of_a_rank
-        # `width` grown weights widen a linear layer by one, which costs LoRA there one more weight a rank.
-        return int(left / (1 + rank / self.width)), rank
+        return (self.rank - rank) * self.of_a_rank, rank
 
     def suffices_for(self, method: Method) -> bool:
         """Whether both parts of a method get weights: rank 1 cannot be shared."""
@@ -181,7 +179,5 @@ def scale_grown_rates(optimizer: Optimizer, model: nn.Module, share: float) -> N
 
 
 def count_trained_weights(model: nn.Module) -> int:
-    """The number of weights that a training moves, frozen entries of parameters left out."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen = [vars(p)["frozen_entries"].expand_as(p).sum() for p in trained if hasattr(p, "frozen_entries")]
-    return sum(parameter.numel() for parameter in trained) - int(sum(frozen))
+    """The number of weights that a training moves."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
