@@ -255,7 +255,7 @@ def test_rank_one_is_not_shared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "compete", lambda race, train, rates, seeds: asked.extend(rates) or interrupt_race())
     with pytest.raises(KeyboardInterrupt):
         hold(tmp_path, budget=1)
-    assert asked == ["lora", "growth"] and "no mix of both" in capsys.readouterr().out
+    assert asked == ["lora", "growth"] and "too small for a mix" in capsys.readouterr().out
 
 
 def interrupt_race():

@@ -90,15 +90,15 @@ class Race:
     @property
     def lead(self) -> tuple[float, float]:
         """How much lower the challenger ends than LoRA, and the standard error."""
-        return compare_runs(self.runs_of(self.challenger or ""), self.runs_of("lora"))
+        if not self.challenger:
+            return -math.inf, 0.0
+        return compare_runs(self.runs_of(self.challenger), self.runs_of("lora"))
 
     @property
     def winner(self) -> str:
         """The challenger if it leads by more than the margin and two standard errors; otherwise LoRA."""
-        if not self.challenger:
-            return "lora"
         lead, error = self.lead
-        return self.challenger if lead > MARGIN and lead > SURE * error else "lora"
+        return self.challenger if self.challenger and lead > MARGIN and lead > SURE * error else "lora"
 
     @property
     def runner_up(self) -> str | None:
@@ -142,9 +142,11 @@ class Race:
 
     def figures(self) -> dict:
         """The race as valid JSON, in which null stands for a number without bound."""
-        lead, error = self.lead if self.challenger else (math.inf, 0.0)
-        names = ("method", "rate", "steps", "seed", "weights", "cache")
-        runs = [{name: getattr(run, name) for name in names} | {"loss": _finite(run.loss)} for run in self.runs]
+        lead, error = self.lead
+        runs = []
+        for run in [self.start, *self.runs]:
+            known = {name: value for name, value in vars(run).items() if name not in ("nats", "counts")}
+            runs.append(known | {"loss": _finite(run.loss)})
         return {
             "winner": self.winner,
             "runner_up": self.runner_up,
@@ -152,8 +154,6 @@ class Race:
             "rates": self.rates,
             "lead": _finite(lead),
             "error": error,
-            "steps": self.steps,
-            "loss_before": _finite(self.start.loss),
             "runs": runs,
         }
 

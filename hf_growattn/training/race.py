@@ -14,31 +14,22 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 
 from ..growable.models import cache_bytes
 from ..growable.patching import patch_model
+from ..report.report import GrowthReport
 from .comparison import SHORT, Race, Run, compete
-from .data import Prepared, Rows, first_rows, make_batches, prepare_rows, split_rows
+from .data import Prepared, Rows, first_rows, make_batches, prepare_rows, split_rows, without_training
 from .methods import METHODS, Budget, count_trained_weights, prepare_model, round_rate
 from .quantized import is_quantized, move_to_device
 from .sft import make_sft_loss, make_trainer
 
 RUNS = "race.jsonl"
 _HELD_OUT = 256  # rows at most
-_TRAINING = {  # options of every training in a race
-    "disable_tqdm": True,
-    "eval_on_start": False,
-    "eval_strategy": "no",
-    "logging_strategy": "no",
-    "push_to_hub": False,
-    "report_to": [],
-    "resume_from_checkpoint": None,
-    "save_strategy": "no",
-    "train_sampling_strategy": "sequential",
-}
 # How the names of options begin that a race sets itself, or that change no result.
 _IGNORED = (
     "output_dir logging log_ report_to run_name project trackio disable_tqdm hub_ push_to_hub save_ eval_strategy "
@@ -67,11 +58,13 @@ class _Trainings:
         self.load_model, self.tokenizer, self.collate = load_model, tokenizer, prepared.collate
         self.rows, held_out = split_rows(prepared, training)
         self.held_out = held_out.select(range(min(len(held_out), _HELD_OUT)))
-        self.training = copy.copy(training)
-        vars(self.training).update(_TRAINING)
+        self.training = without_training(training)
+        self.training.save_strategy, self.training.logging_strategy = "no", "no"
+        self.training.eval_on_start, self.training.disable_tqdm = False, True
+        self.training.train_sampling_strategy = "sequential"
         self.growth_rows = growth_batches * training.per_device_train_batch_size
         self.bar: Any = None
-        self._prepared, self._prepared_for = None, ("", 0)  # a model, and its method and seed
+        self._prepared: tuple = ()  # method, seed, model, report, and the weights that train as they start
         model = load_model()
         self.budget, self.quantized = Budget.near(model, budget), is_quantized(model)
         identity = {
@@ -124,10 +117,9 @@ class _Trainings:
 
     def train(self, method: str, rate: float, steps: int, seed: int) -> Run | None:
         """Train, measure, and keep the run."""
-        prepared = self._prepare(method, seed)
-        if prepared is None:
+        model, report = self._prepare(method, seed)
+        if report and not report.applied:
             return None
-        model, cache = prepared
         training = copy.copy(self.training)
         training.learning_rate, training.max_steps, training.seed = rate, steps, seed
         rows = self._rows_of(steps, seed), None
@@ -137,33 +129,25 @@ class _Trainings:
         trainer.train()
         with trainer.compute_loss_context_manager():
             nats, counts = self._measure(model)
+        cache = report.cache_bytes[1] if report else cache_bytes(model)  # adapters of growth widen it once merged
         return self._keep(Run(method, rate, steps, seed, nats, counts, count_trained_weights(model), cache))
 
-    def _prepare(self, method: str, seed: int) -> tuple[nn.Module, int] | None:
-        """The model as a method starts from it, and its cache, grown once for all rates; None if nothing grew."""
-        if self._prepared_for != (method, seed):
-            self._prepared, self._prepared_for = None, (method, seed)
+    def _prepare(self, method: str, seed: int) -> tuple[nn.Module, GrowthReport | None]:
+        """The model as a method starts from it, grown once for all learning rates, and the report of its growth."""
+        if self._prepared[:2] != (method, seed):
+            self._prepared = ()
             gc.collect()  # a Trainer refers to itself, and holds the last model
-            self._prepared = self._make(method, seed)
-        if self._prepared is None:
-            return None
-        model, cache, start = self._prepared
+            patched = move_to_device(self.load_model(), self.training.device)
+            batches = make_batches(first_rows(self.rows, self.growth_rows, seed), self.collate, self.training)
+            loss_of = partial(make_sft_loss, tokenizer=self.tokenizer, training=self.training)
+            model, report = prepare_model(patched, METHODS[method], self.budget, batches, seed, loss_of)
+            start = {weight: weight.detach().clone() for weight in model.parameters() if weight.requires_grad}
+            self._prepared = method, seed, model, report, start
+        *_, model, report, start = self._prepared
         with torch.no_grad():
             for weight, value in start.items():
                 weight.copy_(value)
-        return model, cache
-
-    def _make(self, method: str, seed: int) -> tuple | None:
-        """A model, its cache, and the values of the weights that train; None if nothing grew."""
-        patched = move_to_device(self.load_model(), self.training.device)
-        batches = make_batches(first_rows(self.rows, self.growth_rows, seed), self.collate, self.training)
-        loss_of = partial(make_sft_loss, tokenizer=self.tokenizer, training=self.training)
-        model, report = prepare_model(patched, METHODS[method], self.budget, batches, seed, loss_of)
-        if report and not report.applied:
-            return None
-        cache = report.cache_bytes[1] if report else cache_bytes(model)  # adapters of growth widen it once merged
-        start = {weight: weight.detach().clone() for weight in model.parameters() if weight.requires_grad}
-        return model, cache, start
+        return model, report
 
     def _rows_of(self, steps: int, seed: int) -> Dataset:
         """The rows of that number of steps, in the seed's order."""
@@ -202,9 +186,10 @@ def measure_rows(model: nn.Module, rows: Dataset, collate, training: SFTConfig) 
     move_to_device(model.eval(), training.device)
     nats: list[float] = []
     counts: list[int] = []
-    for batch in make_batches(rows, collate, training):
-        labels = batch.pop("labels")[:, 1:]
-        logits = model(**batch, use_cache=False).logits[:, :-1]
+    for batch in DataLoader(rows, training.per_device_eval_batch_size, collate_fn=collate):
+        inputs = {key: value.to(training.device) for key, value in batch.items() if torch.is_tensor(value)}
+        labels = inputs.pop("labels")[:, 1:]
+        logits = model(**inputs, use_cache=False).logits[:, :-1]
         predicted = labels != -100
         losses = torch.zeros(labels.shape, device=labels.device)
         losses[predicted] = nn.functional.cross_entropy(logits[predicted].float(), labels[predicted], reduction="none")
@@ -279,18 +264,14 @@ def run_race(
         raise ValueError("A race runs in one process: start it without torchrun, then train by the winner's method.")
     trainings = _Trainings(load_model, tokenizer, rows, training, budget, steps, growth_batches)
     methods = ["lora", "growth", "both"]
-    left_out = ""
     if trainings.quantized or trainings.budget.rank == 1:
         methods.remove("both")
-        left_out = " There is no mix of both: the budget is too small, or the weights are quantized."
     rates = {name: [round_rate(rate / trainings.budget.width) for rate in METHODS[name].rates] for name in methods}
     race = Race(steps, trainings.done[0])
     total = len(methods) * (3 * (steps // SHORT) + steps) + 2 * (seeds - 1) * steps
-    growths = len(methods) - 1 + seeds - 1
-    say(
-        f"The race takes {total:,} training steps and {growths} growths. Each method trains about "
-        f"{trainings.budget.weights:,} weights.{left_out}"
-    )
+    too_small = " The budget is too small for a mix of both." if trainings.budget.rank == 1 else ""
+    weights = trainings.budget.weights
+    say(f"The race takes {total:,} training steps. Each method trains about {weights:,} weights.{too_small}")
     try:
         with tqdm(total=total, desc="race", unit="step", disable=None) as trainings.bar:
             compete(race, trainings, rates, seeds)
