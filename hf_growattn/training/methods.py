@@ -45,11 +45,6 @@ class Method:
             return 1.0
         return min(max((64 / width) ** 1.5, 1 / 30), 1.0)
 
-    @property
-    def on_quantized(self) -> bool:
-        """Whether the method trains quantized models: peft extends them by one kind of adapter."""
-        return not (self.base or (self.growth and self.lora))
-
 
 METHODS = {
     "lora": Method("LoRA on all linear layers", lora=1),
@@ -96,11 +91,6 @@ class Budget:
             return 0, rank
         return (self.rank - rank) * self.of_a_rank, rank
 
-    def suffices_for(self, method: Method) -> bool:
-        """Whether both parts of a method get weights: rank 1 cannot be shared."""
-        weights, rank = self.split(method)
-        return bool(weights) == bool(method.growth) and bool(rank) == bool(method.lora)
-
 
 def choose_rate(method: Method, config: PreTrainedConfig) -> float:
     """The default learning rate: between those of a race; TRL's for all weights."""
@@ -140,7 +130,7 @@ def prepare_model(
     """
     weights, rank = budget.split(method)
     report = None
-    if is_quantized(model) and not method.on_quantized:
+    if is_quantized(model) and (method.base or (weights and rank)):
         raise ValueError(f"Quantized weights cannot be trained by {method.title}: choose growth or LoRA alone.")
     model.requires_grad_(method.base)
     if weights and is_quantized(model):

@@ -196,7 +196,8 @@ class GrowthCallback(TrainerCallback):
                 drawn = [rows for rows in drawn if len(rows) > (world - 1) * size] or drawn
                 parts = [[dataset[row] for row in rows[mine * size : (mine + 1) * size]] for rows in drawn]
             else:
-                streamed = [*islice(_batched(dataset, size), count * world)]
+                rows = list(islice(dataset, count * world * size))
+                streamed = [rows[start : start + size] for start in range(0, len(rows), size)]
                 parts = streamed[: len(streamed) // world * world or None][mine::world]
             parts = [rows for rows in parts if rows]
             if len(parts) == 1 and len(parts[0]) > 1:  # two to judge each other
@@ -280,7 +281,7 @@ def _own(value: Any) -> Any:
 def _trainer_of(state) -> Any:
     """The Trainer whose state this is, among those that are calling: it hands callbacks no reference to itself."""
     for frame, _ in traceback.walk_stack(None):
-        caller = frame.f_locals.get("self")
+        caller: Any = frame.f_locals.get("self")
         if isinstance(caller, Trainer) and caller.state is state:
             return caller
     raise ValueError("GrowthCallback runs inside a transformers Trainer; in another loop, call Grower yourself.")
@@ -316,12 +317,6 @@ def _drawn(dataset: Any, batches: int, size: int, generator: torch.Generator) ->
         drawn += [part.tolist() for part in rows.split(size)]
     order = torch.randperm(len(drawn), generator=generator).tolist() if len(ends) > 1 else range(len(drawn))
     return [drawn[index] for index in order][:batches]
-
-
-def _batched(stream, size: int) -> Iterator[list]:
-    rows = iter(stream)
-    while batch := list(islice(rows, size)):
-        yield batch
 
 
 @contextlib.contextmanager
