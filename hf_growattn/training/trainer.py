@@ -41,8 +41,8 @@ class GrowthCallback(TrainerCallback):
     Give one of `steps`, `every` and `at`. What growth lowers is the trainer's own loss, its `compute_loss`, of which
     its metrics keep no trace. The growth batches are drawn with a seed of their own and made by the training data
     loader's collator, so the order of the training data and all random states stay as they are. What grew is logged
-    through the Trainer. Everything that a resumed run must know is in the Trainer's own log history; of a peft model, of
-    which Trainer saves the adapters alone, the new dims of the base lie in the checkpoint's folder `growth`.
+    through the Trainer. Everything that a resumed run must know is in the Trainer's own log history. Of a peft model
+    Trainer saves the adapters alone; the new dims of its base lie in the checkpoint's folder `growth`.
 
     Args:
         config: what to grow each time.
