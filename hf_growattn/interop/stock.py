@@ -199,7 +199,7 @@ def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: in
     prefix = f"{layer_type}_" if layer_type else ""
     frequencies = getattr(rotary, f"{prefix}inv_freq").double()  # (rotated / 2,)
     rotated, kind, theta = 2 * len(frequencies), parameters["rope_type"], parameters["rope_theta"]
-    half, ones = rotated // 2, torch.ones(dims).double()
+    ones = torch.ones(dims).double()
     if kind in ("dynamic", "longrope"):
         raise ValueError(
             f"This model rotates by frequencies that follow the length of the text ({kind}), which has no exact stock "
@@ -210,9 +210,9 @@ def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: in
         exported = parameters | {"partial_rotary_factor": math.nextafter(rotated / width, 1)}
         return Rope(exported, torch.arange(dims), ones)
 
-    turning = torch.cat((torch.arange(half), width // 2 + torch.arange(half)))
-    still = torch.tensor([place for place in range(width) if place not in set(turning.tolist())])
-    places = torch.cat((turning, still))[:dims]
+    places = torch.arange(width)
+    turning = places % (width // 2) < rotated // 2
+    places = torch.cat((places[turning], places[~turning]))[:dims]
     if kind == "default":
         longest, next_one = 2 * math.pi * theta ** ((rotated - 2) / rotated), 2 * math.pi * theta
         step = (next_one / longest) ** (1 / 3)
@@ -226,7 +226,7 @@ def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: in
         }
         return Rope(exported, places, ones)
 
-    factors = [1 / max(frequency, 1e-30) for frequency in frequencies.tolist()] + [1e30] * (width // 2 - half)
+    factors = [1 / max(frequency, 1e-30) for frequency in frequencies.tolist()] + [1e30] * ((width - rotated) // 2)
     exported = {
         "rope_type": "longrope",
         "rope_theta": 1.0,
