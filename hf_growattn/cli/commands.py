@@ -61,6 +61,9 @@ def main(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"growattn {sys.modules['hf_growattn'].__version__}")
         return 0
+    if not sys.stderr.isatty():
+        for library in ("HUB", "DATASETS"):  # transformers goes by the Hub's
+            os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     name, rest = words[0], words[1:]
     try:
         refuse_unknown([] if name in COMMANDS else [name], COMMANDS)

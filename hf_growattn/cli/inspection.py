@@ -6,8 +6,8 @@ from dataclasses import asdict
 import torch
 from tqdm.auto import tqdm
 
-from ..growable.models import GrowableModelMixin, is_grown
-from ..interop.costs import costs_of
+from ..growable.models import GrowableModelMixin, cache_bytes, is_grown
+from ..interop.costs import Cost, costs_of
 from ..measure.views import FactoredMatrix, attention_views
 from ..model.configuration import PREFIX, stock_head_dim
 from ..report.words import KINDS, format_table, format_width
@@ -35,9 +35,8 @@ def inspect_model(model: GrowableModelMixin) -> dict:
                 "messages": _measure_ranks(view.message, view.heads, view.module.v_head_dim),
             }
         )
-    costs = costs_of(model)
-    if not is_grown(model):
-        costs = {"native": costs["native"]}  # the other forms are the same
+    present = {"native": Cost(cache_bytes(model), model.num_parameters())}
+    costs = costs_of(model) if is_grown(model) else present
     return {
         "model": config.name_or_path,
         "family": config.model_type.removeprefix(PREFIX),
