@@ -66,7 +66,8 @@ def main(words: list[str]) -> int:
             os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     name, rest = words[0], words[1:]
     try:
-        refuse_unknown([] if name in COMMANDS else [name], COMMANDS)
+        if name not in COMMANDS:
+            refuse_unknown([name], COMMANDS)
         run, names = COMMANDS[name]
         parser = make_parser(name, names, str(run.__doc__))
         if "-h" in rest or "--help" in rest:
@@ -79,7 +80,8 @@ def main(words: list[str]) -> int:
             refuse_unknown(unknown, [f"--{option}" for option in vars(options)])
         result = run(options, rest)
     except UsageError as error:
-        _say(f"Usage error: {error} See growattn --help, or growattn COMMAND --help.")
+        command = f"growattn {name}" if name in COMMANDS else "growattn"
+        _say(f"Usage error: {error} See {command} --help.")
         return USAGE_ERROR
     except KeyboardInterrupt as interrupt:
         _say(f"Interrupted: {str(interrupt) or 'nothing was written.'}")
@@ -107,7 +109,7 @@ def _say(text: str) -> None:
 def _format_next(command: str, model: str, recipe: Any, words: list[str], *more: str) -> str:
     """A command to call next, with those of the given options that it takes, too."""
     dropped = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    dropped.add_argument("-o", "--output", "--output_dir")
+    dropped.add_argument("-o", "--output", "--output_dir", "--output-dir")
     for option in ("--steps", "--seeds") if command == "finetune" else ("--qk_dims", "--v_dims"):
         dropped.add_argument(option, option.replace("_", "-"))
     given = list(dropwhile(lambda word: not word.startswith("-"), words))
