@@ -1,16 +1,14 @@
 """Keep new dims: as parts of the model, of its optimizers, of DistributedDataParallel and of FSDP2."""
 
-import sys
-
 import torch
 from torch import nn
 
 from ..growable.attention import GrowableAttention, set_trial
 from ..growable.models import GrowableModelMixin, attentions
+from ..growable.optimizers import add_new_parameters, after_change, warn_if_left_out
 from ..growable.sharding import shard_like
 from ..measure import ranks
 from ..model.extra import Part
-from .optimizer import add_new_parameters, warn_if_left_out
 from .provenance import leave_checkpoint
 
 
@@ -46,11 +44,3 @@ def keep_parts(
     after_change(model, wrapped)
     leave_checkpoint(model)
     return new
-
-
-def after_change(model: nn.Module, wrapped: nn.Module) -> None:
-    """Update whatever outside the model still goes by its former parameters."""
-    ranks.rebuild_ddp(model, wrapped)
-    torch.clear_autocast_cache()
-    if "torch._dynamo" in sys.modules:  # compiled code has no place for the new dims; this resets its count, too
-        torch._dynamo.reset()

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, Widening
 from ..growable.models import attentions
+from ..growable.optimizers import bare_optimizers, check_optimizers, swap_parameters
 from ..growable.resize import Resize
 from ..measure import functional as F
 from ..measure import ranks
@@ -23,7 +24,6 @@ from .batches import as_dicts
 from .checks import check_rewritable, growable_model, refuse_sharded, trainable_parameters
 from .keeping import after_resize
 from .loss import lowering, preserved_state
-from .optimizer import bare_optimizers, check_optimizers, swap_parameters
 from .plan import parameters_of_a_dim
 
 _RIDGE = 0.05  # of the mean eigenvalue, as in growth: directions that these batches hardly show are not free

@@ -1,12 +1,21 @@
-"""Let optimizers train new dims: their parameters join an existing group, and old ones are never touched."""
+"""Let a running training follow new dims: its optimizers, DistributedDataParallel and compiled code.
 
+The parameters of new dims join an existing group of an optimizer, and old ones are never touched.
+"""
+
+import gc
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .sharding import is_sharded
 
 
 def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
@@ -88,3 +97,67 @@ def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
             )
 
     handle = register_optimizer_step_pre_hook(check)
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """All optimizers in this process that hold a parameter of a model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.optim.Optimizer):  # some objects pretend a class, and warn
+            bare = getattr(thing, "optimizer", thing)
+            if any(id(parameter) in own for parameter in held(bare)):
+                found[id(bare)] = bare
+    return list(found.values())
+
+
+def rebuild_ddp(model: nn.Module, wrapped: nn.Module) -> None:
+    """Let DistributedDataParallel around a model reduce the parameters that it has now.
+
+    Training loops keep the wrapper in a local variable, so the wrapper itself is mended: at once where it was passed,
+    otherwise when it next runs the model. Buckets, settings and communication hooks stay.
+
+    Args:
+        model: the model that has new parameters.
+        wrapped: the same model as the caller has it, in its wrappers if they are known.
+    """
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not several or any(map(is_sharded, model.parameters())):
+        return
+    found = [module for module in wrapped.modules() if isinstance(module, DistributedDataParallel)]
+    for ddp in found:
+        _rebuild(ddp)
+    if found:
+        return
+
+    def rebuild_active(module: nn.Module, args: tuple) -> None:
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None:
+            handle.remove()
+            _rebuild(ddp)
+
+    untraced: Any = torch.compiler.disable(rebuild_active)
+    handle = model.register_forward_pre_hook(untraced)
+
+
+def _rebuild(ddp: DistributedDataParallel) -> None:
+    static, hooks = ddp.static_graph, ddp._comm_hooks
+    ddp._remove_autograd_hooks()
+    del ddp.reducer, ddp.logger
+    ddp._module_parameters = [p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore]
+    parameters, sparse = ddp._build_params_for_reducer()
+    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), static)
+    ddp._has_rebuilt_buckets, ddp._comm_hooks = False, []
+    if static:
+        ddp.static_graph = False  # it warns of setting it twice
+        ddp._set_static_graph()
+    for hook, state in hooks:
+        ddp.register_comm_hook(state, hook)
+
+
+def after_change(model: nn.Module, wrapped: nn.Module) -> None:
+    """Update whatever outside the model still goes by its former parameters."""
+    rebuild_ddp(model, wrapped)
+    torch.clear_autocast_cache()
+    if "torch._dynamo" in sys.modules:  # compiled code has no place for the new dims; this resets its count, too
+        torch._dynamo.reset()
