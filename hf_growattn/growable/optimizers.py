@@ -6,6 +6,7 @@ The parameters of new dims join an existing group of an optimizer, and old ones 
 import gc
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -79,24 +80,32 @@ def remove_parameters(optimizers: list[torch.optim.Optimizer], gone: Iterable[nn
             del optimizer.state[parameter]
 
 
-def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
-    """Warn once, at the next step of an optimizer that trains the model but not the new dims."""
-    others = {id(parameter) for parameter in model.parameters()} - {id(parameter) for parameter in new}
-    wanted = {id(parameter) for parameter in new}
+class _LeftOut:
+    """Looks at each optimizer that steps, until one trains the model: with the new dims, or without, which it says."""
 
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def __init__(self, model: nn.Module, new: list[nn.Parameter]):
+        self.model, self.new = weakref.ref(model), [weakref.ref(parameter) for parameter in new]
+        self.done = False  # hooks cannot be removed while they run
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        model = self.model()
+        if self.done or model is None:
+            return
         own = {id(parameter) for parameter in held(optimizer)}
-        if own & wanted:
-            handle.remove()
-        elif own & others:
-            handle.remove()
+        alive = [id(reference()) for reference in self.new if reference() is not None]
+        trained = [parameter for parameter in model.parameters() if id(parameter) in own]
+        self.done = bool(trained)
+        if trained and alive and own.isdisjoint(alive):
             warnings.warn(
                 f"{type(optimizer).__name__} steps without the new dims, which therefore do not train. Pass it: "
                 "Grower(model, config, optimizer=optimizer); or make it after the growth.",
                 stacklevel=2,
             )
 
-    handle = register_optimizer_step_pre_hook(check)
+
+def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
+    """Warn once, at the next step of an optimizer that trains the model but not the new dims."""
+    register_optimizer_step_pre_hook(_LeftOut(model, new))
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
