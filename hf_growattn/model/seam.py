@@ -75,14 +75,18 @@ class Call:
     def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new keys and values to the old ones, padded to one width where that is wanted."""
         self.joined, self.v_head_dim = True, value.shape[-1]
-        key = torch.cat((key, self.key.to(key.dtype)), -1)
-        value = torch.cat((value, self.value.to(value.dtype)), -1)
+        key, value = append(key, self.key), append(value, self.value)
         if self.one_width:
             width = max(key.shape[-1], value.shape[-1])
             if key.device.type != "cpu":
                 width += -width % 8  # kernels of accelerators take multiples of it
             key, value = pad_to(key, width), pad_to(value, width)
         return key, value
+
+
+def append(old: Tensor, new: Tensor) -> Tensor:
+    """Old and new dims of (batch, heads, tokens, width), in the precision of the old ones."""
+    return torch.cat((old, new.to(old.dtype)), -1) if new.shape[-1] else old
 
 
 def pad_to(states: Tensor, width: int) -> Tensor:
@@ -137,12 +141,12 @@ def _attend(function: Callable, implementation: str, module: Any, query, key, va
     call: Call = module.call
     if not call.joined:
         _check_shapes(module, query, key, value)
-    new_query = call.query.to(query.dtype)
+    new_query = call.query
     if kwargs.get("scaling") == 1.0:  # the family scales its queries before, by the usual factor if by any
         new_query = new_query * module.shape.qk_head_dim**-0.5
     if not call.joined:
         key, value = call.join(key, value)
-    query = pad_to(torch.cat((query, new_query), -1), key.shape[-1])
+    query = pad_to(append(query, new_query), key.shape[-1])
     output, weights = function(module, query, key, value, *args, **kwargs)
     output = output.reshape(*output.shape[:2], -1, value.shape[-1])
     old, new = call.v_head_dim, call.value.shape[-1]
