@@ -1,10 +1,11 @@
 """Attention that grows: widen the heads of Hugging Face models where the loss asks for it.
 
-`patch_model` makes a model growable, `Grower.grow` widens it, by four calls, each giving one value back: a batch
-is measured (`measure.passes` runs the model, whose `extension` is a probe; `measure.gradients` reads it), new dims are
-planned (`grow.plan`), tried beside the weights (`grow.trial`), and those that lower the loss kept in wider weights
-(`growable.attention`). Each room, a sub-package, says in its first lines what lives there. Import from here alone: what
-lies deeper may move.
+`patch_model` makes a model growable, and `Grower.find` finds new dims. The way of a batch: the model computes its loss
+while a probe sits in each attention module (`model.seam` lets it join, `measure.probes` is what joins,
+`measure.passes` runs the batches); the probe's gradient tells what new dims could do (`measure.gradients`); dims are
+chosen (`grow.plan`), tried in the same place (`grow.trial`) by steps that other batches judge (`grow.search`), and kept
+there as a part of `attention.extra` (`grow.keeping`), or dropped. Old weights are never touched. Each room, a
+sub-package, says in its first lines what lives there. Import from here alone: what lies deeper may move.
 """
 
 import importlib
@@ -28,10 +29,12 @@ _PLACES = {
     "attention_views": "measure.views",
     "export_model": "interop.export",
     "initialize_growattn_weights": "interop.peft_method",
+    "load_growth": "growable.growths",
     "model_card": "interop.cards",
     "patch_model": "growable.patching",
     "race": "training.race",
     "register_architecture": "growable.rows",
+    "save_growth": "growable.growths",
     "save_report": "report.pages",
     "trim_model": "grow.trim",
     "unpatch_model": "growable.patching",

@@ -18,5 +18,8 @@ class Done(NamedTuple):
 def call(*words) -> Done:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words])
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as ended:  # of argparse
+            code = int(ended.code or 0)
     return Done(code, out.getvalue(), err.getvalue())

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_growattn import Grower, GrowthConfig
 from hf_growattn.grow.search import StepSearch
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import Block, measure_moments
 from hf_growattn.measure.gradients import Gradient, beyond_old_dims, shares, whole_gradients
+from hf_growattn.measure.passes import Objective
 
 ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
 
@@ -26,16 +27,16 @@ class ComparedGrower(Grower):
         super().__init__(model, config, optimizer)
         self.estimator = estimator
 
-    def directions(self, blocks: list[Block], halves, tick) -> list[Gradient]:
+    def directions(self, objective: Objective, blocks: list[Block], halves, tick) -> list[Gradient]:
         """Find them, in one pass over the batches."""
         dims = max(self.config.most_dims(block.attention, block.kind) for block in blocks)
-        found = self.model, blocks, halves, dims, self.config.ridge, self.config.seed, tick
+        found = objective, blocks, halves, dims, self.config.ridge, self.config.seed, tick
         return compared_gradients(self.estimator, *found)
 
-    def steps(self, search: StepSearch, batches: list[dict], loss_before: float, tick):
+    def steps(self, objective: Objective, search: StepSearch, batches: list[dict], loss_before: float, tick):
         """Search them, but for random dims: these wait for training."""
         if self.estimator != "random":
-            return super().steps(search, batches, loss_before, tick)
+            return super().steps(objective, search, batches, loss_before, tick)
         steps = [1.0] * len(search.trial.changes)
         search.trial.set_steps(steps)
         return steps, loss_before
@@ -43,7 +44,7 @@ class ComparedGrower(Grower):
 
 def compared_gradients(
     name: str,
-    model: nn.Module,
+    objective: Objective,
     blocks: list[Block],
     halves: tuple[list[dict], list[dict]],
     dims: int,
@@ -57,11 +58,11 @@ def compared_gradients(
     X_n^+T`, the pooled `C_a^-1 T C_b^-1` (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022). "random"
     draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside `evaluation_mode`.
     """
-    whole = whole_gradients(model, blocks, halves, tick)
+    whole = whole_gradients(objective, blocks, halves, tick)
     weights = shares(halves)
     targets: list[list[Tensor]]
     if name == "per-sequence":
-        targets = _sequence_targets(model, blocks, halves, ridge)
+        targets = _sequence_targets(objective, blocks, halves, ridge)
     else:
         targets = [[_target(name, block, part) for part in parts] for block, parts in zip(blocks, whole)]
     generator = torch.Generator().manual_seed(seed)
@@ -99,7 +100,7 @@ def _target(name: str, block: Block, whitened: Tensor) -> Tensor:
     return _per_head(block, whitened, roots.stacked_root) @ roots.shared_root
 
 
-def _sequence_targets(model: nn.Module, blocks: list[Block], halves, ridge: float) -> list[list[Tensor]]:
+def _sequence_targets(objective: Objective, blocks: list[Block], halves, ridge: float) -> list[list[Tensor]]:
     """Mean over the sequences of each half of the pooled-truncated target with that sequence's moments."""
     attentions = list(dict.fromkeys(block.attention for block in blocks))
     kinds = list(dict.fromkeys(block.kind for block in blocks))
@@ -108,8 +109,8 @@ def _sequence_targets(model: nn.Module, blocks: list[Block], halves, ridge: floa
         rows = [{key: value[i : i + 1] for key, value in batch.items()} for batch in half for i in range(_rows(batch))]
         sums: list[Tensor | float] = [0.0] * len(blocks)
         for row in rows:
-            own, _ = measure_moments(model, attentions, kinds, [row], ridge)
-            for index, (block, (part,)) in enumerate(zip(own, whole_gradients(model, own, ([row],)))):
+            own, _ = measure_moments(objective, attentions, kinds, [row], ridge)
+            for index, (block, (part,)) in enumerate(zip(own, whole_gradients(objective, own, ([row],)))):
                 sums[index] = sums[index] + _target("pooled-truncated", block, part)
         for target, total in zip(targets, sums):
             target.append(total / len(rows))

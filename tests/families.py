@@ -46,7 +46,6 @@ VARIANTS = {
     "llama-5-bias": _of("llama", LLAMA, layers=5, attention_bias=True),
     "gpt2-2": lambda: GPT2Config(**GPT2, n_layer=2),
     "gpt2-5-scaled": lambda: GPT2Config(**GPT2, n_layer=5, scale_attn_by_inverse_layer_idx=True),
-    "gpt2-2-upcast": lambda: GPT2Config(**GPT2, n_layer=2, reorder_and_upcast_attn=True),
     "mistral": _of("mistral", LLAMA, sliding_window=WINDOW),
     "mixtral": _of("mixtral", LLAMA, EXPERTS, num_local_experts=4, sliding_window=None),
     "qwen2": _of("qwen2", GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
@@ -73,21 +72,11 @@ VARIANTS = {
     "phi3": _of(
         "phi3", GROUPED, partial_rotary_factor=0.5, sliding_window=WINDOW, original_max_position_embeddings=128
     ),
-    "gpt-neo": _of(  # unscaled logits, so narrower weights
-        "gpt_neo",
-        hidden_size=64,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1]],
-        window_size=WINDOW,
-        initializer_range=0.15,
-    ),
     "gpt-neox": _of("gpt_neox", HEADS_OF_16, rotary_pct=0.5),
     "opt": _of("opt", hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_attention_heads=4),
-    "falcon": _of("falcon", hidden_size=64, num_attention_heads=4, multi_query=True, bias=True),
-    "falcon-alibi": _of("falcon", hidden_size=64, num_attention_heads=4, multi_query=False, alibi=True),
 }
 # transformers offers these nothing but the eager implementation.
-EAGER_ONLY = ("gemma2", "gpt-neo")
+EAGER_ONLY = ("gemma2",)
 FAMILIES = ["llama-5-bias", "gpt2-2"]
 HEADS = {
     "causal-lm": AutoModelForCausalLM,
@@ -166,9 +155,15 @@ def slow_4bit(monkeypatch) -> None:
         monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False, raising=False)
 
 
-def new_entries(model) -> dict:
-    """Which entries of the attention's parameters growth has added: a boolean mask for each that it resized."""
-    from hf_growattn.growable.models import attentions  # some scripts build families without the library
+def add_dims(attention, qk_dims: int = 0, v_dims: int = 0, roles=("query", "key", "value", "output"), std: float = 0.3):
+    """Give an attention module new dims, drawn for some roles and zero for the others; `sync_config` is the caller's.
 
-    old = [entry for attention in attentions(model) for entry in attention.old_entries().items()]
-    return {parameter: ~mask.expand_as(parameter) for parameter, mask in old}
+    Without "query" or "key", and without "value" or "output", they change nothing.
+    """
+    like = attention.empty_like()
+    name = f"growth_{len(attention.parts) + 1}"
+    part = attention.add_part(name, qk_dims, v_dims, dtype=like.dtype, device=like.device)
+    with torch.no_grad():
+        for role in roles:
+            part.weight_of(role).normal_(std=std)
+    return part

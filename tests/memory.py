@@ -17,7 +17,7 @@ from hf_growattn.growable.models import attentions
 from hf_growattn.measure.blocks import measure_moments
 from hf_growattn.measure.gradients import sketched_gradients
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import evaluation_mode
+from hf_growattn.measure.passes import Objective, evaluation_mode
 
 BATCH, TOKENS, HEADS = 1, 2048, 8
 
@@ -41,8 +41,9 @@ with profile(profile_memory=True) as allocations:  # what the process keeps of f
     if sys.argv[1] == "training":
         model(**batch).loss.backward()
     else:
+        objective = Objective(model)
         with evaluation_mode(model):
-            blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], [batch], ridge=0.05)
-            sketched_gradients(model, blocks, ([batch], [batch]), dims=8, oversampling=8, seed=0)
+            blocks, _ = measure_moments(objective, attentions(model), [PATTERNS, MESSAGES], [batch], ridge=0.05)
+            sketched_gradients(objective, blocks, ([batch], [batch]), dims=8, oversampling=8, seed=0)
 sizes = [event.nbytes() for event in allocations.kineto_results.events() if event.name() == "[memory]"]
 print(json.dumps({"work": max(accumulate(sizes)), "square": BATCH * HEADS * TOKENS**2 * 4}))

@@ -24,7 +24,7 @@ def dims_of(config):
 
 
 def count(model, name="default"):
-    return sum(p.numel() for key, p in model.named_parameters() if "growattn_" in key and key.endswith(f".{name}"))
+    return sum(p.numel() for key, p in model.named_parameters() if "growattn_" in key and f".{name}." in key)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -36,7 +36,7 @@ def test_a_budget_is_spread_evenly_until_the_guided_start(variant):
     numbers = [n for by_layer in dims_of(model.peft_config["default"]) for n in by_layer.values()]
     assert len(numbers) == 2 * len(attentions(model)) and max(numbers) - min(numbers) <= 1
     grown = patch_model(build(variant))
-    attentions(grown)[0].widen(1, 1)
+    attentions(grown)[0].add_part("growth_1", 1, 1)
     dim = grown.num_parameters() - build(variant).num_parameters()  # of either kind, in one layer
     assert bought - dim < count(model) <= bought
     losses = train(model, steps=8)
@@ -56,7 +56,7 @@ def test_the_guided_start_spends_it_as_growth_does(variant, tmp_path):
     widths = [{g.layer: g.width[1] - g.width[0] for g in report.layers if g.kind == kind} for kind in kinds]
     found = tuple({layer: n for layer, n in of.items() if n} for of in widths)
     assert dims_of(model.peft_config["default"]) == found and found[0] != found[1]
-    assert trainable(model).keys() == {name for name, _ in model.named_parameters() if name.endswith(".default")}
+    assert trainable(model).keys() == {name for name, _ in model.named_parameters() if ".default." in name}
 
     expected = logits(model)
     model.save_pretrained(tmp_path)
@@ -80,7 +80,7 @@ def test_layers_that_get_nothing_have_no_new_dims():
     model = adapted(LLAMA, budget=3000, layers=[1])
     assert initialize_growattn_weights(model, BATCHES).applied
     assert all(set(by_layer) <= {1} for by_layer in dims_of(model.peft_config["default"]))
-    assert attentions(model)[0].extension is None
+    assert attentions(model)[0].extra is None
     again = initialize_growattn_weights(model, BATCHES[:2])  # spends it anew
     assert again.applied and count(model) == again.added_parameters
 
@@ -94,7 +94,7 @@ def test_an_inactive_adapter_stays_so_and_in_its_precision():
     expected = logits(model)
     assert initialize_growattn_weights(model, BATCHES, "other").applied
     assert torch.equal(logits(model), expected)
-    other = [p for name, p in model.named_parameters() if name.endswith(".other")]
+    other = [p for name, p in model.named_parameters() if ".other." in name]
     assert other and {(p.dtype, p.requires_grad) for p in other} == {(torch.float32, False)}
     model.set_adapter("other")
     assert all(p.requires_grad for p in other)

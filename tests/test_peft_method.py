@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.models import attentions
-from hf_growattn.measure.passes import evaluation_mode, mean_loss
+from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")
 from hf_growattn import GrowAttnConfig, initialize_growattn_weights  # noqa: E402  they import peft
@@ -95,8 +95,7 @@ def test_nothing_changes_at_the_start_and_only_new_dims_train(variant, patched):
     losses = train(model, steps=8)
     assert losses[-2] < losses[0]
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    # What a bias of the keys adds to a row of logits is the same for all of them: in exact sums it never moves.
-    assert {n for n in trainable(model) if "growattn_key_bias" not in n} <= moved <= set(trainable(model))
+    assert moved == set(trainable(model))
     assert is_base(model, variant)
     with model.disable_adapter():
         assert torch.equal(logits(model), expected)
@@ -111,11 +110,11 @@ def test_merging_gives_a_grown_model_that_saves_and_reloads(variant, tmp_path):
     expected = logits(model)
     merged = model.merge_and_unload(safe_merge=True)
     near(logits(merged), expected)
-    assert type(merged) is type(base) and all(attention.extension is None for attention in attentions(merged))
+    assert type(merged) is type(base) and all(len(attention.parts) == 1 for attention in attentions(merged))
     for old, new in zip(attentions(base), attentions(merged)):
         assert (new.qk_head_dim, new.v_head_dim) == (old.qk_head_dim + 3, old.v_head_dim + 2)
         for role in ("query", "key", "value", "output"):
-            assert torch.equal(new.weight_of(role)[:, : old.width_of(role)], old.weight_of(role))
+            assert torch.equal(new.weight_of(role), old.weight_of(role))
     merged.save_pretrained(tmp_path)
     assert not any("growattn_" in name for name in load_file(tmp_path / "model.safetensors"))
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
@@ -131,7 +130,7 @@ def test_a_saved_adapter_is_the_new_dims_alone_and_loads_in_a_fresh_process(tmp_
 
         assert set(load_file(folder / "base" / "model.safetensors")) <= set(build(variant).state_dict())
         tensors = load_file(folder / "adapter" / FILE)
-        assert all(".extension.growattn_" in name for name in tensors)
+        assert all(".extra.adapters.growattn_" in name for name in tensors)
         merged = copy.deepcopy(model).merge_and_unload()
         count = sum(tensor.numel() for tensor in tensors.values())
         assert count == merged.num_parameters() - build(variant).num_parameters()
@@ -166,13 +165,13 @@ def test_two_adapters(variant, tmp_path):
     base = logits(build(variant))
     model = adapted(variant)
     model.add_adapter("other", GrowAttnConfig(qk_dims=1, layers=[1]))
-    assert not any(".other" in name for name in trainable(model))
+    assert not any(".other." in name for name in trainable(model))
     stir(model, seed=6)
     found = {}
     for name in ("default", "other"):
         model.set_adapter(name)
         found[name] = logits(model)
-        assert trainable(model) and all(parameter.endswith(f".{name}") for parameter in trainable(model))
+        assert trainable(model) and all(f".{name}." in parameter for parameter in trainable(model))
     for one, other in (("default", "other"), ("default", None), ("other", None)):
         differ(found[one], base if other is None else found[other])
     model.base_model.set_adapter(["default", "other"])
@@ -190,7 +189,7 @@ def test_two_adapters(variant, tmp_path):
     model.set_adapter("default")
     model.delete_adapter("other")
     assert torch.equal(logits(model), found["default"])
-    assert not any(name.endswith(".other") for name, _ in model.named_parameters())
+    assert not any(".other." in name for name, _ in model.named_parameters())
 
 
 @pytest.mark.skipif(Version(peft.__version__) < Version("0.21"), reason="older ones save all adapters in each file")
@@ -198,9 +197,9 @@ def test_each_adapter_has_a_file_of_its_own(tmp_path):
     model = adapted(LLAMA)
     model.add_adapter("other", GrowAttnConfig(qk_dims=1, layers=[1]))
     model.save_pretrained(tmp_path)
-    prefix = "base_model.model.model.layers.1.self_attn.extension.growattn_"
-    assert set(load_file(tmp_path / "other" / FILE)) == {f"{prefix}query", f"{prefix}key"}
-    assert len(load_file(tmp_path / FILE)) == 2 * 4
+    prefix = "base_model.model.model.layers.1.self_attn.extra.adapters.growattn_"
+    assert set(load_file(tmp_path / "other" / FILE)) == {f"{prefix}inside.weight"}
+    assert len(load_file(tmp_path / FILE)) == 2 * 2
     config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["qk_dims"], config["layers"]) == ("GROWATTN", 1, [1])
 
@@ -212,7 +211,7 @@ def test_merging_for_a_while(variant):
     expected = logits(model)
     model.merge_adapter()
     assert attentions(model)[0].qk_head_dim == 19
-    assert model.get_base_model().config.per_layer_config[0].qk_head_dim == 19
+    assert model.get_base_model().config.extra_dims["0"] == {"growth_1": [3, 2]}
     near(logits(model), expected)
     model.unmerge_adapter()
     assert torch.equal(logits(model), expected) and is_base(model, variant)
@@ -236,8 +235,8 @@ def test_unloading_gives_back_what_there_was():
 @pytest.mark.parametrize("dims", [dict(qk_dims=2), dict(v_dims=2)], ids=["patterns", "messages"])
 def test_one_kind_alone(dims):
     model = adapted(LLAMA, **dims)
-    roles = {name.split("growattn_")[1].split(".")[0] for name in trainable(model)}
-    assert roles == ({"query", "key"} if "qk_dims" in dims else {"value", "output"})
+    modules = {name.split("growattn_")[1].split(".")[0] for name in trainable(model)}
+    assert modules == ({"inside"} if "qk_dims" in dims else {"inside", "outside"})
     expected = logits(model)
     differ(expected, logits(build(LLAMA)))
     near(logits(model.merge_and_unload()), expected)
@@ -257,7 +256,7 @@ def test_the_guided_start_is_what_growth_finds(variant):
     report = initialize_growattn_weights(model, BATCHES, adapter_name="fresh")
     after = fingerprint(base)
     for parameters in (before[0], after[0]):
-        for name in [name for name in parameters if name.endswith(".fresh")]:
+        for name in [name for name in parameters if ".fresh." in name]:
             del parameters[name]
     assert same(before, after) and is_base(model, variant)
 
@@ -265,7 +264,7 @@ def test_the_guided_start_is_what_growth_finds(variant):
     assert (report.loss_before, report.loss_after) == (growth.loss_before, growth.loss_after)
     model.set_adapter("fresh")
     with evaluation_mode(base):
-        assert mean_loss(base, BATCHES) == pytest.approx(report.loss_after, rel=1e-5)  # another order of sums
+        assert mean_loss(Objective(base), BATCHES) == pytest.approx(report.loss_after, rel=1e-5)  # another order of sums
     assert same(dict(model.merge_and_unload().state_dict()), dict(grown.state_dict()))
 
 

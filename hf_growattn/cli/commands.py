@@ -1,37 +1,53 @@
 """The command line `growattn`: look at a model, measure it on data, grow it, train it, write it for others.
 
-Commands import what they need themselves, so that help is shown without torch.
+The docstrings of the `run_` functions are the help of their commands. Each imports what it needs itself, so that help
+is shown without torch.
 """
 
+import argparse
 import contextlib
-import difflib
-import importlib.util
 import json
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .help import format_command_help, format_help
 from .options import (
-    TAKEN,
-    USAGE_ERROR,
-    ExportOptions,
-    InspectOptions,
-    PushOptions,
+    DATA,
     UsageError,
     check_new_folder,
-    option_name,
-    parse_options,
+    make_parser,
     read_recipe,
+    refuse_unknown,
 )
 
-FAILED, NOTHING, INTERRUPTED = 1, 3, 130
+FAILED, USAGE_ERROR, NOTHING, INTERRUPTED = 1, 2, 3, 130
+_HELP = """Usage: growattn COMMAND ...
+
+Find out whether the attention of a language model is too narrow for your data, and widen it there.
+
+{}
+
+growattn COMMAND --help explains a command. --json prints JSON alone, --debug shows where an error came from, --version
+the version.
+Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing grew, or growth did not win; 130
+interrupted, nothing is half-written."""
 _EXPECTED = (ValueError, OSError, ImportError)  # errors whose message names the fix
+
+
+class Result(NamedTuple):
+    """What a command found out: for --json, for people, its exit code, and lines to standard error after the result."""
+
+    figures: dict
+    text: str
+    code: int = 0
+    next_steps: Sequence[str] = ()
 
 
 def main(words: list[str]) -> int:
@@ -39,7 +55,8 @@ def main(words: list[str]) -> int:
     as_json, debug = "--json" in words, "--debug" in words
     words = [word for word in words if word not in ("--json", "--debug")]
     if not words or words[0] in ("-h", "--help"):
-        print(format_help())
+        commands = [f"  {name:<10}{str(run.__doc__).splitlines()[0]}" for name, (run, _) in COMMANDS.items()]
+        print(_HELP.format("\n".join(commands)))
         return 0
     if words[0] == "--version":
         print(f"growattn {sys.modules['hf_growattn'].__version__}")
@@ -49,16 +66,21 @@ def main(words: list[str]) -> int:
             os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     name, rest = words[0], words[1:]
     try:
-        if name not in RUNNERS:
-            near = difflib.get_close_matches(name, RUNNERS, n=1)
-            suggestion = f" Did you mean {near[0]}?" if near else ""
-            raise UsageError(f"unknown command {name}.{suggestion}")
+        if name not in COMMANDS:
+            refuse_unknown([name], COMMANDS)
+        run, names = COMMANDS[name]
+        parser = make_parser(name, names, str(run.__doc__))
         if "-h" in rest or "--help" in rest:
-            print(format_command_help(name))
+            parser.print_help()
             return 0
-        return RUNNERS[name](rest, as_json)
+        if DATA in names:
+            options = read_recipe(name, rest)
+        else:
+            options, unknown = parser.parse_known_args(rest)
+            refuse_unknown(unknown, [f"--{option}" for option in vars(options)])
+        result = run(options, rest)
     except UsageError as error:
-        command = f"growattn {name}" if name in RUNNERS else "growattn"
+        command = f"growattn {name}" if name in COMMANDS else "growattn"
         _say(f"Usage error: {error} See {command} --help.")
         return USAGE_ERROR
     except KeyboardInterrupt as interrupt:
@@ -72,6 +94,11 @@ def main(words: list[str]) -> int:
             message = f"{type(error).__name__}: {message} (add --debug to see where)"
         _say(f"Error: {message}")
         return FAILED
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(result.figures, indent=1) if as_json else result.text, flush=True)
+        for line in result.next_steps:
+            _say(line)
+    return result.code
 
 
 def _say(text: str) -> None:
@@ -79,93 +106,55 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _print_json(figures: dict) -> None:
-    print(json.dumps(figures, indent=1))
+def _format_next(command: str, model: str, recipe: Any, words: list[str], *more: str) -> str:
+    """A command to call next, with those of the given options that it takes, too."""
+    dropped = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    dropped.add_argument("-o", "--output", "--output_dir", "--output-dir")
+    for option in ("--steps", "--seeds") if command == "finetune" else ("--qk_dims", "--v_dims"):
+        dropped.add_argument(option, option.replace("_", "-"))
+    given = list(dropwhile(lambda word: not word.startswith("-"), words))
+    _, options = dropped.parse_known_args(given)
+    return shlex.join(["growattn", command, model, *recipe.datasets, "-o", "DIR", *options, *more])
 
 
-def _split_names(words: list[str], *names: str) -> tuple[list[str], list[str]]:
-    """The names that a command line begins with, and the options after them."""
-    given = words[: len(names)]
-    if len(given) < len(names) or any(word.startswith("-") for word in given):
-        raise UsageError(f"name {' and '.join(names)} first, then the options.")
-    return given, words[len(names) :]
+def run_inspect(options: argparse.Namespace, words: list[str]) -> Result:
+    """Show how wide the heads are, and how much of that they use.
 
-
-def run_inspect(words: list[str], as_json: bool) -> int:
-    """Show how wide a model's heads are, and how much of that they use."""
-    (name,), rest = _split_names(words, "MODEL")
-    parse_options(InspectOptions, rest)
-    from tqdm.auto import tqdm
-
+    The effective rank counts the directions that a head uses; it is at most the width.
+    """
+    from ..growable.patching import patch_model
     from ..interop.checkpoints import load_growable
-    from .inspection import FULL, format_costs, format_layers, inspect_model
+    from .inspection import format_inspection, inspect_model
 
-    model = load_growable(name)
-    layers = getattr(model.config, "num_hidden_layers", None)
-    with tqdm(total=layers, desc="inspecting", unit="layer", leave=False, disable=None) as bar:
-        figures = inspect_model(model, bar.update)
-    if as_json:
-        _print_json(figures)
-        return 0
-    print(format_layers(figures))
-    print(format_costs(figures["costs"]))
-    state = "grown" if figures["grown"] else "stock widths"
-    print(
-        f"{figures['class']} ({state}): {figures['parameters']:,} parameters, {len(figures['layers'])} layers, hidden "
-        f"size {figures['hidden_size']}.\n"
-        f"A head is full if its effective rank, the number of directions that it uses, is {FULL:.0%} of its width.\n"
-        f"To see whether that holds the model back on your data: growattn measure {name} DATA"
-    )
-    return 0
+    figures = inspect_model(patch_model(load_growable(options.model)))
+    text = format_inspection(figures)
+    return Result(figures, f"{text}Does that hold the model back on your data? growattn measure {options.model} DATA")
 
 
-def _read_recipe(command: str, words: list[str]) -> Any:
-    if importlib.util.find_spec("trl") is None:
-        raise ImportError("TRL reads the data: pip install 'hf_growattn[finetune]'.")
-    return read_recipe(command, words)
+def run_measure(recipe: Any, words: list[str]) -> Result:
+    """Measure where width holds the model back on your data.
 
-
-def _format_next(command: str, words: list[str], model: str, *more: str) -> str:
-    """The command to call next, with those of the given options that it takes."""
-    names = _split_words(words)[0][1:]
-    options, dropped = [], False
-    for word in _split_words(words)[1]:  # an option, or a value of the one before it
-        if word.startswith("-") and not word[1:2].isdigit():
-            name = option_name(word)
-            ours = any(name in taken for taken in TAKEN.values())
-            dropped = name in ("o", "output", "output_dir") or (ours and name not in TAKEN[command])
-        if not dropped:
-            options.append(word)
-    return shlex.join(["growattn", command, model, *names, "-o", "DIR", *options, *more])
-
-
-def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before the first option, and the others."""
-    first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
-    return words[:first], words[first:]
-
-
-def run_measure(words: list[str], as_json: bool) -> int:
-    """Measure where width holds a model back; nothing is changed or written."""
-    recipe = _read_recipe("measure", words)
+    A growth is tried on the loss that finetune would train, then taken back. Nothing is changed or written. This does
+    not compare growth with LoRA: race does.
+    """
     from ..report.words import report_text
     from ..training.finetuning import prepare_growth
 
     grower, batches, _ = prepare_growth(recipe)
     _say(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
     report = grower.measure(batches)
-    if as_json:
-        _print_json(report.to_dict())
-    else:
-        print(report_text(report, _format_next("race", words, recipe.model_name)))
-    return 0 if report.found else NOTHING
+    text = report_text(report, _format_next("race", recipe.model_name, recipe, words))
+    return Result(report.to_dict(), text, 0 if report.found else NOTHING)
 
 
-def run_grow(words: list[str], as_json: bool) -> int:
-    """Grow once, and save the wider model."""
-    recipe = _read_recipe("grow", words)
-    output = Path(recipe.training.output_dir)
-    check_new_folder(recipe.training.output_dir)
+def run_grow(recipe: Any, words: list[str]) -> Result:
+    """Widen heads once where that lowers the loss, and save the model.
+
+    The output gets the model, its tokenizer, the figures for a model card, and report.html. If no growth helps on data
+    that it was not chosen from, nothing is written.
+    """
+    output = recipe.training.output_dir
+    check_new_folder(output)
     from ..growable.folders import replacing
     from ..interop.cards import save_figures
     from ..report.pages import save_report
@@ -175,49 +164,51 @@ def run_grow(words: list[str], as_json: bool) -> int:
     grower, batches, tokenizer = prepare_growth(recipe)
     _say(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
     report = grower.grow(batches)
-    dataset = recipe.dataset
-    if report.applied:
-        with replacing(output.resolve()) as folder:
-            grower.model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            save_figures(folder, [report], model=recipe.model_name, dataset=dataset)
-            if importlib.util.find_spec("matplotlib"):
-                save_report([report], folder / "report.html", model=recipe.model_name, data=dataset)
-    if as_json:
-        _print_json(report.to_dict() | {"output": str(output) if report.applied else None})
-    else:
-        print(report_text(report, _format_next("race", words, recipe.model_name)))
+    text = report_text(report, _format_next("race", recipe.model_name, recipe, words))
     if not report.applied:
-        return NOTHING
-    _say(f"Saved in {output}. Load it: import hf_growattn, then AutoModelForCausalLM.from_pretrained({str(output)!r}).")
-    _say(f"Train it: {_format_next('finetune', words, str(output), '--max_growths', '0')}")
-    return 0
+        return Result(report.to_dict() | {"output": None}, text, NOTHING)
+    with replacing(Path(output).resolve()) as folder:
+        grower.model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        save_figures(folder, [report], model=recipe.model_name, dataset=recipe.dataset)
+        if find_spec("matplotlib"):
+            save_report([report], folder / "report.html", model=recipe.model_name, data=recipe.dataset)
+    load = f"Saved in {output}. Load it: import hf_growattn, then AutoModelForCausalLM.from_pretrained({output!r})."
+    train = f"Train it: {_format_next('finetune', output, recipe, words, '--max_growths', '0')}"
+    return Result(report.to_dict() | {"output": output}, text, next_steps=[load, train])
 
 
-def run_race_command(words: list[str], as_json: bool) -> int:
-    """Race LoRA, growth and both, and print the commands that go on."""
-    recipe = _read_recipe("race", words)
-    if not (Path(recipe.training.output_dir) / "race.jsonl").exists():
-        check_new_folder(recipe.training.output_dir)
+def run_race(recipe: Any, words: list[str]) -> Result:
+    """Find out whether growth beats LoRA on your data.
+
+    LoRA on all linear layers, growth, and a third of growth with LoRA train for a short while: the same number of
+    weights on the same rows, each with the best of a few learning rates. Growth wins if it leads by more than 0.01 nats
+    a token and by more than two standard errors; otherwise LoRA does, which costs nothing at inference. The output
+    keeps every run as it ends, so the same command continues after an interruption, and at the end the winner's model.
+    """
+    output = recipe.training.output_dir
+    if not Path(output, "race.jsonl").exists():
+        check_new_folder(output)
     from ..training.finetuning import race_recipe
     from ..training.methods import METHODS
 
     race = race_recipe(recipe, _say)
-    if as_json:
-        _print_json(race.figures())
-    else:
-        print(race)
+    trainings = []
     for place, name in (("winner", race.winner), ("runner-up", race.runner_up)):
         if name:
-            rate = f"{race.rates[name]:.2g}"
-            command = _format_next("finetune", words, recipe.model_name, "--method", name, "--learning_rate", rate)
-            _say(f"Train by the {place}, {METHODS[name].title}: {command}")
-    return 0 if METHODS[race.winner].growth else NOTHING
+            method = ["--method", name, "--learning_rate", f"{race.rates[name]:.2g}"]
+            command = _format_next("finetune", recipe.model_name, recipe, words, *method)
+            trainings.append(f"Train by the {place}, {METHODS[name].title}: {command}")
+    return Result(race.figures(), str(race), 0 if METHODS[race.winner].growth else NOTHING, trainings)
 
 
-def run_finetune(words: list[str], as_json: bool) -> int:
-    """Train, growing on the way or by another method."""
-    recipe = _read_recipe("finetune", words)
+def run_finetune(recipe: Any, words: list[str]) -> Result:
+    """Train with TRL's SFTTrainer, and grow on the way.
+
+    By default all weights train, and attention grows once, half-way. --method trains something else. A tenth of the
+    data is held out unless they have a test split. For several devices: torchrun --nproc_per_node 2 -m hf_growattn
+    finetune ...
+    """
     if not recipe.training.resume_from_checkpoint:
         check_new_folder(recipe.training.output_dir)
     from ..training.finetuning import check_recipe, finetune
@@ -234,18 +225,14 @@ def run_finetune(words: list[str], as_json: bool) -> int:
         last = last_checkpoint(Path(recipe.training.output_dir))
         whole = f"{last} is whole; add --resume_from_checkpoint True to continue."
         raise KeyboardInterrupt(whole if last else "no checkpoint was saved yet.") from None
-    if os.environ.get("RANK", "0") == "0":
-        if as_json:
-            _print_json(figures)
-        else:
-            print(figures["summary"])
-    return 0
+    return Result(figures, figures["summary"])
 
 
-def run_export(words: list[str], as_json: bool) -> int:
-    """Write a grown model as an ordinary one."""
-    (checkpoint,), rest = _split_names(words, "FOLDER")
-    options = parse_options(ExportOptions, rest)
+def run_export(options: argparse.Namespace, words: list[str]) -> Result:
+    """Write a grown model as an ordinary one, which needs no hf_growattn.
+
+    All heads become as wide as the widest, rounded up to a multiple of 8.
+    """
     check_new_folder(options.output)
     from transformers import logging
 
@@ -253,59 +240,37 @@ def run_export(words: list[str], as_json: bool) -> int:
     from ..interop.export import export_model
 
     logging.set_verbosity_error()  # it would repeat what the checkpoint's own config says at each load
-    model, tokenizer = load_grown(Path(checkpoint))
+    model, tokenizer = load_grown(Path(options.folder))
     report = export_model(model, options.output, options.target, tokenizer)
-    if as_json:
-        _print_json(asdict(report) | {"path": str(report.path)})
-    else:
-        print(report)
-    return 0
+    return Result(asdict(report) | {"path": str(report.path)}, str(report))
 
 
-def run_push(words: list[str], as_json: bool) -> int:
-    """Push a grown model with its card to the Hub, all in one commit or not at all."""
-    (checkpoint, repo), rest = _split_names(words, "FOLDER", "REPO")
-    options = parse_options(PushOptions, rest)
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+def run_push(options: argparse.Namespace, words: list[str]) -> Result:
+    """Push a grown model with its card to the Hub.
 
+    The push is one commit. --dry-run writes the files and the card into a folder instead.
+    """
     from ..growable.folders import replacing
     from ..interop.checkpoints import publish, write_publication
 
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UsageError(str(error)) from error
-    if "/" not in repo:
-        raise UsageError(f"the card says how to load the model, so name its owner too, as in you/{repo}.")
-    if options.dry_run is None:
-        url = publish(Path(checkpoint), repo, options.form, options.base, options.private)
-        if as_json:
-            _print_json({"repo": repo, "commit": url})
-        else:
-            print(f"Pushed: {url}")
-        return 0
-    check_new_folder(options.dry_run)
-    written = Path(options.dry_run)
-    with replacing(written.resolve()) as folder:
-        write_publication(Path(checkpoint), folder, repo, options.form, options.base)
-    files = {
-        str(path.relative_to(written)): path.stat().st_size for path in sorted(written.rglob("*")) if path.is_file()
-    }
-    if as_json:
-        _print_json({"repo": repo, "files": files})
-        return 0
-    print(f"{written} holds the files that would be pushed to {repo}:")
-    for name, size in files.items():
-        print(f"{size:>12,}  {name}")
-    return 0
+    checkpoint, repo, folder = Path(options.folder), options.repo, options.dry_run
+    if repo.count("/") != 1:
+        raise UsageError(f"{repo} is no name on the Hub: give the owner and the model, as in you/your-model.")
+    if folder is None:
+        url = publish(checkpoint, repo, options.form, options.base, options.private)
+        return Result({"repo": repo, "commit": url}, f"Pushed: {url}")
+    check_new_folder(folder)
+    with replacing(Path(folder).resolve()) as partial:
+        write_publication(checkpoint, partial, repo, options.form, options.base)
+    return Result({"repo": repo, "folder": folder}, f"{folder} holds what would be pushed to {repo}.")
 
 
-RUNNERS: dict[str, Callable[[list[str], bool], int]] = {
-    "inspect": run_inspect,
-    "measure": run_measure,
-    "grow": run_grow,
-    "race": run_race_command,
-    "finetune": run_finetune,
-    "export": run_export,
-    "push": run_push,
+COMMANDS: dict[str, tuple[Callable[[Any, list[str]], Result], tuple[str, ...]]] = {
+    "inspect": (run_inspect, ("MODEL",)),
+    "measure": (run_measure, ("MODEL", DATA)),
+    "grow": (run_grow, ("MODEL", DATA)),
+    "race": (run_race, ("MODEL", DATA)),
+    "finetune": (run_finetune, ("MODEL", DATA)),
+    "export": (run_export, ("FOLDER",)),
+    "push": (run_push, ("FOLDER", "REPO")),
 }

@@ -11,7 +11,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..growable.attention import GrowableAttention
-from ..growable.models import attentions, extra_parameters
+from ..growable.models import attentions
+from ..growable.optimizers import bare_optimizers, check_optimizers
 from ..growable.sharding import reshard
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
@@ -22,9 +23,8 @@ from ..report.report import GrowthReport
 from .batches import as_dicts, halves_of
 from .checks import growable_model, layers_to_grow, refuse_sharded
 from .findings import growth_report
-from .keeping import after_change, keep_parts
+from .keeping import keep_parts
 from .loss import lowering, preserved_state
-from .optimizer import add_new_parameters, bare_optimizers, check_optimizers, held, remove_parameters
 from .plan import GrowthConfig, candidates, check_limits, dims_worth_a_look, spend
 from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
 from .trial import Change, Trial
@@ -132,9 +132,8 @@ class Grower:
     Where torch.distributed runs, all ranks grow together, each on batches of its own: statistics and losses are summed
     over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
     Under FSDP2 (`fully_shard`, or accelerate's plugin with `fsdp_version=2`) new dims are sharded likewise; ranks with
-    fewer batches repeat one without weight. A state loaded into the model and then into the optimizer may have other
-    new dims: both follow it. An error in one rank's forward pass or loss is raised on all of them (under FSDP2 where
-    the loss runs the model once).
+    fewer batches repeat one without weight. An error in one rank's forward pass or loss is raised on all of them (under
+    FSDP2 where the loss runs the model once).
 
     Raises:
         ValueError: the model is not patched, model or optimizer are sharded in other ways, adapters add prompts, or no
@@ -147,24 +146,6 @@ class Grower:
         self.model, self.wrapped, self.loss = growable_model(model), model, loss
         check_limits(config, attentions(self.model))
         self.config = config
-        self._known = extra_parameters(self.model)
-        for bare in self.optimizers:
-            bare.register_load_state_dict_pre_hook(lambda *_: self.follow_loaded())
-
-    def follow_loaded(self) -> None:
-        """Let optimizers and DistributedDataParallel follow a model that took other new dims with a loaded state.
-
-        An optimizer calls this by itself before its own state is loaded.
-        """
-        now = extra_parameters(self.model)
-        gone = {*self._known} - {*now}
-        trained = {parameter for optimizer in self.optimizers for parameter in held(optimizer)}
-        new = [parameter for parameter in now if parameter not in trained and parameter.requires_grad]
-        self._known = now
-        if gone or new:
-            remove_parameters(self.optimizers, gone)
-            add_new_parameters(self.optimizers, self.model, new)
-            after_change(self.model, self.wrapped)
 
     def find(self, batches: Iterable) -> Growth:
         """Find the best new dims that hold on unseen batches, and the steps that lower the loss most.

@@ -1,16 +1,14 @@
 """Keep new dims: as parts of the model, of its optimizers, of DistributedDataParallel and of FSDP2."""
 
-import sys
-
 import torch
 from torch import nn
 
-from ..growable.attention import GrowableAttention, set_trial
+from ..growable.attention import GrowableAttention, drop_if_empty, set_trial
 from ..growable.models import GrowableModelMixin, attentions
+from ..growable.optimizers import add_new_parameters, after_change, remove_parameters, warn_if_left_out
 from ..growable.sharding import shard_like
 from ..measure import ranks
 from ..model.extra import Part
-from .optimizer import add_new_parameters, warn_if_left_out
 from .provenance import leave_checkpoint
 
 
@@ -31,26 +29,26 @@ def keep_parts(
 ) -> list[nn.Parameter]:
     """Make new dims parts of the model that train, and return their parameters."""
     name, new = next_name(model), []
-    for attention, part in parts.items():
-        ranks.broadcast_from_rank0(*(parameter.detach() for parameter in part.parameters()))
-        set_trial(attention, None)
-        attention.make_extra().parts[name] = part
-        part.requires_grad_(True)
-        part.train(attention.training)
-        shard_like(part, attention)
-        new += part.parameters()
-    model.sync_config()
-    add_new_parameters(optimizers, model, new)
-    if not optimizers:
-        warn_if_left_out(model, new)
-    after_change(model, wrapped)
+    try:
+        for attention, part in parts.items():
+            ranks.broadcast_from_rank0(*(parameter.detach() for parameter in part.parameters()))
+            set_trial(attention, None)
+            attention.make_extra().parts[name] = part
+            part.requires_grad_(True)
+            part.train(attention.training)
+            shard_like(part, attention)
+        new = [p for part in parts.values() for p in part.parameters()]  # sharded ones are others
+        model.sync_config()
+        add_new_parameters(optimizers, model, new)
+        if not optimizers:
+            warn_if_left_out(model, new)
+        after_change(model, wrapped)
+    except BaseException:
+        remove_parameters(optimizers, new)
+        for attention in parts:
+            attention.make_extra().parts._modules.pop(name, None)
+            drop_if_empty(attention)
+        model.sync_config()
+        raise
     leave_checkpoint(model)
     return new
-
-
-def after_change(model: nn.Module, wrapped: nn.Module) -> None:
-    """Update whatever outside the model still goes by its former parameters."""
-    ranks.rebuild_ddp(model, wrapped)
-    torch.clear_autocast_cache()
-    if "torch._dynamo" in sys.modules:  # compiled code has no place for the new dims; this resets its count, too
-        torch._dynamo.reset()

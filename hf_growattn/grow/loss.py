@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from ..growable.adapters import is_adapted
 from ..growable.models import attentions
+from ..growable.optimizers import held
 from ..measure import ranks
 from ..measure.passes import Objective, evaluation_mode, without_autocast
-from .optimizer import held
 
 
 def unwrapped(model: Any) -> nn.Module:

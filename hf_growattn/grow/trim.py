@@ -10,6 +10,14 @@ from tqdm.auto import tqdm
 
 from ..growable.attention import GrowableAttention, drop_if_empty
 from ..growable.models import attentions, extra_parameters
+from ..growable.optimizers import (
+    add_new_parameters,
+    after_change,
+    bare_optimizers,
+    check_optimizers,
+    remove_parameters,
+    warn_if_left_out,
+)
 from ..measure import functional as F
 from ..measure import ranks
 from ..measure.blocks import Block, measure_moments
@@ -19,9 +27,7 @@ from ..model.extra import Part
 from ..report.report import LayerTrim, TrimReport
 from .batches import as_dicts
 from .checks import growable_model, refuse_sharded
-from .keeping import after_change
 from .loss import lowering, preserved_state
-from .optimizer import add_new_parameters, bare_optimizers, check_optimizers, remove_parameters, warn_if_left_out
 from .trial import parameters_of_a_dim, read_factors, write_factors
 
 _RIDGE = 0.05  # of the mean eigenvalue, as in growth: directions that these batches hardly show are not free
@@ -215,7 +221,7 @@ def _keep_parts(parts: _Parts, model: Any, wrapped: nn.Module, optimizers: list[
     remove_parameters(optimizers, gone)
     for attention in parts:
         drop_if_empty(attention)
-    if not optimizers:
+    if new and not optimizers:
         warn_if_left_out(model, new)
     if gone:
         after_change(model, wrapped)

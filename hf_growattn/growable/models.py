@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ..model.configuration import WideConfigMixin
 from ..model.modeling import WideModelMixin, class_by_name
 from .attention import GrowableAttention, drop_if_empty
 from .folders import loading, replacing
+from .optimizers import add_new_parameters, after_change, optimizers_of, remove_parameters
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -66,54 +66,69 @@ class GrowableModelMixin(WideModelMixin):
 
     def sync_config(self) -> None:
         """Write the new dims of every layer into every config of the model tree."""
-        extra_dims = {
-            str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in attention.extra.parts.items()}
-            for attention in attentions(self)
-            if attention.extra is not None and len(attention.extra.parts)
-        }
         for config in growable_configs(self):
-            config.extra_dims = extra_dims
+            config.extra_dims = _parts_of(self)
+
+    def set_parts(self, extra_dims: dict[str, dict[str, list[int]]]) -> None:
+        """Let every attention module have these new dims and no others, as the config's `extra_dims` names them.
+
+        Parts of the same name and size stay; others begin as zeros. Optimizers that train the model follow, and
+        DistributedDataParallel.
+        """
+        before = extra_parameters(self)
+        optimizers = optimizers_of(self) if extra_dims != _parts_of(self) else []
+        for attention in attentions(self):
+            wanted = extra_dims.get(str(attention.layer), {})
+            kept = dict(attention.extra.parts.items()) if attention.extra is not None else {}
+            parts = attention.make_extra().parts
+            for name, part in kept.items():
+                if wanted.get(name) != [part.qk_dims, part.v_dims]:
+                    del parts[name]
+            for name, dims in wanted.items():
+                if name not in parts:
+                    parts[name] = attention.new_part(*dims)
+            drop_if_empty(attention)
+        now = extra_parameters(self)
+        if {*map(id, now)} != {*map(id, before)}:
+            self.sync_config()
+            remove_parameters(optimizers, {*before} - {*now})
+            add_new_parameters(optimizers, self, [parameter for parameter in now if parameter.requires_grad])
+            after_change(self, self)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the parts that a state holds along with its weights, so that one from another growth loads."""
-        changed = False
-        for name, module in self.named_modules():
-            if isinstance(module, GrowableAttention):
-                changed |= _follow_parts(module, state_dict, f"{prefix}{name}.extra.parts.")
-        if changed:
-            self.sync_config()
+        extra_dims = _parts_in(self, state_dict, prefix)
+        if extra_dims is not None:
+            self.set_parts(extra_dims)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _follow_parts(attention: GrowableAttention, state: dict[str, Any], prefix: str) -> bool:
-    """Give an attention module the parts that a state dict holds for it, and no others; their values come with it.
+def _parts_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
+    """The kept new dims of a model, as the config's `extra_dims` names them."""
+    return {
+        str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in attention.extra.parts.items()}
+        for attention in attentions(model)
+        if attention.extra is not None and len(attention.extra.parts)
+    }
 
-    Returns:
-        Whether that changed anything.
-    """
-    if not any(key.startswith(prefix.removesuffix("extra.parts.")) for key in state):
-        return False  # the state of something else, such as adapters alone
-    place, wanted = re.escape(prefix), {}
-    for key, tensor in state.items():
-        match = re.fullmatch(rf"{place}(.+)\.inside\.weight", key)
-        if match is not None:
-            outside = state.get(f"{prefix}{match[1]}.outside.weight")
-            v_dims = 0 if outside is None else outside.shape[1] // attention.shape.num_heads
-            rest = tensor.shape[0] - v_dims * attention.shape.num_key_value_heads
-            qk_dims = rest // (attention.shape.num_heads + attention.shape.num_key_value_heads)
-            wanted[match[1]] = qk_dims, v_dims
-    kept = {} if attention.extra is None else dict(attention.extra.parts.items())
-    if wanted == {name: (part.qk_dims, part.v_dims) for name, part in kept.items()}:
-        return False
-    parts = attention.make_extra().parts
-    for name in list(parts):
-        if name not in wanted or (parts[name].qk_dims, parts[name].v_dims) != wanted[name]:
-            del parts[name]
-    for name, dims in wanted.items():
-        if name not in parts:
-            parts[name] = attention.new_part(*dims)
-    drop_if_empty(attention)
-    return True
+
+def _parts_in(model: nn.Module, state: dict[str, Any], prefix: str) -> dict[str, dict[str, list[int]]] | None:
+    """The new dims that a state dict holds, by the sizes of its tensors; None if it is not of the whole model."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for name, attention in model.named_modules():
+        if not isinstance(attention, GrowableAttention):
+            continue
+        place = f"{prefix}{name}."
+        if not any(key.startswith(place) for key in state):
+            return None  # the state of something else, such as adapters alone
+        start, end, shape = f"{place}extra.parts.", ".inside.weight", attention.shape
+        for part in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
+            outside = state.get(f"{start}{part}.outside.weight")
+            v_dims = 0 if outside is None else outside.shape[1] // shape.num_heads
+            rows = state[f"{start}{part}{end}"].shape[0] - v_dims * shape.num_key_value_heads
+            qk_dims = rows // (shape.num_heads + shape.num_key_value_heads)
+            found.setdefault(str(attention.layer), {})[part] = [qk_dims, v_dims]
+    return found
 
 
 def attentions(model: nn.Module) -> list[GrowableAttention]:

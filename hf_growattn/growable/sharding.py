@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+
 def is_sharded(tensor: Any) -> bool:
     """Whether a tensor is a DTensor, of which each process holds a part."""
     return hasattr(tensor, "placements")

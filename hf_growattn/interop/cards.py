@@ -25,8 +25,9 @@ from transformers import PreTrainedModel
 
 from ..grow.provenance import origin_of
 from ..growable.folders import INDEX, find_replaced_weights
+from ..growable.models import attentions
 from ..growable.sharding import is_sharded
-from ..model.configuration import PREFIX, layer_widths, stock_head_dim
+from ..model.configuration import PREFIX
 from ..report.pictures import draw_growth
 from ..report.report import GrowthReport
 from .costs import costs_of
@@ -212,8 +213,8 @@ def model_card(
         dataset_id=dataset_id,
         family=config.model_type.removeprefix(PREFIX),
         heads=config.num_attention_heads,
-        stock_width=stock_head_dim(config),
-        widths=[layer_widths(config, layer) for layer in range(config.num_hidden_layers)],
+        stock_width=attentions(model)[0].shape.qk_head_dim,
+        widths=[(attention.qk_head_dim, attention.v_head_dim) for attention in attentions(model)],
         costs=costs_of(model),
         growths=figures["growths"],
         losses=losses,

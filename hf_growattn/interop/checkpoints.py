@@ -8,7 +8,7 @@ import transformers
 from huggingface_hub import HfApi, get_token
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ..growable.patching import architecture_of
+from ..growable.patching import patch_model
 from ..model.configuration import PREFIX
 from .cards import CARD, FIGURES, PICTURE, model_card, push_folder, read_figures, task_of
 from .export import export_model
@@ -50,13 +50,12 @@ def load_model(
 
 
 def load_growable(name: str, causal: bool = False, revision: str = "main", **options) -> PreTrainedModel:
-    """Load a checkpoint of a family that can grow; of others nothing but the config is read.
+    """Load a checkpoint and patch it.
 
     Raises:
-        ValueError: as for `load_model`, or the family is unknown.
+        ValueError: as for `load_model`, or new dims cannot join its attention.
     """
-    architecture_of(load_config(name, revision=revision).model_type.removeprefix(PREFIX))
-    return load_model(name, causal, revision=revision, **options)
+    return patch_model(load_model(name, causal, revision=revision, **options))
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str = "main"):

@@ -4,11 +4,13 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..growable.models import attentions, cache_bytes
-from ..model.configuration import stock_head_dim
-from .stock import find_stock_class, padded_config, stock_fields
+from ..growable.models import attentions, cache_bytes, extra_parameters
+from ..model.extra import HeadShape
+from ..model.modeling import find_attentions
+from ..model.shapes import read_shape
+from .stock import find_stock_class, padded_config
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,22 @@ def costs_of(model: PreTrainedModel) -> dict[str, Cost]:
         Costs by name: "before growth"; "native", as `save_pretrained` writes it; "padded", the stock form, with one
         width for all heads, a multiple of 8 where they grew. The last one only where the family has such a form.
     """
-    own_class = type(model).__bases__[1]
+    size, grown = next(model.parameters()).element_size(), extra_parameters(model)
+    shapes = [attention.shape for attention in attentions(model) if attention.caches]
     costs = {
-        "before growth": _cost_of_stock(model, own_class, own_class.config_class(**stock_fields(model.config))),
+        "before growth": Cost(size * _cached(shapes), model.num_parameters() - sum(p.numel() for p in grown)),
         "native": Cost(cache_bytes(model), model.num_parameters()),
     }
     with contextlib.suppress(ValueError):  # no stock class fits
         stock_class = find_stock_class(model)
         config, _ = padded_config(model, stock_class)
-        costs["padded"] = _cost_of_stock(model, stock_class, config)
+        with torch.device("meta"):
+            stock = stock_class(config)
+        padded = [read_shape(module) for module, *_ in find_attentions(stock)] if shapes else []
+        costs["padded"] = Cost(size * _cached(padded), stock.num_parameters())
     return costs
 
 
-def _cost_of_stock(model: PreTrainedModel, stock_class: type[PreTrainedModel], config: PreTrainedConfig) -> Cost:
-    """What a model costs in the form of a stock class, whose heads have one width."""
-    with torch.device("meta"):
-        parameters = stock_class(config).num_parameters()
-    heads = sum(attention.heads_of("key") for attention in attentions(model) if attention.caches)
-    size = next(model.parameters()).element_size()
-    return Cost(size * heads * 2 * stock_head_dim(config), parameters)
+def _cached(shapes: list[HeadShape]) -> int:
+    """Numbers in the keys and values of a token."""
+    return sum(shape.num_key_value_heads * (shape.qk_head_dim + shape.v_head_dim) for shape in shapes)

@@ -1,32 +1,32 @@
 """Growth as a method of peft: `GrowAttnConfig` for `get_peft_model`, and its guided start.
 
-The base stays frozen and as it is. An adapter is the new dims alone: for each layer, the queries, keys, values and
-output columns that a growth would append to every head, as an extension of `GrowableAttention`. Importing this file
-teaches peft the method.
+The base stays frozen and as it is. An adapter is what a growth keeps, the new dims of each layer, and joins the
+attention at the same place: in `attention.extra`. Importing this file teaches peft the method.
 """
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.versions import require_version
 
 from ..grow.checks import layers_of
 from ..grow.growth import Grower
-from ..grow.plan import GrowthConfig, check_affordable, parameters_of_a_dim, weights_of
-from ..growable.attention import GrowableAttention
-from ..growable.models import GrowableModelMixin, attentions
+from ..grow.keeping import next_name
+from ..grow.plan import GrowthConfig, check_affordable, weights_of
+from ..grow.trial import dims_by_kind, parameters_of_a_dim
+from ..growable.attention import GrowableAttention, drop_if_empty
+from ..growable.models import GrowableModelMixin, is_grown
 from ..growable.patching import patch_model, unpatch_model
 from ..growable.sharding import is_sharded, sharded_modules
-from ..measure.extension import Extension, ExtraDims, gather, project, set_extension
 from ..measure.kinds import KINDS
+from ..model.extra import Inside, Outside, Part
 from ..report.report import GrowthReport
 
 require_version("peft>=0.18", "hf_growattn.GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'")
@@ -36,8 +36,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from peft.utils import register_peft_method  # noqa: E402
 
 _NAME, PREFIX = "growattn", "growattn_"
-DIMS = {role: kind.width for kind in KINDS.values() for role in kind.roles}
-_ZERO_AT_FIRST = tuple(kind.stacked for kind in KINDS.values())
+WIDTHS = [kind.width for kind in KINDS.values()]
 
 
 def _member_of_peft_type() -> PeftType:
@@ -82,7 +81,7 @@ class GrowAttnConfig(PeftConfig):
         self.peft_type = GROWATTN
         self.layers = self.layers if self.layers is None else list(self.layers)
         self.target_modules = frozenset()  # peft asks for them; known once there is a model, and not saved
-        for name in set(DIMS.values()):
+        for name in WIDTHS:
             if isinstance(dims := getattr(self, name), dict):
                 setattr(self, name, {int(layer): number for layer, number in dims.items()})  # JSON makes them texts
         _ = self.growth  # the same bounds
@@ -96,7 +95,7 @@ class GrowAttnConfig(PeftConfig):
     def growth(self) -> GrowthConfig:
         """The growth whose new dims the adapter can hold; the old ones stay frozen."""
         spent = self.budget is not None and self.spent
-        dims = {name: getattr(self, name) for name in DIMS.values() if not spent}
+        dims = {name: getattr(self, name) for name in WIDTHS if not spent}
         return GrowthConfig(**dims, budget=self.budget, layers=self.layers, old_dims_train=False)
 
     def hold(self, dims: Mapping[str, Mapping[int, int]]) -> None:
@@ -104,107 +103,100 @@ class GrowAttnConfig(PeftConfig):
         for width, by_layer in dims.items():
             setattr(self, width, {layer: number for layer, number in by_layer.items() if number})
 
-    def dims_at(self, layer: int) -> dict[str, int]:
-        """The dims that each head of a layer gains, by role."""
-        dims = {role: getattr(self, width) for role, width in DIMS.items()}
-        return {role: n.get(layer, 0) if isinstance(n, dict) else n for role, n in dims.items()}
+    def dims_at(self, layer: int) -> list[int]:
+        """The dims that each head of a layer gains: of queries and keys, and of values."""
+        dims = [getattr(self, width) for width in WIDTHS]
+        return [number.get(layer, 0) if isinstance(number, dict) else number for number in dims]
 
 
-class GrowAttnLayer(Extension, BaseTunerLayer):
-    """An attention module's extension: the new dims of each adapter.
+class AdapterPart(NamedTuple):
+    """An adapter's modules, as the attention takes those of a `Part`."""
 
-    For each role `growattn_<role>` holds by adapter a weight (heads * dims, hidden_size), where heads are those of the
-    role, and `growattn_<role>_bias`, (heads * dims,), for those projections that have a bias.
+    inside: Inside
+    outside: Outside | None
+    qk_dims: int
+    v_dims: int
+
+
+class GrowAttnLayer(nn.Module, BaseTunerLayer):
+    """The new dims of each adapter in an attention module.
+
+    `growattn_inside` and `growattn_outside` hold by adapter the two modules of a `Part`: peft finds the name of an
+    adapter in the name of a weight right before its end only.
     """
 
-    adapter_layer_names = tuple(f"{PREFIX}{part}" for role in DIMS for part in (role, f"{role}_bias"))
+    adapter_layer_names = (f"{PREFIX}inside", f"{PREFIX}outside")
 
     def __init__(self, attention: GrowableAttention, model: GrowableModelMixin):
         super().__init__()
         self._home = (attention, model)  # a tuple keeps them from becoming submodules of their own part
+        self._parts_of_merged: dict[str, str] = {}
         self.merged_adapters = []
-        for name in self.adapter_layer_names:
-            setattr(self, name, nn.ParameterDict())
+        self.growattn_inside, self.growattn_outside = nn.ModuleDict(), nn.ModuleDict()
 
     def get_base_layer(self) -> GrowableAttention:
         """The attention module, as peft asks for it."""
         return self._home[0]
 
-    def add(self, adapter_name: str, dims: dict[str, int]) -> None:
-        """Add an adapter with these dims by role; it starts without effect, with one side zero."""
-        attention = self.get_base_layer()
-        features = attention.config.hidden_size
-        for role in filter(dims.get, dims):
-            weight = attention.empty_like(role).new_zeros(attention.heads_of(role) * dims[role], features)
-            if role not in _ZERO_AT_FIRST:
-                nn.init.normal_(weight, std=features**-0.5)
-            self._weights(role)[adapter_name] = nn.Parameter(weight)
-            if attention.bias_of(role) is not None:
-                self._weights(role, "_bias")[adapter_name] = nn.Parameter(weight.new_zeros(len(weight)))
+    def add(self, adapter_name: str, part: Part) -> None:
+        """Hold a part as an adapter, in the place of a former one of this name."""
+        self.discard(adapter_name)
+        self.growattn_inside[adapter_name] = part.inside
+        if part.outside is not None:
+            self.growattn_outside[adapter_name] = part.outside
 
-    def added(self, role: str, hidden_states: Tensor) -> Tensor | None:
-        """The new dims of all adapters in use, one after the other."""
-        parts = [project(hidden_states, *self._factors(role, name)) for name in self._in_use(role)]
-        return torch.cat(parts, dim=-1) if parts else None
+    def discard(self, adapter_name: str) -> None:
+        """Hold no such adapter any more."""
+        for held in (self.growattn_inside, self.growattn_outside):
+            if adapter_name in held:
+                del held[adapter_name]
 
-    def output(self, added: Tensor) -> Tensor:
-        """What the new values of all adapters in use contribute."""
-        weights = [self._factors("output", name)[0] for name in self._in_use("output")]
-        parts = added.split([weight.shape[1] for weight in weights], dim=-1)
-        return reduce(torch.add, map(gather, parts, weights))
-
-    def _factors(self, role: str, name: str) -> tuple[Tensor, Tensor | None]:
-        """An adapter's weight (heads, n, d) and bias (heads, n) of a role."""
-        heads = self.get_base_layer().heads_of(role)
-        weight, biases = self._weights(role)[name], self._weights(role, "_bias")
-        return weight.unflatten(0, (heads, -1)), biases[name].unflatten(0, (heads, -1)) if name in biases else None
-
-    def _in_use(self, role: str) -> list[str]:
-        """Names of the adapters that the forward adds; what is merged is in the attention's own weights."""
+    def active_parts(self) -> list["AdapterPart"]:
+        """The adapters in use; those that are merged are among the attention's own parts."""
         if self.disable_adapters or self.merged:
             return []
-        return [name for name in self.active_adapters if name in self._weights(role)]
+        return [part for name in self.active_adapters if (part := self.part_of(name)) is not None]
 
-    def _weights(self, role: str, part: str = "") -> nn.ParameterDict:
-        return getattr(self, f"{PREFIX}{role}{part}")
-
-    def new_dims(self, adapter_name: str) -> ExtraDims:
-        """An adapter's parameters as extra dims of the attention, by role."""
-        new = ExtraDims()
-        for role in (role for role in DIMS if adapter_name in self._weights(role)):
-            weight, bias = self._factors(role, adapter_name)
-            new.weights[role], new.biases[role] = weight.detach(), None if bias is None else bias.detach()
-        return new
+    def part_of(self, adapter_name: str) -> "AdapterPart | None":
+        """An adapter's modules; None if it adds nothing here."""
+        if adapter_name not in self.growattn_inside:
+            return None
+        inside = cast(Inside, self.growattn_inside[adapter_name])
+        has_values = adapter_name in self.growattn_outside
+        outside = cast(Outside, self.growattn_outside[adapter_name]) if has_values else None
+        return AdapterPart(inside, outside, inside.dims[0], inside.dims[2])
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Widen the attention by the adapters' dims, and write these.
+        """Make copies of the adapters kept parts of the attention, in its precision; no old weight is touched.
 
         Args:
             safe_merge: refuse adapters that are not finite.
             adapter_names: which; None means those that are active.
 
         Raises:
-            ValueError: an adapter is not finite, or the attention's weights cannot be widened.
+            ValueError: an adapter is not finite.
         """
         attention, model = self._home
         for name in check_adapters_to_merge(self, adapter_names):
-            new = self.new_dims(name)
-            if not new.weights:
+            adapter = self.part_of(name)
+            if adapter is None:
                 continue
-            if safe_merge and not all(tensor.isfinite().all() for tensor in new.tensors()):
+            part = attention.new_part(adapter.qk_dims, adapter.v_dims).requires_grad_(False)
+            copy_weights(adapter, part)
+            if safe_merge and not all(weight.isfinite().all() for weight in part.parameters()):
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken.")
-            if not self.merged:
-                self._widths_before = attention.qk_head_dim, attention.v_head_dim
-            new.write_into(attention)
+            self._parts_of_merged[name] = next_name(attention)
+            attention.make_extra().parts[self._parts_of_merged[name]] = part
             self.merged_adapters.append(name)
         model.sync_config()
 
     def unmerge(self) -> None:
-        """Cut the merged dims off again; the old ones stay as they are, to the bit."""
+        """Take the merged parts out again."""
         attention, model = self._home
         if self.merged:
-            qk_head_dim, v_head_dim = self._widths_before
-            attention.widen(qk_head_dim - attention.qk_head_dim, v_head_dim - attention.v_head_dim)
+            for part in self._parts_of_merged.values():
+                del attention.make_extra().parts[part]
+            self._parts_of_merged.clear()
             self.merged_adapters.clear()
             model.sync_config()
 
@@ -215,7 +207,7 @@ class GrowAttnLayer(Extension, BaseTunerLayer):
         super().enable_adapters(enabled)
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None):
-        """Leave the attention with the adapters' dims in its own weights, or without; None takes this layer's place."""
+        """Leave the attention with the adapters among its own parts, or without; None takes this layer's place."""
         if merge:
             self.merge(safe_merge=safe_merge, adapter_names=adapter_names)
         else:
@@ -224,7 +216,7 @@ class GrowAttnLayer(Extension, BaseTunerLayer):
 
 def adapter_layers(model: nn.Module) -> list[GrowAttnLayer]:
     """Those of a model."""
-    return [attention.extension for attention in attentions(model) if attention.extension is not None]
+    return [module for module in model.modules() if isinstance(module, GrowAttnLayer)]
 
 
 class GrowAttnModel(BaseTuner):
@@ -251,16 +243,15 @@ class GrowAttnModel(BaseTuner):
         try:
             chosen = layers_of(model, peft_config.layers)
             if peft_config.budget is not None and not peft_config.spent:
-                adapters = sum(p.numel() for name, p in model.named_parameters() if PREFIX in name)
-                base = model.num_parameters() - adapters  # which knows how many weights are packed in a byte
-                peft_config.hold(_evenly(chosen, peft_config.budget, base))
+                with _base_alone(model):
+                    peft_config.hold(_evenly(chosen, peft_config.budget, model.num_parameters()))
         except ValueError:
             if was_stock:
                 unpatch_model(model)
             raise
         self._was_stock |= was_stock
         names = {module: name for name, module in model.named_modules()}
-        held = (attention for attention in chosen if any(peft_config.dims_at(attention.layer_idx).values()))
+        held = (attention for attention in chosen if any(peft_config.dims_at(attention.layer)))
         peft_config.target_modules = frozenset(names[attention] for attention in held)
 
     @staticmethod
@@ -271,66 +262,82 @@ class GrowAttnModel(BaseTuner):
         self, peft_config, adapter_name, target, target_name, parent, current_key, parameter_name=None
     ) -> None:
         attention = cast(GrowableAttention, target)
-        if attention.extension is None:
-            set_extension(attention, GrowAttnLayer(attention, cast(GrowableModelMixin, self.model)))
-        layer: Any = attention.extension
-        layer.add(adapter_name, cast(GrowAttnConfig, peft_config).dims_at(attention.layer_idx))
-        # A checkpoint of the base holds no adapters.
-        ours = {f"{current_key}.extension.{name}" for name, _ in layer.named_parameters()}
+        part = attention.new_part(*cast(GrowAttnConfig, peft_config).dims_at(attention.layer))
+        with torch.no_grad():  # without effect: the other side of each pair is zero
+            for kind in KINDS.values():
+                nn.init.normal_(part.weight_of(kind.shared), std=attention.shape.in_features**-0.5)
+        self._layer_of(attention).add(adapter_name, part)
+        self._leave_out_of_the_base()
+
+    def _layer_of(self, attention: GrowableAttention) -> GrowAttnLayer:
+        """The layer of an attention module, made if there is none."""
+        children: dict[str, Any] = attention.make_extra()._modules
+        if "adapters" not in children:
+            children["adapters"] = GrowAttnLayer(attention, cast(GrowableModelMixin, self.model))
+            children["adapters"]._active_adapter = self.active_adapters
+        return children["adapters"]
+
+    def _leave_out_of_the_base(self) -> None:
+        """Let a checkpoint of the base hold no adapters."""
+        ours = {name for name, _ in self.model.named_parameters() if ".extra.adapters." in name}
         self.model._keys_to_ignore_on_save = ours.union(self.model._keys_to_ignore_on_save or ())
 
     def _replace_module(self, parent, child_name, new_module, child) -> None:
         if isinstance(child, GrowAttnLayer):
-            set_extension(parent, new_module)
+            del parent._modules[child_name]
+            drop_if_empty(child.get_base_layer())
         else:
             super()._replace_module(parent, child_name, new_module, child)
 
-    @torch.no_grad()
-    def take_over(self, adapter_name: str, found: dict[GrowableAttention, ExtraDims]) -> None:
-        """Copy new dims into an adapter; with a budget it gets them in the place of its former ones."""
-        config = cast(GrowAttnConfig, self.peft_config[adapter_name])
+    def load_found(self, adapter_name: str, found: dict[GrowableAttention, Part]) -> None:
+        """Copy new dims into an adapter. With a budget it gets those that were found in the place of its former ones.
+
+        Where an adapter has other sizes, it gets new parameters; they train if the former ones did.
+        """
+        layers, config = adapter_layers(self.model), cast(GrowAttnConfig, self.peft_config[adapter_name])
+        former = next(part.inside.weight for layer in layers if (part := layer.part_of(adapter_name)) is not None)
         if config.budget is not None:
-            self._spend(adapter_name, config, found)
+            config.hold(dims_by_kind(found))
+            for layer in layers:
+                if layer.get_base_layer() not in found:
+                    layer.discard(adapter_name)
         for attention, new in found.items():
-            own = attention.extension.new_dims(adapter_name)
-            for role, weight in new.weights.items():
-                own.weights[role].copy_(weight)
-                if (bias := own.biases[role]) is not None:
-                    bias.copy_(cast(Tensor, new.biases[role]))
-
-    def _spend(self, adapter_name: str, config: GrowAttnConfig, found: dict[GrowableAttention, ExtraDims]) -> None:
-        """Replace an adapter's parameters by new ones, with the dims of each layer that were found."""
-        former = next(p for name, p in self.model.named_parameters() if name.endswith(f".{adapter_name}"))
-        for layer, name in product(adapter_layers(self.model), GrowAttnLayer.adapter_layer_names):
-            if adapter_name in (held := getattr(layer, name)):
-                del held[adapter_name]
-        config.hold({k.width: {a.layer_idx: new.dims(k.shared) for a, new in found.items()} for k in KINDS.values()})
-        self._prepare_model(config, self.model)
-        for name in config.target_modules:
-            attention: Any = self.model.get_submodule(name)
-            self._create_and_replace(config, adapter_name, attention, "", attention, name)
-            attention.extension._active_adapter = self.active_adapters
-        for name, parameter in self.model.named_parameters():
-            if PREFIX in name and name.endswith(f".{adapter_name}"):
-                parameter.data = parameter.data.to(former.dtype)
-                parameter.requires_grad_(former.requires_grad)
-
-    def _check_merge_allowed(self) -> None:
-        """Raise a ValueError before any layer is merged, if the weights of one cannot be widened."""
-        super()._check_merge_allowed()
-        dense = self.model.config._name_or_path or "the model"
-        elsewhere = f"Put the adapter on that ({dense}) by PeftModel.from_pretrained, and merge there."
-        for layer, role in product(adapter_layers(self.model), DIMS):
-            if getattr(layer, PREFIX + role):
-                layer.get_base_layer().parameters_along(role, elsewhere)
+            layer = self._layer_of(attention)
+            own = layer.part_of(adapter_name)
+            if own is None or (own.qk_dims, own.v_dims) != (new.qk_dims, new.v_dims):
+                own = attention.new_part(new.qk_dims, new.v_dims, former.dtype).requires_grad_(former.requires_grad)
+                layer.add(adapter_name, own)
+            copy_weights(new, own)
+        self._leave_out_of_the_base()
 
     def unload(self) -> nn.Module:
-        """Return the base model as it was before: a stock one, if it was that."""
+        """Return the base model as it was before: a stock one, if it was that and has not grown since."""
         model = cast(PreTrainedModel, super().unload())
-        return unpatch_model(model) if self._was_stock else model
+        return unpatch_model(model) if self._was_stock and not is_grown(model) else model
 
 
 register_peft_method(name=_NAME, config_cls=GrowAttnConfig, model_cls=GrowAttnModel)
+
+
+def copy_weights(source: AdapterPart | Part, target: AdapterPart | Part) -> None:
+    """Give a part the weights of another one of its sizes, in its own precision."""
+    target.inside.load_state_dict(source.inside.state_dict())
+    if source.outside is not None and target.outside is not None:
+        target.outside.load_state_dict(source.outside.state_dict())
+
+
+@contextlib.contextmanager
+def _base_alone(model: nn.Module) -> Iterator[None]:
+    """Take the adapters out of a model for a while."""
+    extras: dict[Any, Any] = {layer: layer.get_base_layer().extra for layer in adapter_layers(model)}
+    for extra in extras.values():
+        del extra._modules["adapters"]
+    try:
+        yield
+    finally:
+        for layer, extra in extras.items():
+            extra._modules["adapters"] = layer
+            layer.get_base_layer()._modules["extra"] = extra
 
 
 def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> Mapping[str, Mapping[int, int]]:
@@ -340,8 +347,8 @@ def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> 
         ValueError: it buys none.
     """
     kinds = product(KINDS.values(), layers)
-    costs = {(kind.width, layer.layer_idx): parameters_of_a_dim(layer, kind) for kind, layer in kinds}
-    dims: dict[str, Counter[int]] = {width: Counter() for width in DIMS.values()}
+    costs = {(kind.width, layer.layer): parameters_of_a_dim(layer, kind) for kind, layer in kinds}
+    dims: dict[str, Counter[int]] = {width: Counter() for width in WIDTHS}
     left, cheapest = weights_of(budget, base), min(costs.values())
     check_affordable(left, cheapest, base)
     while left >= cheapest:
@@ -387,12 +394,8 @@ def initialize_growattn_weights(
         )
     if any(layer.merged for layer in adapter_layers(tuner.model)):
         raise ValueError("Adapters are merged into the base; call unmerge_adapter() before the guided start.")
-    found: dict[GrowableAttention, ExtraDims] = {}
-    with contextlib.ExitStack() as end:
-        for attention in attentions(tuner.model):  # growth sees the base alone
-            end.callback(set_extension, attention, attention.extension)
-            set_extension(attention, None)
-        report = Grower(tuner.model, config.growth, loss=loss, take_over=found.update).grow(batches)
-    if found:
-        tuner.take_over(adapter_name, found)
-    return report
+    with _base_alone(tuner.model):
+        growth = Grower(tuner.model, config.growth, loss=loss).find(batches)
+    if growth.parts:
+        tuner.load_found(adapter_name, growth.parts)
+    return replace(growth.report, kept=True)

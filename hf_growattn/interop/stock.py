@@ -20,8 +20,10 @@ from ..growable.adapters import quantization
 from ..growable.attention import GrowableAttention
 from ..growable.models import attentions, is_grown
 from ..growable.patching import patch_model, unpatch_model
-from ..model.architectures import ARCHITECTURES, Architecture
 from ..model.configuration import PREFIX
+from ..model.extra import ROLES
+from ..model.modeling import find_attentions
+from ..model.shapes import read_shape
 
 MULTIPLE = 8  # of the head width that flash kernels take
 # The families that can be written as another one, best first. A Llama with biases is what vLLM and llama.cpp can read
@@ -30,13 +32,36 @@ TARGETS = {"mistral": ("mistral", "llama"), "qwen2": ("llama", "qwen2")}
 _NORM_OFFSETS = {"gemma3_text": 1.0}  # what a family adds to the weight of a norm of queries or keys
 
 
-def why_not_exportable(model_type: str) -> str | None:
-    """What keeps grown models of a family from having a stock form; None where they have one."""
-    if model_type == "cohere2":
-        return "its stock class rotates neighbouring dims in pairs"
-    if ARCHITECTURES[model_type].head_dim is not Architecture.head_dim:
-        return "the width of its heads follows from the hidden size"
+def why_not_exportable(model: PreTrainedModel) -> str | None:
+    """What keeps a grown model from having a stock form; None where it has one."""
+    every = attentions(model)
+    for attention in every:
+        for role in ROLES:
+            if not attention.is_known(role):
+                return attention.why_unreadable(role)
+        if _norms(attention) and attention.qk_head_dim > attention.shape.qk_head_dim:
+            return "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
+        if attention.rotate is not None and not _rotates_halves(attention):
+            return "its stock class rotates neighbouring dims in pairs"
+    config = copy.deepcopy(model.config)
+    config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
+    config.head_dim = wider = 2 * every[0].shape.qk_head_dim
+    with torch.device("meta"):
+        try:
+            wide = find_attentions(type(model).__bases__[1](config))
+        except Exception:
+            wide = []
+    if len(wide) != len(every) or any(read_shape(module).qk_head_dim != wider for module, *_ in wide):
+        return "the width of its heads is no field of its config"
     return None
+
+
+def _rotates_halves(attention: GrowableAttention) -> bool:
+    """Whether the rotation pairs dim `i` with `i + d / 2`, as in Llama."""
+    half = torch.zeros(1, 1, 1, 4)
+    half[..., 0] = 1.0
+    quarter_turn = torch.zeros(1, 1, 4), torch.ones(1, 1, 4)  # cos and sin
+    return bool(attention.rotate(half, half, *quarter_turn)[0][..., 2] == 1.0)
 
 
 def find_stock_class(model: PreTrainedModel, target: str | None = None) -> type[PreTrainedModel]:
@@ -51,10 +76,8 @@ def find_stock_class(model: PreTrainedModel, target: str | None = None) -> type[
             raise ValueError(f"{name} is {problem}")
     stock_class = type(model).__bases__[1]
     own = stock_class.config_class.model_type
-    reason = why_not_exportable(own)
-    if any(_norms(attention) and attention.qk_head_dim > attention.head_dim for attention in attentions(model)):
-        reason = "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
-    if reason and is_grown(model):
+    reason = why_not_exportable(model) if is_grown(model) else None
+    if reason:
         raise ValueError(
             f"This grown {own} model has no exact stock form: {reason}. Save it as it is, with model.save_pretrained: "
             "transformers loads that with `import hf_growattn`."
@@ -81,11 +104,12 @@ def stock_model(model: PreTrainedModel, target_class: type[PreTrainedModel]) -> 
         stock = patch_model(target_class(config))
     layer_types = getattr(model.config, "layer_types", None) or [None] * config.num_hidden_layers
     for source, target in zip(attentions(model), attentions(stock)):
-        rope = ropes.get(layer_types[source.layer_idx], ropes.get(None))
+        rope = ropes.get(layer_types[source.layer], ropes.get(None))
         _write_attention(source, target, rope if source.rotate else None)
     unpatch_model(stock)
 
-    state, names = model.state_dict(), stock.state_dict()
+    names = stock.state_dict()
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".extra.parts." not in name}
     unknown = [name for name in state if name not in names]
     if unknown:
         raise ValueError(
@@ -110,7 +134,7 @@ def widest_head(model: PreTrainedModel) -> int:
 
 def stock_fields(config: PreTrainedConfig) -> dict:
     """The fields of a config without ours, for a config of the stock class."""
-    ours = ("model_type", "per_layer_config", "qk_head_dim", "v_head_dim", "architectures", "auto_map")
+    ours = ("model_type", "per_layer_config", "extra_dims", "architectures", "auto_map")
     return {name: value for name, value in config.to_dict().items() if name not in ours}
 
 
@@ -134,7 +158,7 @@ def padded_config(model: PreTrainedModel, target_class) -> tuple[PreTrainedConfi
     if config_class.model_type != own:
         known = {field.name for field in dataclasses.fields(config_class)} | {"head_dim"}
         values = {name: value for name, value in values.items() if name in known}
-        values["attention_bias"] = attentions(model)[0].bias_of("query") is not None
+        values["attention_bias"] = "query" in attentions(model)[0].shape.biased
     if not is_grown(model):
         return config_class(**values), {}
 
@@ -175,7 +199,7 @@ def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: in
     prefix = f"{layer_type}_" if layer_type else ""
     frequencies = getattr(rotary, f"{prefix}inv_freq").double()  # (rotated / 2,)
     rotated, kind, theta = 2 * len(frequencies), parameters["rope_type"], parameters["rope_theta"]
-    half, ones = rotated // 2, torch.ones(dims).double()
+    ones = torch.ones(dims).double()
     if kind in ("dynamic", "longrope"):
         raise ValueError(
             f"This model rotates by frequencies that follow the length of the text ({kind}), which has no exact stock "
@@ -186,9 +210,9 @@ def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: in
         exported = parameters | {"partial_rotary_factor": math.nextafter(rotated / width, 1)}
         return Rope(exported, torch.arange(dims), ones)
 
-    turning = torch.cat((torch.arange(half), width // 2 + torch.arange(half)))
-    still = torch.tensor([place for place in range(width) if place not in set(turning.tolist())])
-    places = torch.cat((turning, still))[:dims]
+    places = torch.arange(width)
+    turning = places % (width // 2) < rotated // 2
+    places = torch.cat((places[turning], places[~turning]))[:dims]
     if kind == "default":
         longest, next_one = 2 * math.pi * theta ** ((rotated - 2) / rotated), 2 * math.pi * theta
         step = (next_one / longest) ** (1 / 3)
@@ -202,7 +226,7 @@ def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: in
         }
         return Rope(exported, places, ones)
 
-    factors = [1 / max(frequency, 1e-30) for frequency in frequencies.tolist()] + [1e30] * (width // 2 - half)
+    factors = [1 / max(frequency, 1e-30) for frequency in frequencies.tolist()] + [1e30] * ((width - rotated) // 2)
     exported = {
         "rope_type": "longrope",
         "rope_theta": 1.0,
@@ -218,21 +242,22 @@ def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: in
 
 def _norms(attention: GrowableAttention) -> dict[str, str]:
     """By role, the attribute that holds the norm of queries or keys, where there is one."""
-    row = attention.architecture
-    names = {"query": row.query_norm, "key": row.key_norm}
-    return {role: name for role, name in names.items() if name and getattr(attention, name, None) is not None}
+    names = [name for name in attention.row.norms if getattr(attention, name, None) is not None]
+    return {"query" if name.startswith("q") else "key": name for name in names}
 
 
 def _write_attention(source: GrowableAttention, target: GrowableAttention, rope: Rope | None) -> None:
     """Give the stock attention its weights: each role's, per head, at their places among zeros."""
-    width, old_width, dtype = target.qk_head_dim, source.head_dim, source.weight_of("query").dtype
+    width, old_width = target.qk_head_dim, source.shape.qk_head_dim
+    dtype, exact = source.empty_like().dtype, torch.float64
     places, gains = torch.arange(source.qk_head_dim), torch.ones(source.qk_head_dim).double()
     if rope is not None:
         places, gains = rope.places[: source.qk_head_dim], rope.gains[: source.qk_head_dim]
     at = {"query": places, "key": places, "value": torch.arange(source.v_head_dim)}
-    factors = {"query": gains * (source.scaling / target.scaling), "key": gains, "value": torch.ones(1).double()}
+    factors = {"query": gains * (source.softmax_scale / target.softmax_scale), "key": gains}
     if width > old_width:  # the mean square over padded dims is the old one once they are that much larger
-        growth, offset = math.sqrt(width / old_width), _NORM_OFFSETS.get(source.architecture.model_type, 0.0)
+        model_type = source.config.model_type.removeprefix(PREFIX)
+        growth, offset = math.sqrt(width / old_width), _NORM_OFFSETS.get(model_type, 0.0)
         for role, name in _norms(source).items():
             weight = getattr(source, name).weight.cpu().double().unflatten(0, (-1, old_width)) + offset
             new = torch.zeros(len(weight), width, dtype=dtype)
@@ -240,7 +265,7 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
             getattr(target, name).weight = nn.Parameter(new.flatten(), False)
             factors[role] = torch.full_like(gains, growth)
 
-    for role in ("query", "key", "value", "output"):
+    for role in ROLES:
         projection = target.projection_of(role)
         # A bias of the output is carried over whole; where the target alone has one, it is zero.
         carried = role == "output" and source.projection_of(role).bias is not None
@@ -248,11 +273,12 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
             written = getattr(projection, name)
             if written is not None and written.is_meta:
                 setattr(projection, name, nn.Parameter(torch.zeros(written.shape, dtype=dtype), False))
+    features = source.shape.in_features
     for role, positions in at.items():
-        weight, bias = source.weight_of(role).cpu().double(), source.bias_of(role)
-        target.weight_of(role)[:, positions] = (weight * factors[role][:, None]).to(dtype)
+        scaled = source.factors_of(role, exact, adapters=False).cpu() * factors.get(role, 1.0)
+        target.weight_of(role)[:, positions] = scaled[:, :features].transpose(1, 2).to(dtype)
         written = target.bias_of(role)
-        if bias is not None and written is not None:
-            written[:, positions] = (bias.cpu().double() * factors[role]).to(dtype)
-    output = source.weight_of("output").cpu()
-    target.weight_of("output")[:, : output.shape[1]] = output
+        if scaled.shape[1] > features and written is not None:
+            written[:, positions] = scaled[:, features].to(dtype)
+    output = source.factors_of("output", exact, adapters=False).cpu().transpose(1, 2)
+    target.weight_of("output")[:, : output.shape[1]] = output.to(dtype)

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..growable.attention import GrowableAttention, set_trial
 from . import functional as F
 from .blocks import Block
-from .probes import KindProbe, Probe
 from .passes import Objective, backward
+from .probes import KindProbe, Probe
 from .ranks import broadcast_from_rank0, sum_over_ranks, total
 
 SKETCH_PASSES = (1 / 2, 1.0, 1.0)  # part of the batches that each reads; the first one only finds where to look

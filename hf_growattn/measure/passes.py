@@ -13,6 +13,7 @@ from ..growable.attention import GrowableAttention, set_trial
 from ..growable.sharding import forget_pass, gathering_to_the_end, loss_unrounded, own_part, reshard, sharded_modules
 from .ranks import of_all, raise_on_all_ranks, several, total
 
+
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterator[None]:
     """Put a model in evaluation mode with gradients off, and restore everything at the end.

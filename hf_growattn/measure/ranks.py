@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..growable.sharding import is_sharded
-
 
 def rank() -> int:
     """This process's number, 0 without torch.distributed."""
@@ -129,49 +127,6 @@ def unsynchronized(wrapped: nn.Module) -> Iterator[None]:
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())
         yield
-
-
-def rebuild_ddp(model: nn.Module, wrapped: nn.Module) -> None:
-    """Let DistributedDataParallel around a model reduce the parameters that it has now.
-
-    Training loops keep the wrapper in a local variable, so the wrapper itself is mended: at once where it was passed,
-    otherwise when it next runs the model. Buckets, settings and communication hooks stay.
-
-    Args:
-        model: the model that has new parameters.
-        wrapped: the same model as the caller has it, in its wrappers if they are known.
-    """
-    if not several() or any(map(is_sharded, model.parameters())):
-        return
-    found = [module for module in wrapped.modules() if isinstance(module, DistributedDataParallel)]
-    for ddp in found:
-        _rebuild(ddp)
-    if found:
-        return
-
-    def rebuild_active(module: nn.Module, args: tuple) -> None:
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is not None:
-            handle.remove()
-            _rebuild(ddp)
-
-    untraced: Any = torch.compiler.disable(rebuild_active)
-    handle = model.register_forward_pre_hook(untraced)
-
-
-def _rebuild(ddp: DistributedDataParallel) -> None:
-    static, hooks = ddp.static_graph, ddp._comm_hooks
-    ddp._remove_autograd_hooks()
-    del ddp.reducer, ddp.logger
-    ddp._module_parameters = [p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore]
-    parameters, sparse = ddp._build_params_for_reducer()
-    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), static)
-    ddp._has_rebuilt_buckets, ddp._comm_hooks = False, []
-    if static:
-        ddp.static_graph = False  # it warns of setting it twice
-        ddp._set_static_graph()
-    for hook, state in hooks:
-        ddp.register_comm_hook(state, hook)
 
 
 def _device() -> torch.device:

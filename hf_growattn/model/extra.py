@@ -121,21 +121,25 @@ class Part(nn.Module):
         return self.qk_dims if role in ("query", "key") else self.v_dims
 
     def weight_of(self, role: str) -> Tensor:
-        """A role's weight, a view of (heads, new dims, features)."""
+        """A role's weight, a view of (heads, new dims, features); a copy of a sharded one, gathered by all processes."""
         if role == "output":
             weight = self.outside.weight if self.outside else self.inside.weight.new_zeros(self.shape.out_features, 0)
-            return weight.T.unflatten(0, (self.shape.num_heads, self.v_dims))
+            return _whole(weight).T.unflatten(0, (self.shape.num_heads, self.v_dims))
         index = ROLES.index(role)
-        rows = self.inside.weight.split(self.inside.rows)[index]
+        rows = _whole(self.inside.weight).split(self.inside.rows)[index]
         return rows.unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
 
     def bias_of(self, role: str) -> Tensor | None:
-        """A role's bias, a view of (heads, new dims); None where it has none."""
+        """A role's bias, (heads, new dims), as its weight; None where it has none."""
         if role == "output" or role not in self.shape.biased or self.inside.bias is None:
             return None
         index, biased = ROLES.index(role), self.inside.biased
         sizes = [rows if has else 0 for rows, has in zip(self.inside.rows, biased)]
-        return self.inside.bias.split(sizes)[index].unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
+        return _whole(self.inside.bias).split(sizes)[index].unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class ExtraDims(nn.Module):

@@ -135,6 +135,8 @@ class _Functions:
 def _attend(function: Callable, implementation: str, module: Any, query, key, value, *args, **kwargs):
     """Call an attention function with old and new dims, and give back what it reads through the old ones."""
     call: Call = module.call
+    if not call.joined:
+        _check_shapes(module, query, key, value)
     new_query = call.query.to(query.dtype)
     if kwargs.get("scaling") == 1.0:  # the family scales its queries before, by the usual factor if by any
         new_query = new_query * module.shape.qk_head_dim**-0.5
@@ -146,6 +148,18 @@ def _attend(function: Callable, implementation: str, module: Any, query, key, va
     old, new = call.v_head_dim, call.value.shape[-1]
     call.read = output[..., old : old + new]
     return output[..., :old].contiguous(), weights
+
+
+def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise a ValueError if old heads are not what the module's attributes say: new dims could not join them."""
+    shape = module.shape
+    expected = (shape.num_heads, shape.num_key_value_heads, shape.qk_head_dim, shape.v_head_dim)
+    found = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
+    if found != expected:
+        raise ValueError(
+            f"New dims cannot join {type(module).__bases__[1].__name__}: it hands (query heads, key heads, width, "
+            f"value width) = {found} to its attention function, and its attributes say {expected}."
+        )
 
 
 def reaches_seam(cls: type) -> bool:

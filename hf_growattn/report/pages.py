@@ -1,13 +1,12 @@
 """Growths as a web page: one file without scripts that opens offline, in light and in dark."""
 
 import base64
-import functools
 import io
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..growable.folders import scratch
 from . import pictures, words
@@ -34,39 +33,20 @@ def save_report(
     reports = list(reports)
     if not reports:
         raise ValueError("No growth to show: pass what Grower.grow returned, or GrowthCallback.reports.")
-    panels = pictures.growth_panels(reports, log_history)
-    page = _template().render(
+    figure, picture = pictures.draw_growth(reports, log_history), io.BytesIO()
+    figure.savefig(picture, format="svg", transparent=True)
+    loader = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = pages.get_template("page.html").render(
         model=model,
         data=data,
-        growths=[_collect_texts(report) for report in reports],
+        growths=[{"summary": words.summary_of(report), "rows": words.rows_of(report)} for report in reports],
         columns=words.COLUMNS,
         command=words.race_command(model, data),
-        pictures={title: _embed_svg(panel) for title, panel in panels.items()},
+        picture=base64.b64encode(picture.getvalue()).decode() if figure.axes else "",
     )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with scratch(path.parent, path.name) as folder:
         (folder / path.name).write_text(page, encoding="utf-8")
         os.replace(folder / path.name, path)
-
-
-def _collect_texts(report) -> dict:
-    """What the page shows of one growth."""
-    return {
-        "summary": words.summary_of(report),
-        "rows": [words.cells_of(each) for each in words.layers_with_shares(report)],
-    }
-
-
-def _embed_svg(panel: pictures.Panel) -> str:
-    """One panel as the address of an image that is in the page itself."""
-    text = io.BytesIO()
-    pictures.draw_panels([panel]).savefig(text, format="svg", transparent=True)
-    return "data:image/svg+xml;base64," + base64.b64encode(text.getvalue()).decode()
-
-
-@functools.cache
-def _template() -> Template:
-    loader, strict = FileSystemLoader(Path(__file__).parent), StrictUndefined
-    pages = Environment(loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
-    return pages.get_template("page.html")

@@ -1,9 +1,8 @@
 """Two pictures of a training with growth, by matplotlib: where it grew, and the loss."""
 
-import contextlib
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -14,11 +13,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Panel = Callable[["Axes"], None]
 Points = list[tuple[float, float]]
 
 _HELD_OUT = ("growth_held_out_before", "growth_held_out_after", "eval_loss")  # such losses in a log history
-_BLUE, _ORANGE, _GREY, _INK = "#1f77b4", "#d9741a", "#8a8a8a", "#24292f"
+_BLUE, _ORANGE, _GREY = "#1f77b4", "#d9741a", "#8a8a8a"
 _PANEL_SIZE = (4.4, 3.5)  # inches
 _STYLE = {
     "font.size": 9,
@@ -27,17 +25,13 @@ _STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "axes.axisbelow": True,
     "grid.color": "#e6e6e6",
-    "legend.edgecolor": "none",
-    "legend.fancybox": False,
     "svg.fonttype": "none",
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
 }
 
 
 def draw_growth(reports: Sequence, log_history: Iterable = ()) -> "Figure":
-    """Make a figure of where the model grew, and of the loss.
+    """Make a figure of where the model grew, and of the loss; without data it has no axes.
 
     Args:
         reports: the `GrowthReport` of each growth, at least one.
@@ -47,7 +41,18 @@ def draw_growth(reports: Sequence, log_history: Iterable = ()) -> "Figure":
     Raises:
         ImportError: matplotlib is not installed; the message names the fix.
     """
-    figure = draw_panels(list(growth_panels(reports, log_history).values()))
+    try:
+        from matplotlib import style
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("The pictures of a growth need matplotlib: pip install matplotlib.") from error
+    panels = _choose_panels(reports, list(log_history))
+    with style.context(["default", _STYLE]):
+        width, height = _PANEL_SIZE
+        figure = Figure(figsize=(width * max(len(panels), 1), height), layout="constrained")
+        for index, draw in enumerate(panels, 1):
+            draw(figure.add_subplot(1, len(panels), index))
+        figure.draw_without_rendering()  # ticks take the style of the moment they are made
 
     def to_png() -> bytes:
         data = io.BytesIO()
@@ -58,48 +63,18 @@ def draw_growth(reports: Sequence, log_history: Iterable = ()) -> "Figure":
     return figure
 
 
-def growth_panels(reports: Sequence, log_history: Iterable = ()) -> dict[str, Panel]:
-    """The panels of `draw_growth` by their titles; those without data are absent."""
-    panels: dict[str, Panel] = {}
-    measured = [layer for report in reports for layer in report.layers]
-    if measured:
-        panels["Where it grew: share of the gain"] = partial(_draw_places, reports=reports)
-    history = list(log_history)
+def _choose_panels(reports: Sequence, history: list) -> list[Callable[["Axes"], None]]:
+    """What draws the two pictures; those without data are absent."""
+    panels: list[Callable[[Axes], None]] = []
+    if any(report.layers for report in reports):
+        panels.append(partial(_draw_places, reports=reports))
     training, held_out = _read_losses(history)
     if training or held_out:
         growths = {entry["step"] for entry in history if isinstance(entry, dict) and "growth_added_parameters" in entry}
-        panels["Loss"] = partial(_draw_losses, training=training, held_out=held_out, growths=sorted(growths))
+        panels.append(partial(_draw_losses, training=training, held_out=held_out, growths=sorted(growths)))
     elif any(map(math.isfinite, reports[-1].line_search.values())):
-        panels["Line search"] = partial(_draw_line_search, report=reports[-1])
-    return {title: partial(_draw_titled, title=title, panel=panel) for title, panel in panels.items()}
-
-
-def draw_panels(panels: Sequence[Panel]) -> "Figure":
-    """Make a figure of panels in one row."""
-    with _style():
-        from matplotlib.figure import Figure
-
-        columns = max(len(panels), 1)
-        figure = Figure(figsize=(_PANEL_SIZE[0] * columns, _PANEL_SIZE[1]), layout="constrained")
-        for index, panel in enumerate(panels, 1):
-            panel(figure.add_subplot(1, columns, index))
-        figure.draw_without_rendering()  # ticks take the style of the moment they are made
-        return figure
-
-
-@contextlib.contextmanager
-def _style() -> Iterator[None]:
-    try:
-        from matplotlib import style
-    except ImportError as error:
-        raise ImportError("The pictures of a growth need matplotlib: pip install matplotlib.") from error
-    with style.context(["default", _STYLE]):
-        yield
-
-
-def _draw_titled(axes: "Axes", title: str, panel: Panel) -> None:
-    panel(axes)
-    axes.set_title(title)
+        panels.append(partial(_draw_line_search, report=reports[-1]))
+    return panels
 
 
 def _draw_places(axes: "Axes", reports: Sequence) -> None:
@@ -125,7 +100,7 @@ def _draw_places(axes: "Axes", reports: Sequence) -> None:
     axes.set_xticks(range(len(kinds)), [KINDS[kind] for kind in kinds])
     axes.set_yticks(range(len(layers)), list(map(str, layers)), fontsize=size)
     axes.grid(visible=False)
-    axes.set_ylabel("layer")
+    axes.set(title="Where it grew: share of the gain", ylabel="layer")
 
 
 def _read_losses(history: Iterable) -> tuple[Points, Points]:
@@ -150,7 +125,7 @@ def _draw_losses(axes: "Axes", training: Points, held_out: Points, growths: list
         axes.plot(*zip(*held_out), ".-", color=_BLUE, linewidth=1.8, label="held out")
     for index, step in enumerate(growths):
         axes.axvline(step, color=_GREY, linestyle=":", linewidth=1.2, label="growth" if index == 0 else None)
-    axes.set(xlabel="step", ylabel="loss")
+    axes.set(title="Loss", xlabel="step", ylabel="loss")
     axes.legend()
 
 
@@ -165,5 +140,5 @@ def _draw_line_search(axes: "Axes", report) -> None:
         lowest = min(loss for _, loss in tried)
         if lowest < before:
             axes.set_ylim(lowest - 0.2 * (before - lowest), before + (before - lowest))  # too long steps are cut off
-    axes.set(xscale="log", xlabel="step", ylabel="loss")
+    axes.set(title="Line search", xscale="log", xlabel="step", ylabel="loss")
     axes.legend()

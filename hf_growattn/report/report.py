@@ -117,28 +117,11 @@ class GrowthReport:
 
     def to_dict(self) -> dict:
         """The report as what `json.dumps` takes."""
-        layers = [
-            {
-                "layer": layer.layer,
-                "kind": layer.kind,
-                "width": list(layer.width),
-                "starvation": layer.starvation,
-                "predicted_gain": layer.predicted_gain,
-                "step_size": layer.step_size,
-                "left": layer.left or None,
-            }
-            for layer in self.layers
-        ]
-        return {
-            "applied": self.applied,
-            "loss_before": self.loss_before,
-            "loss_after": self.loss_after,
-            "validated_loss": list(self.validated_loss) if self.validated_loss else None,
-            "added_parameters": self.added_parameters,
-            "cache_bytes": list(self.cache_bytes),
-            "layers": layers,
-            "seconds": self.seconds,
-        }
+        names = ("layer", "kind", "width", "starvation", "predicted_gain", "step_size", "left")
+        figures = {"applied": self.applied}
+        for name in ("loss_before", "loss_after", "validated_loss", "added_parameters", "cache_bytes", "seconds"):
+            figures[name] = getattr(self, name)
+        return figures | {"layers": [{name: getattr(layer, name) for name in names} for layer in self.layers]}
 
     def __str__(self) -> str:
         return report_text(self)

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Column, Table
 
 MARGIN = 0.01  # nats a token: a smaller lead does not count
-SURE = 2.0  # standard errors: nor does a lead of fewer
 KINDS = {"patterns": "queries and keys", "messages": "values"}
 # Why a layer did not grow, as the table says it.
 AT_LIMIT = "at its maximum width"
@@ -36,22 +35,18 @@ def report_text(report, next_command: str = "") -> str:
     """
     text = "".join(f"{wrap_line(line)}\n" for line in summary_of(report))
     if report.layers:
-        text += "\n" + format_table(COLUMNS, map(cells_of, layers_with_shares(report)))
+        text += "\n" + format_table(COLUMNS, rows_of(report))
     return text + "\n" + wrap_line(f"Compare with LoRA: {next_command or race_command()}")
 
 
 def summary_of(report) -> list[str]:
     """Two lines: what happened to the loss, and what the growth costs; without a growth only the first."""
     if not report.found:
-        return [f"Loss: {report.loss_before:.4f} on the growth batches. {_why_not_grown(report)}"]
+        why = "no step along the new directions lowers the loss"
+        if not any(any(layer.strength) for layer in report.layers):
+            why = "no direction lowers the loss of batches that it was not computed from"
+        return [f"Loss: {report.loss_before:.4f} on the growth batches. Nothing was grown: {why}."]
     return [_loss_text(report), _cost_text(report)]
-
-
-def _why_not_grown(report) -> str:
-    nothing_held = all(not any(layer.strength) for layer in report.layers)
-    if nothing_held:
-        return "Nothing was grown: no direction lowers the loss of batches that it was not computed from."
-    return "Nothing was grown: no step along the new directions lowers the loss."
 
 
 def _loss_text(report) -> str:
@@ -74,21 +69,18 @@ def _cost_text(report) -> str:
     return f"Cost: KV cache {before:,} -> {after:,} bytes a token ({after / before - 1:+.1%}), {weights}."
 
 
-def layers_with_shares(report) -> list[tuple]:
-    """Each layer and kind with its share of the first-order gain of all."""
+def rows_of(report) -> list[list[str]]:
+    """A row under `COLUMNS` for each layer and kind; the last cell says why there was no growth."""
     total = report.predicted_gain or 1.0
-    return [(layer, layer.predicted_gain / total) for layer in report.layers]
-
-
-def cells_of(layer_with_share: tuple) -> list[str]:
-    """The row of one layer and kind under `COLUMNS`; the last cell says why there was no growth."""
-    layer, share = layer_with_share
     return [
-        str(layer.layer),
-        KINDS[layer.kind],
-        format_width(layer.width),
-        f"{layer.starvation:.2f}",
-        layer.left or f"{share:.0%}",
+        [
+            str(layer.layer),
+            KINDS[layer.kind],
+            format_width(layer.width),
+            f"{layer.starvation:.2f}",
+            layer.left or f"{layer.predicted_gain / total:.0%}",
+        ]
+        for layer in report.layers
     ]
 
 

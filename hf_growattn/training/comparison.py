@@ -5,20 +5,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from ..report.words import MARGIN, format_gap, format_table
+from ..report.words import MARGIN, SURE, format_gap, format_table
 from .methods import METHODS, round_rate
 
-SURE = 2.0  # standard errors that a lead must be away from nothing
 SHORT = 4  # how many times shorter the trainings are that choose a learning rate
+_COLUMNS = ("trained by", "learning rate", "held-out loss", "lead over LoRA", "weights", "KV cache, bytes a token")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training that ended.
+    """A training that ended, as a line of JSON keeps it.
 
     Attributes:
         method, rate, steps, seed: name it; the method is one of `METHODS`, or "start" before any training.
-        nats: the loss of each held-out row, summed over its tokens.
+        nats: the loss of each held-out row, summed over its tokens; empty if the training diverged.
         counts: the number of these tokens in each row.
         weights: how many trained.
         cache: bytes that keys and values of a token take.
@@ -36,20 +36,7 @@ class Run:
     @property
     def loss(self) -> float:
         """Nats a token; infinite if the training diverged."""
-        loss = sum(self.nats) / sum(self.counts)
-        return loss if math.isfinite(loss) else math.inf
-
-    def to_dict(self) -> dict:
-        """The run as valid JSON, in which null stands for a loss that is no number."""
-        nats = [value if math.isfinite(value) else None for value in self.nats]
-        return vars(self) | {"nats": nats}
-
-    @classmethod
-    def from_dict(cls, line: dict) -> "Run":
-        """The run that `to_dict` wrote."""
-        known = dict(line)
-        known["nats"] = [math.inf if value is None else value for value in line["nats"]]
-        return cls(**known)
+        return sum(self.nats) / sum(self.counts) if self.nats else math.inf
 
 
 def compare_runs(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float]:
@@ -62,9 +49,11 @@ def compare_runs(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float
     leads = [b.loss - a.loss for a, b in pairs]
     mean = fmean(leads)
     counts = pairs[0][0].counts
-    rows = [fmean(b.nats[row] - a.nats[row] for a, b in pairs) for row in range(len(counts))]
-    squares = sum((nats - mean * count) ** 2 for nats, count in zip(rows, counts))
-    over_rows = math.sqrt(squares * len(rows) / max(len(rows) - 1, 1)) / sum(counts)
+    squares = 0.0
+    for row, count in enumerate(counts):
+        lower = fmean(b.nats[row] - a.nats[row] for a, b in pairs)
+        squares += (lower - mean * count) ** 2
+    over_rows = math.sqrt(squares * len(counts) / max(len(counts) - 1, 1)) / sum(counts)
     over_seeds = stdev(leads) / math.sqrt(len(leads)) if len(leads) > 1 else 0.0
     return mean, math.hypot(over_rows, over_seeds)
 
@@ -83,42 +72,33 @@ class Race:
     start: Run
     runs: list[Run] = field(default_factory=list)
 
-    @property
-    def short(self) -> int:
-        """Steps of the trainings that choose a learning rate."""
-        return self.steps // SHORT
-
     def runs_of(self, method: str) -> list[Run]:
         """The long trainings of a method, by seed."""
         return [run for run in self.runs if run.method == method and run.steps == self.steps]
 
     @property
-    def _ended(self) -> list[str]:
-        return [name for name in METHODS if self.runs_of(name)]
-
-    @property
     def rates(self) -> dict[str, float]:
-        """The learning rate chosen for each method."""
-        return {name: self.runs_of(name)[0].rate for name in self._ended}
+        """The learning rate chosen for each method whose long training ended."""
+        return {name: self.runs_of(name)[0].rate for name in METHODS if self.runs_of(name)}
 
     @property
     def challenger(self) -> str | None:
         """The best method but LoRA after its first seed; None if nothing grew."""
-        others = [name for name in self._ended if name != "lora"]
+        others = [name for name in self.rates if name != "lora"]
         return min(others, key=lambda name: self.runs_of(name)[0].loss, default=None)
 
     @property
     def lead(self) -> tuple[float, float]:
         """How much lower the challenger ends than LoRA, and the standard error."""
-        return compare_runs(self.runs_of(self.challenger or ""), self.runs_of("lora"))
+        if not self.challenger:
+            return -math.inf, 0.0
+        return compare_runs(self.runs_of(self.challenger), self.runs_of("lora"))
 
     @property
     def winner(self) -> str:
         """The challenger if it leads by more than the margin and two standard errors; otherwise LoRA."""
-        if not self.challenger:
-            return "lora"
         lead, error = self.lead
-        return self.challenger if lead > MARGIN and lead > SURE * error else "lora"
+        return self.challenger if self.challenger and lead > MARGIN and lead > SURE * error else "lora"
 
     @property
     def runner_up(self) -> str | None:
@@ -146,33 +126,25 @@ class Race:
 
     def table(self) -> str:
         """A row for each method that ended, the lowest loss first."""
-        columns = [
-            "trained by",
-            "learning rate",
-            "held-out loss",
-            "lead over LoRA",
-            "weights",
-            "KV cache, bytes a token",
-        ]
         rows = [["before training", "", f"{self.start.loss:.4f}", "", "", f"{self.start.cache:,}"]]
-        losses = {name: fmean(run.loss for run in self.runs_of(name)) for name in self._ended}
+        losses = {name: fmean(run.loss for run in self.runs_of(name)) for name in self.rates}
         for name in sorted(losses, key=losses.__getitem__):
             runs = self.runs_of(name)
             lead = ""
-            if name != "lora" and "lora" in losses:
+            if name != "lora":
                 lead = "{:+.4f} ± {:.4f}".format(*compare_runs(runs, self.runs_of("lora")))
             sizes = [f"{runs[0].weights:,}", f"{runs[0].cache:,}"]
             rows.append([METHODS[name].title, f"{runs[0].rate:.2g}", f"{losses[name]:.4f}", lead, *sizes])
-        return format_table(columns, rows)
+        return format_table(_COLUMNS, rows)
 
     def __str__(self) -> str:
         return f"{self.table()}\n{self.verdict}"
 
     def figures(self) -> dict:
         """The race as valid JSON, in which null stands for a number without bound."""
-        lead, error = self.lead if self.challenger else (math.inf, 0.0)
+        lead, error = self.lead
         runs = []
-        for run in self.runs:
+        for run in [self.start, *self.runs]:
             known = {name: value for name, value in vars(run).items() if name not in ("nats", "counts")}
             runs.append(known | {"loss": _finite(run.loss)})
         return {
@@ -182,8 +154,6 @@ class Race:
             "rates": self.rates,
             "lead": _finite(lead),
             "error": error,
-            "steps": self.steps,
-            "loss_before": _finite(self.start.loss),
             "runs": runs,
         }
 
@@ -197,30 +167,29 @@ def compete(race: Race, train: Callable[[str, float, int, int], Run | None], rat
 
     Args:
         race: gets the runs as they end.
-        train: runs a method with a learning rate, a number of steps and a seed; None if it has nothing to train.
-        rates: the learning rates that each method tries first.
+        train: runs a method with a learning rate, a number of steps and a seed; None if nothing grew.
+        rates: the two learning rates that each method tries first.
         seeds: how many.
     """
+    short = race.steps // SHORT
     for method, first in rates.items():
-        tried = _train_all(train, [(method, rate, race.short, 0) for rate in first])
+        tried = _train_all(train, [(method, rate, short, 0) for rate in first])
         if not tried:
             continue
-        best = min(tried, key=lambda run: run.loss).rate
-        if best in (min(first), max(first)):
-            further = 3 * best if best == max(first) else best / 3
-            tried += _train_all(train, [(method, round_rate(further), race.short, 0)])
+        best = _best_rate(tried)
+        further = 3 * best if best == max(first) else best / 3
+        tried += _train_all(train, [(method, round_rate(further), short, 0)])
         race.runs += tried
-        best = min(tried, key=lambda run: run.loss).rate
-        race.runs += _train_all(train, [(method, best, race.steps, 0)])
-    challenger = race.challenger
-    if challenger is None:
-        return
+        race.runs += _train_all(train, [(method, _best_rate(tried), race.steps, 0)])
+    finalists = ["lora", race.challenger] if race.challenger else []
     for seed in range(1, seeds):
-        pair = [(method, race.rates[method], race.steps, seed) for method in ("lora", challenger)]
-        race.runs += _train_all(train, pair)
+        race.runs += _train_all(train, [(name, race.rates[name], race.steps, seed) for name in finalists])
 
 
 def _train_all(train: Callable, settings: list[tuple[str, float, int, int]]) -> list[Run]:
-    """The runs of all settings; none if one of them has nothing to train, since its growth found nothing."""
     runs = [train(*setting) for setting in settings]
-    return [] if None in runs else runs
+    return [run for run in runs if run]
+
+
+def _best_rate(runs: list[Run]) -> float:
+    return min(runs, key=lambda run: run.loss).rate

@@ -163,7 +163,7 @@ def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
 
 
 def race_recipe(recipe: Recipe, say: Callable[[str], object] = print) -> Race:
-    """The race of LoRA, growth and both on the recipe's model and data; `say` gets the estimated cost.
+    """The race of LoRA, growth and both on the recipe's model and data; `say` gets the number of steps.
 
     Raises:
         ValueError: options, model and data do not fit each other.
@@ -180,7 +180,6 @@ def race_recipe(recipe: Recipe, say: Callable[[str], object] = print) -> Race:
         steps=recipe.race.steps,
         seeds=recipe.race.seeds,
         growth_batches=recipe.growth.growth_batches,
-        load_dense=partial(_load_model, recipe, "float32", dense=True),
         say=say,
     )
 

@@ -45,11 +45,6 @@ class Method:
             return 1.0
         return min(max((64 / width) ** 1.5, 1 / 30), 1.0)
 
-    @property
-    def on_quantized(self) -> bool:
-        """Whether the method trains quantized models: peft extends them by one kind of adapter."""
-        return not (self.base or (self.growth and self.lora))
-
 
 METHODS = {
     "lora": Method("LoRA on all linear layers", lora=1),
@@ -94,14 +89,7 @@ class Budget:
         rank = round(method.lora * self.rank)
         if not method.growth:
             return 0, rank
-        left = (self.rank - rank) * self.of_a_rank
-        # `width` grown weights widen a linear layer by one, which costs LoRA there one more weight a rank.
-        return int(left / (1 + rank / self.width)), rank
-
-    def suffices_for(self, method: Method) -> bool:
-        """Whether both parts of a method get weights: rank 1 cannot be shared."""
-        weights, rank = self.split(method)
-        return bool(weights) == bool(method.growth) and bool(rank) == bool(method.lora)
+        return (self.rank - rank) * self.of_a_rank, rank
 
 
 def choose_rate(method: Method, config: PreTrainedConfig) -> float:
@@ -142,7 +130,7 @@ def prepare_model(
     """
     weights, rank = budget.split(method)
     report = None
-    if is_quantized(model) and not method.on_quantized:
+    if is_quantized(model) and (method.base or (weights and rank)):
         raise ValueError(f"Quantized weights cannot be trained by {method.title}: choose growth or LoRA alone.")
     model.requires_grad_(method.base)
     if weights and is_quantized(model):
@@ -181,7 +169,5 @@ def scale_grown_rates(optimizer: Optimizer, model: nn.Module, share: float) -> N
 
 
 def count_trained_weights(model: nn.Module) -> int:
-    """The number of weights that a training moves, frozen entries of parameters left out."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen = [vars(p)["frozen_entries"].expand_as(p).sum() for p in trained if hasattr(p, "frozen_entries")]
-    return sum(parameter.numel() for parameter in trained) - int(sum(frozen))
+    """The number of weights that a training moves."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

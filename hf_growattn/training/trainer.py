@@ -17,20 +17,20 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
+from transformers import AutoConfig, PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..grow.checks import growable_model
-from ..grow.frozen import train_marked
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, cheapest_dim, check_budget, weights_of
 from ..grow.provenance import name_kept
-from ..growable.adapters import is_adapted, without_adapters
-from ..growable.models import GrowableModelMixin, attentions, is_grown
+from ..growable.adapters import is_adapted
+from ..growable.growths import load_growth, save_growth
+from ..growable.models import attentions, is_grown
 from ..growable.sharding import sharded_modules
 from ..report.report import GrowthReport
 
-GROWN_BASE = "grown_base"
+GROWTH = "growth"  # in a checkpoint of a peft model: the new dims of its base
 _MOMENTS = ("epoch", "plateau")
 _ADDED = "growth_added_parameters"
 
@@ -41,9 +41,8 @@ class GrowthCallback(TrainerCallback):
     Give one of `steps`, `every` and `at`. What growth lowers is the trainer's own loss, its `compute_loss`, of which
     its metrics keep no trace. The growth batches are drawn with a seed of their own and made by the training data
     loader's collator, so the order of the training data and all random states stay as they are. What grew is logged
-    through the Trainer. Everything that a resumed run must know is in the Trainer's own log history; only a
-    peft model, of which Trainer saves the adapters alone, must be put on the `grown_base` of the checkpoint first. A
-    model that the Trainer shards (`fsdp=True`, which is FSDP2) resumes its checkpoints, whole or in shards.
+    through the Trainer. Everything that a resumed run must know is in the Trainer's own log history. Of a peft model
+    Trainer saves the adapters alone; the new dims of its base lie in the checkpoint's folder `growth`.
 
     Args:
         config: what to grow each time.
@@ -92,16 +91,9 @@ class GrowthCallback(TrainerCallback):
         self.reports: list[GrowthReport] = []
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        """Let a checkpoint be resumed that was saved after a growth.
-
-        Where frozen weights have grown, the optimizer is made right after loading. FSDP shards the model before.
-        """
-        for module in model.modules() if model is not None else ():
-            if isinstance(module, GrowableModelMixin):
-                module.register_load_state_dict_post_hook(_train_loaded)
+        """Let a checkpoint be resumed whose new dims do not come with its model: shards, or adapters alone."""
         trainer = _trainer_of(state)
-        if trainer.is_fsdp_enabled:
-            trainer.train = partial(_train_in_saved_widths, trainer, trainer.train)
+        trainer.train = partial(_train_with_saved_growth, trainer, trainer.train)
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Check that growth will be possible, before hours of training."""
@@ -116,7 +108,6 @@ class GrowthCallback(TrainerCallback):
         self._trainer = _trainer_of(state)
         wrapped: Any = self._trainer.model_wrapped
         self._grower = Grower(wrapped, self.config, self._trainer.optimizer, self._trainer.accelerator)
-        self._grower.follow_loaded()  # a checkpoint may have had other widths
         self.check_budgets(self._grower.model)
         if state.global_step == 0:
             self._grower.loss = loss_of(self._trainer)
@@ -142,17 +133,21 @@ class GrowthCallback(TrainerCallback):
             if state.is_world_process_zero:
                 tqdm.write(f"Step {state.global_step}:\n{report}")
             due = control.should_log  # logging takes this back, and the step's own logs may still be due
-            note(self._trainer, report.figures())
+            # The Trainer's own log, next to its figures: TRL's would close the means of metrics that are under way.
+            Trainer.log(self._trainer, report.figures())
             control.should_log = due
 
     def on_save(self, args, state, control, **kwargs):
-        """Save the base model, too, where Trainer saves adapters alone, and the widths where it saves shards alone."""
-        save_grown_base(self._grower.model, args, state)
+        """Save the new dims, too, where Trainer saves adapters alone, and the config where it saves shards alone."""
+        save_growth_of_base(self._grower.model, args, state)
         if state.is_world_process_zero and self._trainer.is_fsdp_enabled:
             self._grower.model.config.save_pretrained(_checkpoint(args, state))
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Make sure that the growth somebody waited for did happen."""
+        """Make sure that the growth somebody waited for did happen, and that the best model has its own new dims."""
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best and _has_adapters(self._grower.model):  # Trainer has loaded its adapters alone
+            _load_growth_of_base(self._grower.model, Path(best))
         if not _growths(state):
             raise RuntimeError(
                 f"The training is over after {state.global_step} steps, and GrowthCallback never fired: "
@@ -193,8 +188,6 @@ class GrowthCallback(TrainerCallback):
         """This rank's part of `count` batches for each rank, which are the same for any number of ranks."""
         loader: Any = self._trainer.callback_handler.train_dataloader
         size, dataset, mine, world = args.train_batch_size, loader.dataset, args.process_index, args.world_size
-        if self._trainer.get_tp_size() > 1:  # all ranks compute every batch together
-            mine, world = 0, 1
         with _random_states_kept():
             if hasattr(dataset, "__len__"):
                 generator = torch.Generator().manual_seed(self.config.seed + state.global_step)
@@ -203,7 +196,8 @@ class GrowthCallback(TrainerCallback):
                 drawn = [rows for rows in drawn if len(rows) > (world - 1) * size] or drawn
                 parts = [[dataset[row] for row in rows[mine * size : (mine + 1) * size]] for rows in drawn]
             else:
-                streamed = [*islice(_batched(dataset, size), count * world)]
+                rows = list(islice(dataset, count * world * size))
+                streamed = [rows[start : start + size] for start in range(0, len(rows), size)]
                 parts = streamed[: len(streamed) // world * world or None][mine::world]
             parts = [rows for rows in parts if rows]
             if len(parts) == 1 and len(parts[0]) > 1:  # two to judge each other
@@ -217,37 +211,35 @@ class GrowthCallback(TrainerCallback):
         return [dict(batch) for batch in batches]
 
 
-class GrownBase(TrainerCallback):
-    """Saves the base of a peft model that grew before its training, of which Trainer saves the adapters alone."""
+class SaveGrowth(TrainerCallback):
+    """Saves the new dims of a peft model's base that grew before its training; Trainer saves the adapters alone."""
 
     def on_save(self, args, state, control, model=None, **kwargs):
-        """Save it next to them."""
-        save_grown_base(growable_model(model), args, state)
+        """Save them next to those."""
+        save_growth_of_base(growable_model(model), args, state)
 
 
-def save_grown_base(model: PreTrainedModel, args, state) -> None:
-    """Save a model that grew and carries adapters, without these, into the checkpoint that a Trainer has just saved."""
-    if state.is_world_process_zero and any(map(is_adapted, model.modules())) and is_grown(model):
-        model.save_pretrained(_checkpoint(args, state) / GROWN_BASE, state_dict=without_adapters(model.state_dict()))
+def save_growth_of_base(model: PreTrainedModel, args, state) -> None:
+    """Save the new dims of a model with adapters into the checkpoint that a Trainer has just saved."""
+    if state.is_world_process_zero and _has_adapters(model) and is_grown(model):
+        save_growth(model, _checkpoint(args, state) / GROWTH)
+
+
+def _load_growth_of_base(model: Any, checkpoint: Path) -> None:
+    """Give a model with adapters the new dims that a checkpoint has for its base, or none."""
+    if (checkpoint / GROWTH).is_dir():
+        load_growth(model, checkpoint / GROWTH)
+    else:
+        model.set_parts({})
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return any(map(is_adapted, model.modules()))
 
 
 def _checkpoint(args, state) -> Path:
     """The checkpoint that a Trainer has just saved."""
     return Path(args.output_dir, f"checkpoint-{state.global_step}")
-
-
-@torch.no_grad()
-def load_grown_base(model: nn.Module, folder: Path) -> None:
-    """Give a peft model that grew in the same way the base weights that `save_grown_base` wrote."""
-    trained = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    for name, parameter in growable_model(model).named_parameters():
-        if (plain := name.replace(".base_layer", "")) in trained:  # what is not there are adapters
-            parameter.copy_(trained[plain])
-
-
-def note(trainer: Any, figures: dict[str, float]) -> None:
-    """Log figures next to a Trainer's own: TRL's `log` would close the means of the metrics that it has under way."""
-    Trainer.log(trainer, figures)
 
 
 def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
@@ -289,25 +281,23 @@ def _own(value: Any) -> Any:
 def _trainer_of(state) -> Any:
     """The Trainer whose state this is, among those that are calling: it hands callbacks no reference to itself."""
     for frame, _ in traceback.walk_stack(None):
-        caller = frame.f_locals.get("self")
+        caller: Any = frame.f_locals.get("self")
         if isinstance(caller, Trainer) and caller.state is state:
             return caller
     raise ValueError("GrowthCallback runs inside a transformers Trainer; in another loop, call Grower yourself.")
 
 
-def _train_in_saved_widths(trainer: Any, train: Callable, resume_from_checkpoint=None, *args, **kwargs) -> Any:
-    """Train as a Trainer does, in the widths of the checkpoint that it resumes: FSDP loads shards of these sizes."""
+def _train_with_saved_growth(trainer: Any, train: Callable, resume_from_checkpoint=None, *args, **kwargs) -> Any:
+    """Train as a Trainer does, with the new dims of the checkpoint that it resumes, before its optimizer is made."""
     folder = resume_from_checkpoint
     if folder is True:
         folder = get_last_checkpoint(trainer.args.output_dir)
     model = growable_model(trainer.model)
-    if folder and Path(folder, "config.json").is_file() and not sharded_modules(model):
-        model.take_widths(AutoConfig.from_pretrained(folder))
+    if folder and _has_adapters(model):
+        _load_growth_of_base(model, Path(folder))
+    elif folder and Path(folder, "config.json").is_file() and not sharded_modules(model):
+        model.set_parts(AutoConfig.from_pretrained(folder).extra_dims)
     return train(resume_from_checkpoint, *args, **kwargs)
-
-
-def _train_loaded(model: PreTrainedModel, keys) -> None:
-    train_marked(model)
 
 
 def _growths(state) -> list[dict]:
@@ -327,12 +317,6 @@ def _drawn(dataset: Any, batches: int, size: int, generator: torch.Generator) ->
         drawn += [part.tolist() for part in rows.split(size)]
     order = torch.randperm(len(drawn), generator=generator).tolist() if len(ends) > 1 else range(len(drawn))
     return [drawn[index] for index in order][:batches]
-
-
-def _batched(stream, size: int) -> Iterator[list]:
-    rows = iter(stream)
-    while batch := list(islice(rows, size)):
-        yield batch
 
 
 @contextlib.contextmanager

@@ -1,0 +1,76 @@
+"""A growth alone, apart from its base: a folder of a few megabytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .folders import replacing
+from .models import GrowableModelMixin, growable_configs
+from .sharding import whole
+
+WEIGHTS, DESCRIPTION = "growth.safetensors", "growth.json"
+
+
+def growable_part(model: nn.Module) -> GrowableModelMixin:
+    """The patched model that a module holds, or is.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    found = next((module for module in model.modules() if isinstance(module, GrowableModelMixin)), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
+    return found
+
+
+def save_growth(model: nn.Module, folder: str | Path) -> None:
+    """Save the new dims of a grown model alone, without its base: `growth.safetensors` and `growth.json`.
+
+    Args:
+        model: a patched model, or a peft model of one.
+        folder: where to; both files are written, or none.
+
+    Raises:
+        ValueError: the model is not patched, or it has not grown.
+    """
+    inner = growable_part(model)
+    state = {name: whole(p.detach()).cpu().contiguous() for name, p in inner.named_parameters() if _is_new(name)}
+    if not state:
+        raise ValueError("This model has not grown: there are no new dims to save.")
+    description = {"model_type": inner.config.model_type, "extra_dims": growable_configs(inner)[0].extra_dims}
+    with replacing(Path(folder).resolve()) as partial:
+        save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+
+
+def load_growth(model: nn.Module, folder: str | Path) -> None:
+    """Give a patched model the new dims that `save_growth` wrote, in place of those that it has.
+
+    Optimizers that train the model take the new parameters.
+
+    Raises:
+        ValueError: the model is not patched, or the growth is of another model.
+        FileNotFoundError: the folder holds no growth.
+    """
+    inner = growable_part(model)
+    description: dict[str, Any] = json.loads((Path(folder) / DESCRIPTION).read_text())
+    state = load_file(Path(folder) / WEIGHTS)
+    if description.get("model_type") != inner.config.model_type:
+        raise ValueError(
+            f"{folder} holds a growth of a {description.get('model_type')}, and this is a {inner.config.model_type}."
+        )
+    inner.set_parts(description["extra_dims"])
+    own = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
+    if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
+        raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+
+
+def _is_new(name: str) -> bool:
+    return ".extra.parts." in name
