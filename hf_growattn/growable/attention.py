@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..model.extra import ROLES, Part
 from ..model.seam import WideAttention
-from .adapters import added_by_adapters, computed_weight, plain, why_not_readable
+from .adapters import added_by_adapters, computed_weight, has_other_adapters, plain, why_not_readable
 from .rows import Row, row_of
 from .sharding import whole
 
@@ -96,7 +96,7 @@ class GrowableAttention(WideAttention):
         """Whether these roles' weights can be read, as the numbers that a quantized projection computes with, too."""
         for role in roles:
             projection = self.projection_of(role)
-            if projection is None:
+            if projection is None or has_other_adapters(projection):
                 return False
             if why_not_readable(projection) is None and self.why_unreadable(role):
                 return False
