@@ -98,7 +98,8 @@ def stock_model(model: PreTrainedModel, target_class: type[PreTrainedModel]) -> 
             module, tensor = stock.get_submodule(path), state[name].detach()
             setattr(module, leaf, nn.Parameter(tensor, False) if leaf in module._parameters else tensor)
     stock.tie_weights()
-    stock.generation_config = copy.deepcopy(model.generation_config)
+    if model.can_generate():
+        stock.generation_config = copy.deepcopy(model.generation_config)
     return stock
 
 
