@@ -122,7 +122,7 @@ def stock_model(model: PreTrainedModel, target_class: type[PreTrainedModel]) -> 
             module, tensor = stock.get_submodule(path), state[name].detach()
             setattr(module, leaf, nn.Parameter(tensor, False) if leaf in module._parameters else tensor)
     stock.tie_weights()
-    if getattr(model, "generation_config", None) is not None:
+    if model.can_generate():
         stock.generation_config = copy.deepcopy(model.generation_config)
     return stock
 
