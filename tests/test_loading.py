@@ -42,7 +42,7 @@ def assert_is(model, optimizer, state):
         assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
     for layer in attentions(model):
         widths = model.config.per_layer_config[layer.layer_idx]
-        assert (widths.qk_head_dim, widths.v_head_dim) == (layer.qk_head_dim, layer.v_head_dim)
+        assert (widths.qk_head_dim, widths.v_head_dim) == (layer.width_of("query"), layer.width_of("value"))
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
