@@ -10,11 +10,12 @@ from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_model
-from hf_growattn.grow.trim import Cuts, GrownDims
+from hf_growattn.grow.trial import read_factors
+from hf_growattn.grow.trim import GrownDims, cut_parts, set_parts
 from hf_growattn.growable.models import attentions
 from hf_growattn.measure.blocks import Block, Roots, measure_moments
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import evaluation_mode, mean_loss
+from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 STOCK, QK, V = 16, 4, 3  # widths of the tiny models, and what they grow by here
 ROLES = ("query", "key", "value", "output")
@@ -26,29 +27,30 @@ def grown(variant, scale=0.3, dtype=torch.float32):
     model = patch_model(build(variant, dtype=dtype))
     generator = torch.Generator().manual_seed(5)
     for attention in attentions(model):
-        attention.widen(QK, V)
-        for tensor in (new_dims(attention, role, part) for role in ROLES for part in ("weight", "bias")):
+        attention.make_extra().parts["growth_1"] = attention.new_part(QK, V)
+        for tensor in (new_dims(attention, role, name) for role in ROLES for name in ("weight", "bias")):
             if tensor is not None:
                 tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
     model.sync_config()
     return model
 
 
-def new_dims(attention, role, part="weight"):
+def new_dims(attention, role, name="weight"):
     """A view on the new dims of a role, (heads, new dims, ...)."""
-    tensor = getattr(attention, f"{part}_of")(role)
-    return None if tensor is None else tensor[:, STOCK:]
+    (part,) = attention.parts
+    tensor = getattr(part, f"{name}_of")(role)
+    return None if tensor is None else tensor.detach()
 
 
 def kill(attention, role, dim, heads=slice(None)):
-    for part in ("weight", "bias"):
-        tensor = new_dims(attention, role, part)
+    for name in ("weight", "bias"):
+        tensor = new_dims(attention, role, name)
         if tensor is not None:
             tensor[heads, dim] = 0
 
 
 def widths(model):
-    return [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)]
+    return [(a.width_of("query"), a.width_of("value")) for a in attentions(model)]
 
 
 def logits(model):
@@ -58,7 +60,7 @@ def logits(model):
 
 def loss(model, batches):
     with evaluation_mode(model):
-        return mean_loss(model, batches)
+        return mean_loss(Objective(model), batches)
 
 
 def assert_near(one, other):
@@ -124,12 +126,12 @@ def test_a_bias_keeps_a_dim_alive(variant):
 def test_a_model_trimmed_everywhere_is_stock_again(variant):
     model, stock = patch_model(build(variant)), build(variant)
     for attention in attentions(model):
-        attention.widen(QK, V)
+        attention.make_extra().parts["growth_1"] = attention.new_part(QK, V)
         torch.nn.init.normal_(new_dims(attention, "key"))  # half a dim computes nothing
     model.sync_config()
     report = trim_model(model)
     assert {layer.width for layer in report.layers} == {(STOCK + QK, STOCK), (STOCK + V, STOCK)}
-    assert not model.config.to_dict().get("per_layer_config")
+    assert model.config.extra_dims == {} and not any(attention.extra for attention in attentions(model))
     assert type(unpatch_model(model)) is type(stock)
     assert torch.equal(logits(model), logits(stock))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), stock.parameters()))
@@ -152,19 +154,19 @@ def test_a_product_of_small_rank_needs_no_more_dims(variant):
     model, batches = grown(variant), lm_batches()
     mixing = torch.randn(QK, 2, generator=torch.Generator().manual_seed(1))
     for attention in attentions(model):
-        for part in ("weight", "bias"):
-            query = new_dims(attention, "query", part)
+        for name in ("weight", "bias"):
+            query = new_dims(attention, "query", name)
             if query is not None:
                 query.copy_(torch.einsum("pr,hr...->hp...", mixing, query[:, :2]))
     before = logits(model)
     assert not trim_model(model).removed_parameters
     patterns = [new for new in found(model, batches) if new.kind is PATTERNS]
-    assert max(new.error(2) for new in patterns) < 1e-10  # rounding, squared
-    Cuts(dict.fromkeys(patterns, 2))
+    assert max(new.trimmed_to(2).error for new in patterns) < 1e-10  # rounding, squared
+    set_parts(cut_parts(dict.fromkeys(patterns, 2)))
     error = (logits(model) - before).abs().max() / before.abs().max()
     print(f"{variant}: {error:.1e}")
     assert error < 1e-4  # fp32, through roots of the moments and back
-    Cuts({new: 1 for new in found(model, batches) if new.kind is PATTERNS})
+    set_parts(cut_parts({new: 1 for new in found(model, batches) if new.kind is PATTERNS}))
     assert (logits(model) - before).abs().max() > 1e-2 * before.abs().max()
 
 
@@ -207,7 +209,7 @@ def test_an_exception_leaves_everything_as_it_was(call, error, monkeypatch):
     with pytest.raises(error, match="on purpose"):
         trim_model(model, batches, 0.01, optimizer)
     assert same(fingerprint(model, optimizer), before)
-    monkeypatch.setattr(trim, "swap_parameters", failing)
+    monkeypatch.setattr(trim, "add_new_parameters", failing)
     calls = iter([call])
     kill_some(model)
     before = fingerprint(model, optimizer)
@@ -216,25 +218,46 @@ def test_an_exception_leaves_everything_as_it_was(call, error, monkeypatch):
     assert same(fingerprint(model, optimizer), before)
 
 
-@pytest.mark.parametrize("variant, name, axis", [("llama-5-bias", "k_proj", 0), ("gpt2-2", "c_attn", 1)])
-def test_state_and_gradients_of_dims_that_stay_go_along(variant, name, axis):
-    model, batches = grown(variant), lm_batches()
-    kill_some(model)
+def test_growths_that_lose_nothing_stay_as_they_are():
+    """One of two growths has dead dims: the other one keeps its parameters, their gradients and optimizer states."""
+    model, batches = grown("llama-5-bias"), lm_batches()
+    for attention in attentions(model):
+        kill(attention, "key", 1)
+        attention.extra.parts["growth_2"] = part = attention.new_part(2, 2)
+        for parameter in part.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.sync_config()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     model(**batches[0]).loss.backward()
     optimizer.step()
-    attention = attentions(model)[0]
-    parameter = getattr(attention, name).weight
-    old = {"grad": parameter.grad, **optimizer.state[parameter]}
-    old = {key: attention.view_of("key", old[key]).clone() for key in ("grad", "exp_avg", "exp_avg_sq")}
+    for attention in attentions(model):
+        attention.parts[0].weight_of("key").data[:, 1] = 0
+        attention.parts[0].bias_of("key").data[:, 1] = 0
+    before, old = logits(model), {name: (p, p.grad) for name, p in model.named_parameters()}
     trim_model(model, optimizer=optimizer)
-    parameter = getattr(attention, name).weight
-    new = {"grad": parameter.grad, **optimizer.state[parameter]}
-    for key, before in old.items():
-        after = attention.view_of("key", new[key])
-        assert torch.equal(after[:, :STOCK], before[:, :STOCK])
-        assert torch.equal(after[0, STOCK:], before[0, [STOCK + 1, STOCK + 3]])
-        assert torch.equal(after[1, STOCK:], before[1, [STOCK, STOCK + 2]])
+    assert model.config.extra_dims["0"] == {"growth_1": [QK - 1, V], "growth_2": [2, 2]}
+    assert_near(logits(model), before)
+    for name, parameter in model.named_parameters():
+        if ".growth_1." in name:
+            assert parameter.grad is None and parameter not in optimizer.state
+        else:
+            assert parameter is old[name][0] and parameter.grad is old[name][1] and parameter in optimizer.state
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert held == list(model.parameters()) and {*optimizer.state} <= {*held}
+
+
+def test_the_directions_of_several_growths_are_found_together():
+    """Two growths of the same dims compute what half as many could: no direction of either is lost by that."""
+    model, batches = grown("gpt2-2"), lm_batches()
+    for attention in attentions(model):
+        attention.extra.parts["growth_2"] = copy.deepcopy(attention.parts[0])
+    model.sync_config()
+    before, every = logits(model), found(model, batches)
+    keep = {new: QK if new.kind is PATTERNS else V for new in every}
+    assert max(new.trimmed_to(kept).error for new, kept in keep.items()) < 1e-10
+    set_parts(cut_parts(keep))
+    assert [[*a.extra.parts] for a in attentions(model)] == [["growth_1"]] * 2
+    assert (logits(model) - before).abs().max() < 1e-4 * before.abs().max()
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
@@ -250,13 +273,9 @@ def test_training_goes_on(variant, dead):
                 kill_some(model)
             arguments = () if dead else (batches, 0.05)
             trim_model(model, *arguments, optimizer=optimizer)
-            grown_by = {"query": QK, "value": V}
-            partly = [(a, r) for a in attentions(model) for r in grown_by if 0 < a.width_of(r) - STOCK < grown_by[r]]
-            assert partly
-            for attention, role in partly:  # dims factored anew start without momentum
-                momentum = optimizer.state[attention.projection_of(role).weight]["exp_avg"]
-                assert dead == bool(attention.view_of(role, momentum)[:, STOCK:].any())
-            before = attention.weight_of(role).clone()
+            part = next(part for a in attentions(model) for part in a.parts if (part.qk_dims, part.v_dims) != (QK, V))
+            assert part.inside.weight not in optimizer.state
+            before = part.inside.weight.detach().clone()
         total = sum(model(**batch).loss for batch in batches) / len(batches)
         total.backward()
         optimizer.step()
@@ -264,7 +283,7 @@ def test_training_goes_on(variant, dead):
         optimizer.zero_grad()
         losses.append(total.item())
         if step == 4:  # no step is larger than Adam's ever are
-            assert (attention.weight_of(role) - before).abs().max() < 3 * scheduler.get_last_lr()[0]
+            assert (part.inside.weight - before).abs().max() < 3 * scheduler.get_last_lr()[0]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()} and losses[-1] < losses[4] < losses[0]
 
@@ -289,23 +308,23 @@ def test_a_head_with_fewer_directions_can_still_train():
     for dim in range(QK):
         kill(attention, "query", dim, 0)
     (new,) = [n for n in found(model, batches) if n.attention is attention and n.kind is PATTERNS]
-    cuts = Cuts({new: QK - 1})
+    former = set_parts(cut_parts({new: QK - 1}))
     assert not new_dims(attention, "query")[0].any() and not new_dims(attention, "query", "bias")[0].any()
     assert new_dims(attention, "key")[0].abs().amax(-1).min() > 0
-    cuts.undo()
+    set_parts(former)
     assert widths(model)[0] == (STOCK + QK, STOCK + V)
 
 
 def found(model, batches, whitened=True):
     """The new dims of every layer and kind, factored anew; without the whitening in the metric of the weights."""
     with evaluation_mode(model):
-        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
     every = []
     for block in blocks:
         if not whitened:
             one, plain = torch.tensor(1.0), torch.eye(len(block.roots.shared_root))
             block = Block(block.attention, block.kind, Roots(one, one, plain, plain))
-        every.append(GrownDims.of(block.attention, block.kind))
+        every.append(GrownDims(block.attention, block.kind))
         every[-1].refactor(block)
     return every
 
@@ -354,13 +373,15 @@ def test_whitened_directions_beat_plain_ones_and_the_first_dims(grown_llama, kin
     model, batches, fresh = grown_llama, real_dicts(4, start=20), real_dicts(8, start=40)
     uncut, rise = loss(model, fresh), {}
     for name, whitened in (("whitened", True), ("plain", False)):
-        cuts = Cuts({new: 2 for new in found(model, batches, whitened) if new.kind is kind})
+        former = set_parts(cut_parts({new: 2 if new.kind is kind else 8 for new in found(model, batches, whitened)}))
         rise[name] = loss(model, fresh) - uncut
-        cuts.undo()
-    widenings = [a.widen(**{"qk_dims" if kind is PATTERNS else "v_dims": -6}) for a in attentions(model)]
+        set_parts(former)
+    every = found(model, batches)
+    for new in every:
+        new.factors = read_factors(new.attention.parts[0], new.kind)
+    former = set_parts(cut_parts({new: 2 if new.kind is kind else 8 for new in every}))
     rise["the first dims"] = loss(model, fresh) - uncut
-    for widening in widenings:
-        widening.undo()
+    set_parts(former)
     print(f"loss {uncut:.4f}, rises by {rise}")
     assert rise["whitened"] < 0.9 * rise["plain"] and rise["whitened"] < rise["the first dims"]
     assert loss(model, fresh) == uncut
@@ -370,10 +391,10 @@ def test_what_pays_is_kept_and_what_does_not_is_cut(grown_llama):
     """Noise in two layers, trained dims in three: the noise goes first."""
     model, batches = copy.deepcopy(grown_llama), real_dicts(4, start=20)
     for attention in attentions(model):
-        if attention.layer_idx in (1, 3):
+        if attention.layer in (1, 3):
             for role in ROLES:
-                weight = attention.weight_of(role)
-                weight[:, 8:] = 0.3 * weight[:, :8].std() * torch.randn(weight[:, 8:].shape)
+                weight = new_dims(attention, role)
+                weight[:] = 0.3 * attention.weight_of(role).std() * torch.randn(weight.shape)
     report = trim_model(model, batches, max_loss_increase=0.001)
     cut = {layer.layer: 0 for layer in report.layers}
     for layer in report.layers:

@@ -28,14 +28,6 @@ def report(name: str) -> None:
         print(f"\n{name}", flush=True)
 
 
-def keep_first(found, file: Path):
-    """What the first run found: it is this one if the file is not there."""
-    if dist.get_rank() == 0 and not file.exists():
-        torch.save(found, file)
-    dist.barrier()
-    return torch.load(file)
-
-
 def main(folder: Path, scripts: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

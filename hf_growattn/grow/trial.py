@@ -44,6 +44,28 @@ class Change:
         return self.old_step.quadratic_ratio if self.old_step else 0.0
 
 
+@torch.no_grad()
+def write_factors(dims: Part | GrowableAttention, kind: Kind, stacked: Tensor, shared: Tensor) -> None:
+    """Write both sides of a kind, (H, a, k) and (G, b, k), into a part, or into the old weights of an attention module.
+
+    Old weights must be readable, and not sharded.
+    """
+    for role, factors in zip(kind.roles, (stacked, shared)):
+        into = dims.weight_of(role)
+        weight, bias = F.split_bias(factors, into.shape[-1])
+        into.copy_(weight)
+        into_bias = dims.bias_of(role)
+        if bias is not None and into_bias is not None:
+            into_bias.copy_(bias)
+
+
+def read_factors(dims: Part | GrowableAttention, kind: Kind) -> tuple[Tensor, Tensor]:
+    """The same of these dims as they are: stacked (H, a, k) and shared (G, b, k), with biases."""
+    with torch.no_grad():
+        stacked, shared = (F.join_bias(dims.weight_of(role), dims.bias_of(role)) for role in kind.roles)
+    return stacked, shared
+
+
 class Write:
     """The new weights of one block as a function of the step."""
 
@@ -95,16 +117,9 @@ class Write:
         """(G, p) to (H, 1, p)."""
         return of_groups.repeat_interleave(self.block.heads // len(of_groups), 0).unsqueeze(-2)
 
-    @torch.no_grad()
     def set_step(self, step: float, source: int, part: Part) -> None:
         """Write the new dims for a step into a part."""
-        for role, factors in zip(self.block.kind.roles, self.new_factors(step, source)):
-            size = self.block.attention.shape.out_features if role == "output" else part.shape.in_features
-            weight, bias = F.split_bias(factors, size)
-            part.weight_of(role).copy_(weight)
-            if bias is not None:
-                own: Any = part.bias_of(role)
-                own.copy_(bias)
+        write_factors(part, self.block.kind, *self.new_factors(step, source))
 
     def undo(self) -> None:
         """Write the values that old dims had; new ones are dropped with their part."""

@@ -135,7 +135,11 @@ class Part(nn.Module):
             return None
         index, biased = ROLES.index(role), self.inside.biased
         sizes = [rows if has else 0 for rows, has in zip(self.inside.rows, biased)]
-        return _whole(self.inside.bias).split(sizes)[index].unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
+        return (
+            _whole(self.inside.bias)
+            .split(sizes)[index]
+            .unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
+        )
 
 
 def _whole(tensor: Any) -> Tensor:
