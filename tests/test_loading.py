@@ -97,4 +97,4 @@ def test_other_models_may_lend_their_state():
     assert grower.grow(lm_batches()).applied
     grown.load_state_dict(build("gpt2-2").state_dict())
     assert torch.equal(grown(tokens(), use_cache=False).logits, build("gpt2-2")(tokens()).logits)
-    assert attentions(grown)[1].qk_head_dim == 16 and not grown.config.extra_dims
+    assert attentions(grown)[1].width_of("query") == 16 and not grown.config.extra_dims

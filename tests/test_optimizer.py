@@ -120,7 +120,7 @@ def learning_rates(name, grow_at=None):
     for index in range(10):
         if index == grow_at:
             Grower(model, GrowthConfig(qk_dims=4, layers=[0]), optimizer).grow(lm_batches(2))
-            assert attentions(model)[0].qk_head_dim == 20
+            assert attentions(model)[0].width_of("query") == 20
         optimizer.step()
         step_scheduler(scheduler, loss=max(1.0, 5.0 - index))
         groups += [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
