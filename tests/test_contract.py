@@ -40,7 +40,7 @@ def grow_unevenly(model, name: str, optimizer=None):
         Grower(model, GrowthConfig(qk_dims=4, v_dims=2), optimizer).grow(batches_for(name)),
         ComparedGrower(model, GrowthConfig(qk_dims=3, layers=[last]), optimizer).grow(batches_for(name)),
     ]
-    assert [a.width_of("query") for a in attentions(model)].count(attentions(model)[0].qk_head_dim) == last
+    assert [a.width_of("query") for a in attentions(model)].count(attentions(model)[0].width_of("query")) == last
     return reports
 
 
