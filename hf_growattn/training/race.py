@@ -24,7 +24,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from ..growable.models import cache_bytes
 from ..growable.patching import patch_model
 from .comparison import SHORT, Race, Run, compete
-from .data import Prepared, Rows, first_rows, make_batches, prepare_rows, split_rows
+from .data import Prepared, draw_batches, first_rows, prepare_rows
 from .methods import METHODS, Budget, count_trained_weights, prepare_model, round_rate
 from .quantized import is_quantized, move_to_device
 from .sft import make_sft_loss, make_trainer, save_model
@@ -56,10 +56,9 @@ class _Trainings:
 
     def __init__(self, load_model, load_dense, tokenizer, prepared: Prepared, training, budget, steps, growth_batches):
         self.load_model, self.load_dense, self.tokenizer = load_model, load_dense, tokenizer
-        self.collate, self.steps, self.growth_batches = prepared.collate, steps, growth_batches
+        self.prepared, self.steps, self.growth_batches = prepared, steps, growth_batches
         self.output = Path(training.output_dir)
-        self.rows, held_out = split_rows(prepared, training)
-        self.held_out = held_out.select(range(min(len(held_out), _HELD_OUT)))
+        self.held_out = prepared.test.select(range(min(len(prepared.test), _HELD_OUT)))
         self.training = copy.copy(training)
         for name in ("eval_strategy", "save_strategy", "logging_strategy"):
             setattr(self.training, name, "no")
@@ -74,7 +73,7 @@ class _Trainings:
         self.output.mkdir(parents=True, exist_ok=True)
         self.done = self._read_runs(self._identify(model, training))
         if ("start", 0.0, 0, 0) not in self.done:
-            nats, counts = measure_rows(model, self.held_out, self.collate, self.training)
+            nats, counts = measure_rows(model, self.held_out, self.prepared.collate, self.training)
             self._keep(Run("start", 0.0, 0, 0, nats, counts, 0, cache_bytes(model)))
         self.start = self.done["start", 0.0, 0, 0]
 
@@ -82,11 +81,10 @@ class _Trainings:
         """Everything that changes the result of the race."""
         options = {name: value for name, value in training.to_dict().items() if not name.startswith(tuple(_IGNORED))}
         config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-        rows = self.rows if isinstance(self.rows, Dataset) else self._rows_of(self.steps, 0)
         identity = {
             "model": _hash_model(model),
             "config": config,
-            "train_dataset": _hash_rows(rows),
+            "train_dataset": _hash_rows(self.prepared.train),
             "eval_dataset": _hash_rows(self.held_out),
             "budget": vars(self.budget),
             "steps": self.steps,
@@ -138,7 +136,7 @@ class _Trainings:
         trainer = self._make_trainer(model, method, rate, steps, seed)
         self._run(trainer, self._count_steps)
         with trainer.compute_loss_context_manager():
-            nats, counts = measure_rows(model, self.held_out, self.collate, self.training)
+            nats, counts = measure_rows(model, self.held_out, self.prepared.collate, self.training)
         run = Run(method, rate, steps, seed, nats, counts, count_trained_weights(model), cache)
         if seed == 0 and steps == self.steps:
             save_model(trainer, self.load_dense)
@@ -153,8 +151,7 @@ class _Trainings:
             gc.collect()  # a Trainer refers to itself, and holds the last model
             patched, batches = move_to_device(self.load_model(), self.training.device), []
             if METHODS[method].growth:
-                batches = make_batches(self._rows_of(self.growth_batches, seed), self.collate, self.training)
-                batches = batches[: max(self.growth_batches, 2)]
+                batches = draw_batches(self.prepared, self.training, self.growth_batches, seed)
             loss_of = partial(make_sft_loss, tokenizer=self.tokenizer, training=self.training)
             model, report = prepare_model(patched, METHODS[method], self.budget, batches, seed, loss_of)
             if report and not report.applied:
@@ -169,7 +166,7 @@ class _Trainings:
 
     def _rows_of(self, steps: int, seed: int) -> Dataset:
         """The rows of that number of steps, in the seed's order."""
-        return first_rows(self.rows, steps * self.batch_size, seed)
+        return first_rows(self.prepared.train, steps * self.batch_size, seed)
 
     def _make_trainer(self, model, method: str, rate: float, steps: int, seed: int) -> SFTTrainer:
         training = copy.copy(self.training)
@@ -240,9 +237,9 @@ def measure_rows(model: nn.Module, rows: Dataset, collate, training: SFTConfig) 
 def race(
     model: PreTrainedModel,
     tokenizer,
-    train_dataset: Rows,
+    train_dataset: Dataset,
     training: SFTConfig,
-    eval_dataset: Rows | None = None,
+    eval_dataset: Dataset | None = None,
     budget: int | float = 0.02,
     steps: int = 100,
     seeds: int = 2,
