@@ -88,17 +88,15 @@ def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTC
         eval_dataset=test,
         processing_class=tokenizer,
     )
-    parts = {"train": _drop_unpredicted(trainer.train_dataset)}
+    rows = _drop_unpredicted(trainer.train_dataset)
     if test is not None:
-        parts["test"] = _drop_unpredicted(trainer.eval_dataset)
-    elif len(parts["train"]) < _FEWEST:
+        return Prepared(rows, _drop_unpredicted(trainer.eval_dataset), trainer.data_collator)
+    if len(rows) < _FEWEST:
         raise ValueError(
-            f"The data give {len(parts['train'])} rows of at most {training.max_length} tokens, too few to hold any out: "
-            f"at least {_FEWEST} are needed. Add data, or choose a shorter --max_length."
+            f"The data give {len(rows)} rows of at most {training.max_length} tokens, too few to hold any out. Add "
+            f"data, or choose a shorter --max_length: at least {_FEWEST} rows are needed."
         )
-    else:
-        count = min(max(len(parts["train"]) // 10, 8), _HELD_OUT)
-        parts = parts["train"].train_test_split(count, seed=training.seed)
+    parts = rows.train_test_split(min(max(len(rows) // 10, 8), _HELD_OUT), seed=training.seed)
     return Prepared(parts["train"], parts["test"], trainer.data_collator)
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from datasets import logging as datasets_logging
 from torch import nn
@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
 from ..grow.growth import Grower
-from ..growable.models import cache_bytes, is_grown
 from ..growable.patching import patch_model
 from ..interop.cards import save_figures
 from ..interop.checkpoints import load_config, load_growable, load_tokenizer
@@ -170,7 +169,6 @@ def finetune(recipe: Recipe) -> dict:
     rows, config, tokenizer = read_rows(recipe)
     training.learning_rate = training.learning_rate or choose_rate(method, config)
     model = _load_model(recipe, "float32")
-    before = _sizes_of(model)
     untrained, report = _prepare_start(recipe, model, rows, tokenizer)
     quantized = is_quantized(untrained)
     callbacks: list[TrainerCallback] = [growth] if growth else []
@@ -183,22 +181,25 @@ def finetune(recipe: Recipe) -> dict:
     if trainer.state.global_step not in [entry["step"] for entry in history if "eval_loss" in entry]:
         trainer.evaluate()
     save_model(trainer, partial(_load_model, recipe, "float32", dense=True))
-    saved = cast(PreTrainedModel, trainer.model)
     reports = growth.reports if growth else [report] if report else []
-    figures = {
-        "held_out": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
-        "grown_at": [entry["step"] for entry in history if "growth_added_parameters" in entry],
-        "before": before,
-        "after": _sizes_of(saved) if is_grown(saved) else before,
-        "growths": [each.to_dict() for each in reports],
-        "quantized": quantized,
-        "output": training.output_dir,
-    }
-    figures["summary"] = _summarize(figures, growth is not None)
     if trainer.is_world_process_zero():
         names = {"model": recipe.model_name, "dataset": recipe.dataset}
         save_figures(training.output_dir, reports, **names, log_history=history)
-    return figures
+    figures = {
+        "held_out": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
+        "grown_at": [entry["step"] for entry in history if entry.get("growth_added_parameters")],
+        "growths": [each.to_dict() for each in reports],
+        "output": training.output_dir,
+    }
+    (first_step, first), (last_step, last) = figures["held_out"][0], figures["held_out"][-1]
+    lines = [f"Held-out loss: {first:.4f} at step {first_step}, {last:.4f} at step {last_step}."]
+    if report:
+        lines.append(str(report))
+    if quantized:
+        lines.append("Saved with dense weights instead of the quantized ones, on which the loss was measured.")
+    if growth and not figures["grown_at"]:
+        lines.append("Nothing grew: no growth was due before the end, or none was found that helps on other rows.")
+    return figures | {"summary": "\n".join([*lines, f"The model is in {training.output_dir}."])}
 
 
 def _prepare_start(
@@ -223,25 +224,3 @@ def _prepare_start(
     if resumed:
         load_grown_base(untrained, grown_base)
     return untrained, report
-
-
-def _sizes_of(model: PreTrainedModel) -> dict[str, int]:
-    return {"parameters": model.num_parameters(), "cache_bytes": cache_bytes(model)}
-
-
-def _summarize(figures: dict, growing: bool) -> str:
-    """Losses, costs, and where the model is; `growing` if it was to grow on the way."""
-    (first_step, first), (last_step, last) = figures["held_out"][0], figures["held_out"][-1]
-    lines = [f"Held-out loss: {first:.4f} at step {first_step}, {last:.4f} at step {last_step}."]
-    if figures["quantized"]:
-        lines.append("Saved with dense weights instead of the quantized ones, on which the loss was measured.")
-    before, after = figures["before"], figures["after"]
-    added = after["parameters"] - before["parameters"]
-    if added:
-        old, new = before["cache_bytes"], after["cache_bytes"]
-        lines.append(f"Weights: {added:,} added ({added / before['parameters']:+.1%}).")
-        lines.append(f"KV cache: {old:,} -> {new:,} bytes a token ({new / old - 1:+.1%}).")
-    elif growing:
-        lines.append("Nothing grew: no growth was due before the end, or none was found that helps on other rows.")
-    lines.append(f"The model is in {figures['output']}.")
-    return "\n".join(lines)

@@ -69,6 +69,6 @@ def save_model(trainer: SFTTrainer, dense: Callable[[], PreTrainedModel]) -> Non
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if hasattr(model, "merge_and_unload"):
         model = merge_adapters(model, dense()) if is_quantized(model) else model.merge_and_unload()
-    vars(model).pop("forward", None)  # TRL's own, which computes a loss without logits
+    model.__dict__.pop("forward", None)  # TRL's own, which computes a loss without logits
     trainer.model = model if is_grown(model) else unpatch_model(model)
     trainer.save_model()
