@@ -157,7 +157,7 @@ BAD = {
     "gaps.jsonl": (json.dumps({"text": None}) + '\n{"text": "w1 w2"}', ""),
     "short.txt": (
         " ".join(TEXTS[:3]),
-        "The data give 3 rows of at most 16 tokens, too few to hold any out: at least 20",
+        "The data give 3 rows of at most 16 tokens, too few to hold any out",
     ),
 }
 

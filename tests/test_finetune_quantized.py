@@ -44,7 +44,9 @@ def test_quantized_weights_do_not_grow_by_themselves(given):
         prepare_growth(read_recipe("measure", [*given, *OPTIONS, "--load_in_4bit"]))
 
 
-@pytest.mark.parametrize("options", ["", "--max_growths 0", "--use_peft --lora_target_modules all-linear", "--method both"])
+@pytest.mark.parametrize(
+    "options", ["", "--max_growths 0", "--use_peft --lora_target_modules all-linear", "--method both"]
+)
 def test_quantized_weights_do_not_train_or_grow_with_others(given, tmp_path, options):
     words = [*given, "-o", str(tmp_path), *OPTIONS, "--load_in_4bit", *options.split()]
     with pytest.raises(ValueError, match=r"[Qq]uantized"):

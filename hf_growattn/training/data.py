@@ -17,17 +17,11 @@ from trl.trainer.sft_trainer import SFTTrainer
 from .recipe import Recipe
 
 # By suffix of files that hold data, the loader of datasets that reads them, and its options.
-_LOADERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".txt": ("text", {"sample_by": "document"}),
-    ".json": ("json", {}),
-    ".jsonl": ("json", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".parquet": ("parquet", {}),
-}
+_LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+_OPTIONS = {".txt": {"sample_by": "document"}, ".tsv": {"sep": "\t"}}
 _FEWEST = 20  # rows: with fewer, neither training nor measuring means anything
 _HELD_OUT = 128  # rows at most
-_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of a warning
+_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # a warning; rows are cut to what the model reads
 
 
 def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
@@ -39,10 +33,11 @@ def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
     names, training, script = recipe.datasets, recipe.training, recipe.script
     paths = [Path(name) for name in names]
     files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
-    loaders = [_LOADERS[file.suffix] for file in files if file.suffix in _LOADERS]
-    if any(loader != loaders[0] for loader in loaders):  # datasets would read the most frequent kind alone
+    suffixes = [file.suffix for file in files if file.suffix in _LOADERS]
+    kinds = [(_LOADERS[suffix], _OPTIONS.get(suffix, {})) for suffix in suffixes]
+    if any(kind != kinds[0] for kind in kinds):  # datasets would read the most frequent kind alone
         raise ValueError("files of several kinds cannot be read together; list them in a YAML file, under datasets")
-    loader, options = loaders[0] if loaders else ("", {})
+    loader, options = kinds[0] if kinds else ("", {})
     if not names:
         set_seed(training.seed)  # by which TRL splits a mixture
         splits = get_dataset(recipe.mixture)
@@ -79,7 +74,7 @@ def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTC
     if tokenizer.eos_token is None and training.eos_token is None:
         raise ValueError("The tokenizer has no token that ends a text: name one that it knows by --eos_token TOKEN.")
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.deprecation_warnings[_LONG] = True  # rows are cut: nothing longer than the model reads reaches it
+    tokenizer.deprecation_warnings[_LONG] = True
     config = LlamaConfig(vocab_size=3, hidden_size=2, intermediate_size=1, num_attention_heads=1, num_hidden_layers=1)
     trainer = SFTTrainer(
         LlamaForCausalLM(config),

@@ -92,9 +92,7 @@ def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTr
             data = first_rows(data, count, training.seed)
         rows = prepare_rows(data, test, tokenizer, training)
     except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # datasets wraps what its readers say
-            cause = cause.__cause__
+        cause = error.__cause__ or error  # datasets wraps what its readers say
         reason = f"{type(cause).__name__}: {str(cause) or 'there are no rows'}"
         if isinstance(cause, KeyError):
             reason += "; see --dataset_text_field, --dataset_train_split and --dataset_test_split"
@@ -150,8 +148,7 @@ def race_recipe(recipe: Recipe, say: Callable[[str], object] = print) -> Race:
         rows,
         recipe.training,
         budget=recipe.growth_config(BUDGET).budget or 0,
-        steps=recipe.race.steps,
-        seeds=recipe.race.seeds,
+        **vars(recipe.race),
         growth_batches=recipe.growth.growth_batches,
         load_dense=partial(_load_model, recipe, "float32", dense=True),
         say=say,

@@ -25,7 +25,7 @@ class Training(SFTConfig):
     eval_on_start: bool = field(default=True, metadata={"help": "measure the held-out loss before the first step"})
 
     def __post_init__(self):
-        if self.resume_from_checkpoint in ("True", "true"):
+        if str(self.resume_from_checkpoint).lower() == "true":
             self.resume_from_checkpoint = last_checkpoint(Path(self.output_dir))
             if not self.resume_from_checkpoint:
                 raise ValueError(f"There is no checkpoint to resume from in {self.output_dir}.")
