@@ -9,11 +9,11 @@ from typing import Any
 
 from datasets import logging as datasets_logging
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, TrainerCallback
+from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
 from ..grow.growth import Grower
-from ..growable.patching import patch_model
+from ..growable.growths import load_growth
 from ..interop.cards import save_figures
 from ..interop.checkpoints import load_config, load_growable, load_tokenizer
 from ..report.report import GrowthReport
@@ -24,7 +24,7 @@ from .quantized import is_quantized, move_to_device
 from .race import run_race
 from .recipe import Recipe
 from .sft import make_sft_loss, make_trainer, save_model
-from .trainer import GROWN_BASE, GrownBase, GrowthCallback, load_grown_base
+from .trainer import GROWTH, GrowthCallback, SaveGrowth
 
 BUDGET = "2%"  # of a training or a race, unless the options say
 _HALF_WAY = [1]  # stands for the middle of a training, of whatever length
@@ -109,7 +109,7 @@ def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTr
 def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedModel:
     """The patched model, in a precision unless the recipe names one; `dense` quantizes nothing."""
     chosen = recipe.model
-    model = load_growable(
+    return load_growable(
         recipe.model_name,
         True,
         chosen.model_revision,
@@ -117,7 +117,6 @@ def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedMo
         attn_implementation=chosen.attn_implementation,
         quantization_config=None if dense else get_quantization_config(chosen),
     )
-    return patch_model(model)
 
 
 def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
@@ -169,7 +168,7 @@ def finetune(recipe: Recipe) -> dict:
     quantized = is_quantized(untrained)
     callbacks: list[TrainerCallback] = [growth] if growth else []
     if not growth and not quantized:  # a quantized base stays as it is
-        callbacks.append(GrownBase())
+        callbacks.append(SaveGrowth())
     peft_config = get_peft_config(recipe.model)
     trainer = make_trainer(untrained, tokenizer, rows[:2], training, peft_config, callbacks, method)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
@@ -203,10 +202,8 @@ def _prepare_start(
 ) -> tuple[nn.Module, GrowthReport | None]:
     """The model as its training starts, and the report of a growth before it."""
     training, method = recipe.training, METHODS[recipe.growth.method]
-    grown_base = Path(training.resume_from_checkpoint or "", GROWN_BASE)
-    resumed = bool(training.resume_from_checkpoint) and grown_base.exists()  # the rest of it is adapters
     if method.base:
-        return (AutoModelForCausalLM.from_pretrained(grown_base) if resumed else model), None
+        return model, None
     budget = Budget.near(model, recipe.growth_config(BUDGET).budget or 0)
     move_to_device(model, training.device)
     batches = draw_batches(rows, training, recipe.growth.growth_batches, training.seed)
@@ -217,6 +214,7 @@ def _prepare_start(
             "Growth found nothing that helps on other rows of these data: train by --method lora, or let growth look "
             "at more rows, by --growth_batches."
         )
-    if resumed:
-        load_grown_base(untrained, grown_base)
+    saved = Path(training.resume_from_checkpoint or "", GROWTH)
+    if training.resume_from_checkpoint and saved.is_dir():  # the rest of that checkpoint is adapters
+        load_growth(untrained, saved)
     return untrained, report

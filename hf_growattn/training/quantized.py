@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..growable.adapters import keep_unpacked
-from ..growable.models import GrowableModelMixin
+from ..growable.growths import load_growth, save_growth
+from ..growable.models import GrowableModelMixin, is_grown
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
 from ..report.report import GrowthReport
 
@@ -42,7 +43,10 @@ def grow_quantized(
 
 
 def merge_adapters(adapted: PeftModel, dense: PreTrainedModel) -> GrowableModelMixin:
-    """The dense model that was quantized, with the adapters merged into it."""
+    """The dense model that was quantized, with the adapters merged into it, and the new dims of its base."""
     with tempfile.TemporaryDirectory() as folder:
+        if is_grown(adapted):
+            save_growth(adapted, folder)
+            load_growth(dense, folder)
         adapted.save_pretrained(folder, save_embedding_layers=False)
         return PeftModel.from_pretrained(dense, folder).merge_and_unload()

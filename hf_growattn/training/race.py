@@ -25,7 +25,7 @@ from ..report.report import GrowthReport
 from .comparison import SHORT, Race, Run, compete
 from .data import Prepared, draw_batches, first_rows, prepare_rows, without_training
 from .methods import METHODS, Budget, count_trained_weights, prepare_model, round_rate
-from .quantized import is_quantized, move_to_device
+from .quantized import move_to_device
 from .sft import make_sft_loss, make_trainer
 
 RUNS = "race.jsonl"
@@ -65,7 +65,7 @@ class _Trainings:
         self.bar: Any = None
         self._prepared: tuple = ()  # method, seed, model, report, and the weights that train as they start
         model = load_model()
-        self.budget, self.quantized = Budget.near(model, budget), is_quantized(model)
+        self.budget = Budget.near(model, budget)
         identity = {
             "model": _hash_model(model),
             "config": {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"},
@@ -215,7 +215,7 @@ def race(
     does not change.
 
     Args:
-        model: a causal LM, stock or patched; a quantized one races without the mix of both.
+        model: a causal LM, stock or patched.
         tokenizer: its own.
         train_dataset: rows as TRL's SFTTrainer takes them: text, messages, or prompt and completion.
         training: batch size, length and so on; the race chooses learning rates itself. `output_dir` gets every run as
@@ -263,7 +263,7 @@ def run_race(
         raise ValueError("A race runs in one process: start it without torchrun, then train by the winner's method.")
     trainings = _Trainings(load_model, tokenizer, rows, training, budget, steps, growth_batches)
     methods = ["lora", "growth", "both"]
-    if trainings.quantized or trainings.budget.rank == 1:
+    if trainings.budget.rank == 1:
         methods.remove("both")
     rates = {name: [round_rate(rate / trainings.budget.width) for rate in METHODS[name].rates] for name in methods}
     race = Race(steps, trainings.done[0])
