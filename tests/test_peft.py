@@ -9,12 +9,13 @@ import pytest
 import torch
 from families import build, lm_batches
 from packaging.version import Version
+from safetensors.torch import load_file
 from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_growattn.measure.functional as F
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.models import attentions
 from hf_growattn.measure.blocks import measure_moments
 from hf_growattn.measure.gradients import exact_gradients
@@ -310,6 +311,21 @@ def test_growth_under_other_adapters(method):
     assert report.applied and report.loss_after < report.loss_before
     model.set_adapter("default")
     train(model, torch.optim.AdamW(trainable(model), lr=1e-3))
+
+
+@pytest.mark.parametrize("passed", ["peft model", "its base"])
+def test_what_grew_under_lora_is_saved_with_the_adapter(passed, tmp_path):
+    model = adapted(LLAMA, ALL[LLAMA])
+    grower = Grower(model if passed == "peft model" else model.get_base_model(), GROWTH)
+    assert grower.grow(BATCHES).applied
+    model.save_pretrained(tmp_path / "once")
+    assert not any(".extra." in name for name in load_file(tmp_path / "once" / "adapter_model.safetensors"))
+    for folder in ("once", "again"):
+        loaded = peft.PeftModel.from_pretrained(patch_model(build(LLAMA)), tmp_path / folder).eval()
+        load_growth(loaded, tmp_path / folder / "growth")
+        assert torch.equal(logits(loaded), logits(model))
+        loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
 
 
 def test_a_state_of_adapters_alone_leaves_the_growth(tmp_path):

@@ -265,6 +265,13 @@ class WideAttention(nn.Module):
         self.call = call
         try:
             output = self._stock_forward(self, **given.arguments)
+        except RuntimeError as error:
+            if call.joined and call.read is None:  # between the cache and the attention function
+                raise ValueError(
+                    f"New dims cannot join {_stock_name(self)}, whose forward does not take wider keys and values: "
+                    f"{error}."
+                ) from error
+            raise
         finally:
             self.call = None
         if call.read is None:

@@ -25,12 +25,11 @@ from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, cheapest_dim, check_budget, weights_of
 from ..grow.provenance import name_kept
 from ..growable.adapters import is_adapted
-from ..growable.growths import load_growth, save_growth
+from ..growable.growths import GROWTH, load_growth, save_growth
 from ..growable.models import attentions, is_grown
 from ..growable.sharding import sharded_modules
 from ..report.report import GrowthReport
 
-GROWTH = "growth"  # in a checkpoint of a peft model: the new dims of its base
 _MOMENTS = ("epoch", "plateau")
 _ADDED = "growth_added_parameters"
 
