@@ -81,8 +81,9 @@ def test_runs_are_paired_by_row_and_seed():
     assert mean == 1.0 and error == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("best, tried", [(0.9, [0.1, 1.0, 3.0]), (0.2, [0.1, 1.0, 0.033])])
+@pytest.mark.parametrize("best, tried", [(4.0, [0.1, 1.0, 3.0]), (0.9, [0.1, 1.0, 3.0]), (0.0, [0.1, 1.0, 0.033])])
 def test_learning_rates_go_beyond_the_best_end(best, tried):
+    """And a second call, which has all runs, trains nothing."""
     asked = []
 
     def train(method, rate, steps, seed):
@@ -90,7 +91,8 @@ def test_learning_rates_go_beyond_the_best_end(best, tried):
         return run_of(method, [abs(rate - best), 1.0], seed, rate, steps)
 
     race = Race(STEPS, run_of("start", [9.0, 9.0], steps=0))
-    compete(race, train, {"lora": [0.1, 1.0], "growth": [0.1, 1.0], "both": [0.1, 1.0]}, seeds=3)
+    for _ in range(2):
+        compete(race, train, {"lora": [0.1, 1.0], "growth": [0.1, 1.0], "both": [0.1, 1.0]}, seeds=3)
     for method in ("lora", "growth", "both"):
         short = [rate for name, rate, steps, _ in asked if (name, steps) == (method, 2)]
         assert short == tried

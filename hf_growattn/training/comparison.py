@@ -175,9 +175,10 @@ def compete(race: Race, train: Callable[[str, float, int, int], Run | None], rat
     for method, first in rates.items():
         for rate in first:
             _run(race, train, method, rate, short, 0)
-        if not race.runs_of(method, short):  # nothing grew
+        tried = [run for run in race.runs_of(method, short) if run.rate in first]
+        if not tried:  # nothing grew
             continue
-        best = _best_rate(race.runs_of(method, short))
+        best = _best_rate(tried)
         further = round_rate(3 * best if best == max(first) else best / 3)
         _run(race, train, method, further, short, 0)
         _run(race, train, method, _best_rate(race.runs_of(method, short)), race.steps, 0)
