@@ -48,8 +48,6 @@ def for_converter(checkpoint: Path, folder: Path) -> Path:
     config = json.loads((checkpoint / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope" and rope["rope_theta"] == 1.0:
-        if rope["short_factor"] != rope["long_factor"]:
-            sys.exit("llama.cpp has no form for a Llama whose rotary frequencies change with the length of the text.")
         # A file of its own: the converter reads all that are named so.
         save_file({"rope.freqs.weight": torch.tensor(rope["short_factor"])}, folder / "model-rope.safetensors")
         config |= {

@@ -141,7 +141,7 @@ for view in attention_views(model):
         "messages": [view.message(head).effective_rank.item() for head in range(view.heads)],
     }
     used = ", ".join(f"{kind} {sum(found) / len(found):.1f}" for kind, found in ranks.items())
-    print(f"Layer {view.layer_idx}, effective ranks of {view.heads} heads 4 wide, on average: {used}.")
+    print(f"Layer {view.layer}, effective ranks of {view.heads} heads 4 wide, on average: {used}.")
 
 # %% [markdown]
 # ## Measure before you spend

@@ -37,13 +37,6 @@ def test_figures_are_shown(model, tmp_path):
     assert "| step 0 | 3.0000 |" in text and "| step 8 | 2.0000 |" in text and "`some words`" in text
 
 
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("without", [None, ...])
-def test_entries_may_be_absent(model, tmp_path, name, without):
-    figures = WHOLE | {name: without}
-    assert "# m" in make_card(model, tmp_path, {k: v for k, v in figures.items() if v is not ...})
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"a"', "[" * 100_000, "\0"])
 def test_text_without_figures_is_refused(model, tmp_path, text):
     with pytest.raises(ValueError, match=r"figures.json does not hold .* delete it"):
@@ -53,6 +46,7 @@ def test_text_without_figures_is_refused(model, tmp_path, text):
 @pytest.mark.parametrize(
     "changed",
     [
+        *({name: None} for name in ("growths", "held_out")),
         *({"growths": value} for value in (3, "all", [3], [None], [{}])),
         *({"growths": [GROWTH | {name: "<b>"}]} for name in GROWTH),
         {"growths": [GROWTH | {"growth_batches": [1]}]},
@@ -66,7 +60,7 @@ def test_malformed_entries_are_refused(model, tmp_path, changed):
 
 @pytest.mark.parametrize("name", ["dataset", "base_model"])
 def test_no_markup_reaches_the_card(model, tmp_path, name):
-    text, clean = (make_card(model, tmp_path, {name: value}) for value in (MARKUP, "no id"))
+    text, clean = (make_card(model, tmp_path, WHOLE | {name: value}) for value in (MARKUP, "no id"))
     assert not any(mark in text for mark in ("<script", "</script", "](javascript", "![p", "**b", "\n# Title", "{{"))
     assert text.count("\n") == clean.count("\n") and text.count("|") == clean.count("|")
     assert text.encode()

@@ -1,11 +1,9 @@
 """Model cards, and pushing to the Hub: huggingface_hub's real client against a local server that stands for the Hub."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-import time
 import zipfile
 
 import pytest
@@ -22,7 +20,6 @@ from hf_growattn.growable.models import attentions
 from hf_growattn.interop.cards import FIGURES, read_figures, save_figures
 
 TOKEN = "hf_neverToBeSeenAnywhere"
-BASE_CARD = b"---\nlicense: other\nlicense_name: tiny-licence\nlicense_link: https://example.com/l\n---\n# Base\n"
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +146,6 @@ def test_pushed_by_the_model_and_loaded_elsewhere(hub, grown, tmp_path):
 
 
 def test_the_command_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown, tmp_path):
-    hub.repositories["someone/base"] = Repository(private=False)
-    hub.repositories["someone/base"].commit("main", {"README.md": BASE_CARD})
     done = command(hub, tmp_path, checkpoint, "me/your-model", "--private")
     assert done.returncode == 0, done.stderr
     files = hub.files("me/your-model")
@@ -161,12 +156,10 @@ def test_the_command_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown,
     assert TOKEN.encode() not in b"".join(files.values()) and str(tmp_path).encode() not in b"".join(files.values())
     card = card_of(hub, "me/your-model")
     assert (card.data.base_model, card.data.datasets) == ("someone/base", ["someone/words"])
-    assert (card.data.license, card.data.license_name) == ("other", "tiny-licence")
-    losses = {of.metric_name: of.metric_value for of in card.data.eval_results}
-    assert losses == {"loss at step 0": 3.0, "loss at step 8": 2.0} and "| step 8 | 2.0000 |" in card.text
+    assert "| step 0 | 3.0000 |" in card.text and "| step 8 | 2.0000 |" in card.text
     (growth,) = read_figures(checkpoint)["growths"]
     assert f"At step 4, {growth['added_parameters']:,} weights were added" in card.text
-    assert "](growth.png)" in card.text and "tiny-licence, carried over" in card.text
+    assert "](growth.png)" in card.text
     assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/your-model"), logits(grown[0]))
 
 
@@ -214,22 +207,20 @@ def test_a_card_that_is_there_is_kept_unless_there_is_more_to_tell(here, grown):
 def test_a_push_that_fails_half_way_leaves_nothing(here, checkpoint, monkeypatch):
     here.broken = "commit"
     done = push(checkpoint, "me/grown", "--base", "someone/nowhere")
-    assert done.code == 1 and re.search(r"The push to me/grown failed.*Push again.*500", done.err), done
+    assert done.code == 1 and re.search(r"Status/500", done.err), done
     assert len(here.uploads) == 2 and set(here.files("me/grown")) == {".gitattributes"}
     here.broken = None
     assert push(checkpoint, "me/grown", "--base", "someone/nowhere").code == 0
-    card = card_of(here, "me/grown")
-    assert card.data.license is None and card.data.base_model == "someone/nowhere"
+    assert card_of(here, "me/grown").data.base_model == "someone/nowhere"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert re.search(r"The push to me/other failed.*401", push(checkpoint, "me/other").err)
+    assert re.search(r"401", push(checkpoint, "me/other").err)
 
 
-def test_a_dry_run_asks_nothing_of_the_hub_but_the_licence(here, checkpoint, tmp_path):
+def test_a_dry_run_asks_nothing_of_the_hub(here, checkpoint, tmp_path):
     told = push(checkpoint, "me/grown", "--dry-run", tmp_path / "look").out
     names = {path.name for path in (tmp_path / "look").iterdir()}
     assert names >= {"README.md", "model.safetensors", "growth.png"} and all(name in told for name in names)
-    assert "GET /api/models/someone/base" in here.requests
-    assert all(asked.startswith(("GET", "HEAD")) for asked in here.requests)
+    assert not here.requests
 
 
 def test_a_card_of_a_model_that_is_not_growable():
@@ -241,18 +232,17 @@ def test_local_names_do_not_travel(here, grown, tmp_path):
     """The card names a base or a text in a folder by its last name, and reads nothing there but figures."""
     model, _ = grown
     (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "README.md").write_bytes(BASE_CARD)
     (tmp_path / "secret.txt").write_text("")
     save_figures(tmp_path, [], model=str(tmp_path / "base"), dataset=str(tmp_path / "secret.txt"))
     for options in ({"figures": read_figures(tmp_path)}, {"base_model": str(tmp_path / "base")}):
         text = str(model_card(model, "me/grown", **options))
-        assert str(tmp_path) not in text and "`base`" in text and "base_model" not in text and "license" not in text
+        assert str(tmp_path) not in text and "`base`" in text and "base_model" not in text
         assert ("secret.txt" in text) == ("figures" in options) and card_errors(text) == []
     assert "trained from random weights" in str(model_card(model, "me/grown"))
 
 
 def test_a_grown_folder_leads_to_its_base_model(tmp_path):
-    (tmp_path / FIGURES).write_text(json.dumps({"base_model": "someone/base"}))
+    save_figures(tmp_path, [], model="someone/base", dataset="")
     save_figures(tmp_path, [], model=str(tmp_path), dataset="words")
     assert read_figures(tmp_path)["base_model"] == "someone/base"
     (tmp_path / FIGURES).write_text("{")
@@ -281,20 +271,11 @@ def test_task_heads_and_a_growth_that_kept_nothing(task):
     assert "{{" not in card.text and "{%" not in card.text
 
 
-def test_a_hub_that_is_not_there_holds_nobody_up(here, grown):
-    here.shutdown()
-    here.server_close()
-    start = time.time()
-    card = model_card(grown[0], "me/m", base_model="someone/base")
-    assert card.data.base_model == "someone/base" and card.data.license is None and "not stated" in card.text
-    assert time.time() - start < 5  # the client's patient ways of asking take 23 s
-
-
 def test_the_cards_of_this_project():
-    cards = [path for path in (ROOT / "model_cards").glob("*.md") if path.name not in ("README.md", "template.md")]
+    cards = [path for path in (ROOT / "model_cards").glob("*.md") if path.name != "README.md"]
     for path in cards:
         text = path.read_text()
-        assert card_errors(text) == [] and ModelCard(text).data.eval_results and "## What grew" in text
+        assert card_errors(text) == [] and "## What grew" in text
         for picture in re.findall(r"!\[.*\]\((.*)\)", text):
             assert (path.parent / picture).exists(), picture
     assert "demo.md" in {path.name for path in cards}
@@ -316,7 +297,6 @@ def test_a_wheel_carries_the_template(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    assert [path.name for path in (tmp_path / "site" / "hf_growattn" / "model_cards").iterdir()] == ["template.md"]
     parts = (path.relative_to(ROOT) for path in (ROOT / "hf_growattn").rglob("*"))
     assert all((tmp_path / "site" / part).is_file() for part in parts if part.suffix in (".py", ".html", ".json"))
     code = """

@@ -1,4 +1,4 @@
-"""Together with peft: LoRA on grown models, growth under LoRA, and what of peft growth refuses."""
+"""Together with peft: LoRA on grown models, and growth under LoRA, which adds new dims beside it that train along."""
 
 import copy
 import json
@@ -9,18 +9,18 @@ import pytest
 import torch
 from families import build, lm_batches
 from packaging.version import Version
+from safetensors.torch import load_file
 from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_growattn.measure.functional as F
-from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.adapters import plain
+from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.models import attentions
 from hf_growattn.measure.blocks import measure_moments
 from hf_growattn.measure.gradients import exact_gradients
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import evaluation_mode, mean_loss
+from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")
 # What peft asks of transformers is not ours to mend.
@@ -31,7 +31,6 @@ ALL = {LLAMA: ["q_proj", "k_proj", "v_proj", "o_proj"], GPT2: ["c_attn", "attn.c
 DEFAULT = {LLAMA: {"q_proj", "v_proj"}, GPT2: {"c_attn"}}
 SUBSETS = [(LLAMA, ALL[LLAMA]), (LLAMA, ["q_proj", "v_proj"]), (LLAMA, ["k_proj", "o_proj"]), (GPT2, ALL[GPT2])]
 GROWTH = GrowthConfig(qk_dims=4, v_dims=3, layers=[0, 1])
-ROLES = ("query", "key", "value", "output")
 BATCHES = lm_batches(4)
 
 
@@ -63,10 +62,6 @@ def near(one, other):
     assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
-def widen(model, qk_dims=4, v_dims=3):
-    return [attention.widen(qk_dims, v_dims) for attention in attentions(model)]
-
-
 def train(model, optimizer, steps=3):
     for step in range(steps):
         model(**BATCHES[step % len(BATCHES)]).loss.backward()
@@ -78,88 +73,34 @@ def trainable(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def sizes_are_true(model):
-    for attention in attentions(model):
-        for projection in {attention.projection_of(role) for role in ROLES}:
-            inside = plain(projection)
-            inputs, outputs = (inside.nx, inside.nf) if attention.architecture.fused else inside.weight.shape[::-1]
-            assert sorted(inside.weight.shape) == sorted((inputs, outputs))
-            if projection is not inside:
-                assert (projection.in_features, projection.out_features) == (inputs, outputs)
-                for a, b in zip(projection.lora_A.values(), projection.lora_B.values()):
-                    assert a.weight.shape == (a.out_features, a.in_features) == (4, inputs)
-                    assert b.weight.shape == (b.out_features, b.in_features) == (outputs, 4)
-
-
-@pytest.mark.parametrize("lora_bias", [False, True])
-@pytest.mark.parametrize("variant, targets", SUBSETS)
-def test_widening_keeps_the_function_of_every_adapter(variant, targets, lora_bias):
-    model = adapted(variant, targets, lora_bias=lora_bias)
-    model.add_adapter("other", lora(variant, targets))
-    stir(model, seed=6)
-    names, before, outputs = ["default", "other"], dict(model.named_parameters()), {}
-    for name in names:
-        model.set_adapter(name)
-        outputs[name] = logits(model)
-    assert (outputs["default"] - outputs["other"]).abs().max() > 0.1
-    widenings = widen(model)
-    sizes_are_true(model)
-    for name in names:
-        model.set_adapter(name)
-        near(logits(model), outputs[name])
-    for widening in widenings:
-        widening.undo()
-    sizes_are_true(model)
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-    assert torch.equal(logits(model), outputs["other"])
-
-
 @pytest.mark.parametrize("variant, targets", SUBSETS)
 def test_growth_under_lora_lowers_the_loss_and_training_goes_on(variant, targets):
     model = adapted(variant, targets)
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
     train(model, optimizer)
-    before = {n: (p, p.detach().clone(), optimizer.state.get(p)) for n, p in model.named_parameters()}
-    count = sum(p.numel() for p in model.parameters())
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    states = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     report = Grower(model, GROWTH, optimizer).grow(BATCHES)
     assert report.applied and report.loss_after < report.loss_before
-    assert report.added_parameters == sum(p.numel() for p in model.parameters()) - count
+    new = {name: parameter for name, parameter in model.named_parameters() if name not in before}
+    assert report.added_parameters == sum(parameter.numel() for parameter in new.values())
+    assert {int(name.split(".extra")[0].split(".")[-2]) for name in new} == set(GROWTH.layers)
+    for name, parameter in model.named_parameters():
+        if name in before:
+            assert parameter is before[name][0] and torch.equal(parameter, before[name][1])
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen
-    sizes_are_true(model)
 
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert [id(p) for p in held] == [id(p) for p in trainable(model)]
-    assert set(optimizer.state) <= set(held)
-    grown = {n: p for n, p in model.named_parameters() if p is not before[n][0] and p.requires_grad}
-    assert grown and all("lora_" in name for name in grown)
-    places = {}
-    for name, parameter in grown.items():
-        _, values, state = before[name]
-        axis = int("lora_A" in name)
-        kept, fresh = places[name] = kept_and_fresh(parameter.detach(), values, axis)
-        assert not parameter.detach().index_select(axis, fresh).any()
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(optimizer.state[parameter][key].index_select(axis, kept), state[key])
-        assert optimizer.state[parameter]["step"] == state["step"]
-
+    assert same(dict(optimizer.state), states)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     train(model, optimizer, steps=8)
     for name, parameter in model.named_parameters():
-        moved = (parameter.detach() - values[name]).abs()
-        assert moved.any() != (name in frozen), name
-        for part in places.get(name, ()):
-            assert moved.index_select(int("lora_A" in name), part).max() > 0, name
-    with evaluation_mode(model.get_base_model()):
-        assert mean_loss(model.get_base_model(), BATCHES) < report.loss_after
-
-
-def kept_and_fresh(new, old, axis):
-    """Where along an axis the old entries lie, known by their values, and where the new ones."""
-    entries = list(new.unbind(axis))
-    kept = [next(i for i, entry in enumerate(entries) if torch.equal(entry, wanted)) for wanted in old.unbind(axis)]
-    assert kept == sorted(kept)
-    return torch.tensor(kept), torch.tensor(sorted(set(range(len(entries))) - set(kept)))
+        assert torch.equal(parameter, values[name]) == (name in frozen), name
+    base = model.get_base_model()
+    with evaluation_mode(base):
+        assert mean_loss(Objective(base), BATCHES) < report.loss_after
 
 
 @pytest.mark.parametrize("variant", [LLAMA, GPT2])
@@ -173,8 +114,9 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
     measured = []
     for base in (model.get_base_model(), merged):
         with evaluation_mode(base):
-            blocks, _ = measure_moments(base, attentions(base)[:1], [PATTERNS, MESSAGES], BATCHES, 0.05)
-            measured.append(exact_gradients(base, blocks, (BATCHES[0::2], BATCHES[1::2]), dims=4))
+            objective = Objective(base)
+            blocks, _ = measure_moments(objective, attentions(base)[:1], [PATTERNS, MESSAGES], BATCHES, 0.05)
+            measured.append(exact_gradients(objective, blocks, (BATCHES[0::2], BATCHES[1::2]), dims=4))
     for under_lora, plain_one in zip(*measured):
         for one, other in zip(under_lora.block.old_factors(), plain_one.block.old_factors()):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -197,21 +139,9 @@ def test_half_precision_adds_adapters_in_fp32():
     projection = layer.q_proj
     a, b = projection.lora_A["default"].weight, projection.lora_B["default"].weight
     expected = projection.base_layer.weight.float() + 2 * b.float() @ a.float()
-    assert torch.equal(layer.effective_weight("query", torch.float32).flatten(0, 1), expected)
+    assert torch.equal(layer.factors_of("query", torch.float32)[:, :48].mT.flatten(0, 1), expected)
     assert Grower(model, GROWTH).grow(BATCHES).applied
     assert projection.base_layer.weight.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("variant", [LLAMA, GPT2])
-def test_the_base_gets_new_columns_only(variant):
-    model = adapted(variant, ALL[variant])
-    before = [{role: a.weight_of(role).clone() for role in ROLES} for a in attentions(model)]
-    assert Grower(model, GROWTH).grow(BATCHES).applied
-    for attention, old in zip(attentions(model), before):
-        for role in ROLES:
-            width = old[role].shape[1]
-            assert torch.equal(attention.weight_of(role)[:, :width], old[role])
-            assert attention.weight_of(role)[:, width:].any() == (attention.layer_idx in GROWTH.layers)
 
 
 @pytest.mark.parametrize("variant", [LLAMA, GPT2])
@@ -253,7 +183,6 @@ def test_a_model_may_be_patched_under_its_adapters(variant):
     base = patch_model(model.get_base_model())
     assert base is model.get_base_model() and torch.equal(logits(model), expected)
     assert Grower(model, GROWTH).grow(BATCHES).applied
-    sizes_are_true(model)
     expected = logits(model)
     near(logits(model.merge_and_unload()), expected)
 
@@ -348,7 +277,6 @@ def test_nothing_is_left_of_a_growth_that_finds_nothing(monkeypatch):
     monkeypatch.setattr("hf_growattn.measure.functional.step_factors", uphill)
     assert not Grower(model, GROWTH, optimizer).grow(BATCHES).applied
     assert same(fingerprint(model.get_base_model(), optimizer), before)
-    sizes_are_true(model)
 
 
 def test_a_budget_counts_the_adapters_weights():
@@ -357,18 +285,56 @@ def test_a_budget_counts_the_adapters_weights():
     assert 0 < report.added_parameters <= 4000
 
 
-def test_an_optimizer_must_hold_the_adapters():
+def test_an_optimizer_may_hold_frozen_weights_too():
     model = adapted(LLAMA)
-    kept_out = [
-        p for n, p in model.named_parameters() if p.requires_grad and "layers.1.self_attn.v_proj.lora_B" not in n
-    ]
-    optimizer = torch.optim.AdamW(kept_out, lr=1e-3)
-    with pytest.raises(ValueError, match=r"such as v_proj\.lora_B\.default\.weight of layer 1"):
-        Grower(model, GROWTH, optimizer).grow(BATCHES)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # frozen ones too, as many scripts do
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # as many scripts do
     Grower(model, GROWTH, optimizer).grow(BATCHES)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert [id(p) for p in held] == [id(p) for p in model.parameters()]
+
+
+OTHERS = {
+    "DoRA": lambda: lora(LLAMA, use_dora=True),
+    "LoHa": lambda: peft.LoHaConfig(r=4, target_modules=["k_proj"]),
+    "VeRA": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"]),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10),
+    "IA3": lambda: peft.IA3Config(),
+    "copies": lambda: lora(LLAMA, modules_to_save=["k_proj"]),
+    "elsewhere": lambda: lora(LLAMA, ["gate_proj"]),
+}
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_growth_under_other_adapters(method):
+    model = peft.get_peft_model(patch_model(build(LLAMA)), OTHERS[method]()).eval()
+    report = Grower(model, GROWTH).grow(BATCHES)
+    assert report.applied and report.loss_after < report.loss_before
+    model.set_adapter("default")
+    train(model, torch.optim.AdamW(trainable(model), lr=1e-3))
+
+
+@pytest.mark.parametrize("passed", ["peft model", "its base"])
+def test_what_grew_under_lora_is_saved_with_the_adapter(passed, tmp_path):
+    model = adapted(LLAMA, ALL[LLAMA])
+    grower = Grower(model if passed == "peft model" else model.get_base_model(), GROWTH)
+    assert grower.grow(BATCHES).applied
+    model.save_pretrained(tmp_path / "once")
+    assert not any(".extra." in name for name in load_file(tmp_path / "once" / "adapter_model.safetensors"))
+    for folder in ("once", "again"):
+        loaded = peft.PeftModel.from_pretrained(patch_model(build(LLAMA)), tmp_path / folder).eval()
+        load_growth(loaded, tmp_path / folder / "growth")
+        assert torch.equal(logits(loaded), logits(model))
+        loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
+
+
+def test_a_state_of_adapters_alone_leaves_the_growth(tmp_path):
+    model = adapted(LLAMA, ALL[LLAMA])
+    model.save_pretrained(tmp_path)
+    assert Grower(model, GROWTH).grow(BATCHES).applied
+    expected = logits(model)
+    model.load_adapter(tmp_path, "default")
+    near(logits(model), expected)
 
 
 def test_default_targets_also_when_peft_is_imported_last(tmp_path):

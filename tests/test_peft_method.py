@@ -264,7 +264,9 @@ def test_the_guided_start_is_what_growth_finds(variant):
     assert (report.loss_before, report.loss_after) == (growth.loss_before, growth.loss_after)
     model.set_adapter("fresh")
     with evaluation_mode(base):
-        assert mean_loss(Objective(base), BATCHES) == pytest.approx(report.loss_after, rel=1e-5)  # another order of sums
+        assert mean_loss(Objective(base), BATCHES) == pytest.approx(
+            report.loss_after, rel=1e-5
+        )  # another order of sums
     assert same(dict(model.merge_and_unload().state_dict()), dict(grown.state_dict()))
 
 
@@ -321,7 +323,7 @@ def test_a_classifier_trains_its_head_along(tmp_path):
         near(loaded.merge_and_unload()(**ids).logits, expected)
 
 
-def test_a_base_in_half_precision_and_one_that_grew_before():
+def test_a_base_in_half_precision_and_one_that_grew_before(tmp_path):
     base = build(LLAMA, dtype=torch.bfloat16)
     expected = logits(base)
     model = peft.get_peft_model(base, GrowAttnConfig(**DIMS))
@@ -334,6 +336,12 @@ def test_a_base_in_half_precision_and_one_that_grew_before():
     assert Grower(grown, GrowthConfig(qk_dims=4, v_dims=5)).grow(BATCHES).applied
     model = stir(peft.get_peft_model(grown, GrowAttnConfig(**DIMS))).eval()
     expected = logits(model)
+    model.save_pretrained(tmp_path)
+    assert all(".extra.adapters." in name for name in load_file(tmp_path / FILE))  # what was kept is of the base
+    again = patch_model(build(LLAMA))
+    again.set_parts(grown.config.extra_dims)
+    again.load_state_dict(grown.state_dict(), strict=False)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(again, tmp_path).eval()), expected)
     merged = model.merge_and_unload()
-    assert attentions(merged)[0].qk_head_dim == 16 + 4 + 3
+    assert list(attentions(merged)[0].extra.parts) == ["growth_1", "growth_2"]
     near(logits(merged), expected)

@@ -8,22 +8,26 @@ import torch
 from families import build
 from test_peft_method import BATCHES, LLAMA, adapted, peft, pytestmark  # noqa: F401  the mark counts here too
 from torch import nn
-from transformers import AlbertConfig, AlbertModel
+from transformers import FalconConfig, FalconModel
 
 import hf_growattn
-from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights
-from hf_growattn.growable.models import attentions
+from hf_growattn import GrowAttnConfig, initialize_growattn_weights
+from hf_growattn.interop.peft_method import adapter_layers
 
 REFUSED = {
     "nothing to add": (lambda: adapted(LLAMA, qk_dims=0), ValueError, "give qk_dims, v_dims or both"),
-    "no such layer": (lambda: adapted(LLAMA, v_dims=1, layers=[0, 2]), ValueError, "no attention in layer 2: choose of 0, 1"),
+    "no such layer": (
+        lambda: adapted(LLAMA, v_dims=1, layers=[0, 2]),
+        ValueError,
+        "no attention in layer 2: choose of 0, 1",
+    ),
     "another family": (
         lambda: peft.get_peft_model(
-            AlbertModel(AlbertConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=97)),
+            FalconModel(FalconConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=97)),
             GrowAttnConfig(v_dims=1),
         ),
         ValueError,
-        "does not know the model type 'albert'.*Known types: .*llama",
+        "New dims cannot join FalconModel: it computes attention in FalconAttention",
     ),
     "no transformers model": (
         lambda: peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), GrowAttnConfig(v_dims=1)),

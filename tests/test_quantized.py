@@ -144,7 +144,7 @@ def test_what_resizes_the_weights_is_refused_by_name(kind, action, folders, tmp_
         REFUSED[action](model, tmp_path)
     assert not list(tmp_path.iterdir())
     for attention in attentions(model):
-        assert (attention.qk_head_dim, attention.v_head_dim) == (16, 16)
+        assert (attention.width_of("query"), attention.width_of("value")) == (16, 16)
         attention.extension = None
     assert torch.equal(logits(model), before)
 

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from ..growable.attention import GrowableAttention, drop_if_empty, set_trial
+from ..growable.growths import save_with_adapters
 from ..growable.models import GrowableModelMixin, attentions
 from ..growable.optimizers import add_new_parameters, after_change, remove_parameters, warn_if_left_out
 from ..growable.sharding import shard_like
@@ -51,4 +52,5 @@ def keep_parts(
         model.sync_config()
         raise
     leave_checkpoint(model)
+    save_with_adapters(model)
     return new

@@ -33,6 +33,15 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "base_layer")
 
 
+def has_other_adapters(module: Any) -> bool:
+    """Whether peft has put anything around a projection but plain LoRA."""
+    while hasattr(module, "base_layer"):
+        if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict) or getattr(module, "lora_variant", None):
+            return True
+        module = module.base_layer
+    return False
+
+
 def quantization(module: nn.Module) -> str | None:
     """What quantizes a module's weight, and the fix; None where the module computes with the weight's own entries."""
     weight = getattr(module, "weight", None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..model.extra import ROLES, Part
 from ..model.seam import WideAttention
-from .adapters import added_by_adapters, computed_weight, plain, why_not_readable
+from .adapters import added_by_adapters, computed_weight, has_other_adapters, plain, why_not_readable
 from .rows import Row, row_of
 from .sharding import whole
 
@@ -25,8 +25,8 @@ class GrowableAttention(WideAttention):
         return self.shape.heads_of(role)
 
     def width_of(self, role: str) -> int:
-        """Width of one head of a role, new dims included."""
-        return self.qk_head_dim if role in ("query", "key") else self.v_head_dim
+        """Width of one head of a role, kept new dims included."""
+        return self.stock_width_of(role) + sum(part.dims_of(role) for part in self.parts)
 
     def stock_width_of(self, role: str) -> int:
         """Width of one head of a role before any growth."""
@@ -96,7 +96,7 @@ class GrowableAttention(WideAttention):
         """Whether these roles' weights can be read, as the numbers that a quantized projection computes with, too."""
         for role in roles:
             projection = self.projection_of(role)
-            if projection is None:
+            if projection is None or has_other_adapters(projection):
                 return False
             if why_not_readable(projection) is None and self.why_unreadable(role):
                 return False

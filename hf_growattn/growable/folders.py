@@ -4,8 +4,7 @@ import contextlib
 import json
 import os
 import re
-import secrets
-import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,34 +36,24 @@ def replacing(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     inside = os.path.ismount(target) or (target.exists() and not os.access(target.parent, os.W_OK))
     try:
-        with scratch(target if inside else target.parent, target.name) as partial:
-            yield partial
-            _move_in(partial, target)
+        with scratch(target if inside else target.parent, target.name) as folder:
+            yield Path(folder)
+            _move_in(Path(folder), target)
     except SafetensorError as error:  # which hides an OSError
         raise OSError(f"{target} was not written, and stays as it was: {error}. Make room there.") from error
 
 
-@contextlib.contextmanager
-def scratch(place: Path, name: str) -> Iterator[Path]:
-    """Lend a directory of a name that no other process uses, and remove it at the end."""
-    folder = place / f".{name}.partial-{secrets.token_hex(8)}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def scratch(place: Path, name: str) -> tempfile.TemporaryDirectory:
+    """A directory of a name that no other process uses, which is removed at the end of a `with`."""
+    return tempfile.TemporaryDirectory(prefix=f".{name}.partial-", dir=place, ignore_cleanup_errors=True)
 
 
 def find_replaced_weights(written: set[str], index: bytes | None) -> set[str]:
     """Return the former weights that loaders would read in place of the written ones, or along with them.
 
     transformers prefers one file of weights to an index; vLLM and llama.cpp read an index, or every shard in the folder
-    without one. So a save of one of the two removes the other, and the shards that the former index lists. Variants,
+    without one. So a save of one of the two removes the other, and the shards that the former `index` lists. Variants,
     and files that the index does not list, are not ours and stay.
-
-    Args:
-        written: names of the new files.
-        index: content of the former index, where there was one.
     """
     if not written & {WEIGHTS, INDEX}:
         return set()

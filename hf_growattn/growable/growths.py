@@ -1,6 +1,9 @@
 """A growth alone, apart from its base: a folder of a few megabytes."""
 
+import functools
+import gc
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .folders import replacing
-from .models import GrowableModelMixin, growable_configs
+from .models import GrowableModelMixin, growable_configs, is_grown
 from .sharding import whole
 
 WEIGHTS, DESCRIPTION = "growth.safetensors", "growth.json"
+GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
 
 
 def growable_part(model: nn.Module) -> GrowableModelMixin:
@@ -64,12 +68,44 @@ def load_growth(model: nn.Module, folder: str | Path) -> None:
             f"{folder} holds a growth of a {description.get('model_type')}, and this is a {inner.config.model_type}."
         )
     inner.set_parts(description["extra_dims"])
+    save_with_adapters(inner)
     own = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
     if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
         raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(state[name])
+
+
+class SavesGrowth:
+    """Mixed into the class of a peft model whose base grew under it: peft itself saves the adapters alone."""
+
+    @classmethod
+    @functools.cache
+    def mixed_into(cls, stock: type[Any]) -> type[Any]:
+        """Return the subclass of a class of peft that has this mixin."""
+        made = type(f"GrowAttn{stock.__name__}", (cls, stock), {"__module__": __name__})
+        setattr(sys.modules[__name__], made.__name__, made)  # so that pickle finds it
+        return made
+
+    def save_pretrained(self, save_directory: str, *args, is_main_process: bool = True, **kwargs) -> None:
+        """Save the adapters as peft does, and the growth in the folder `growth` next to them, for `load_growth`."""
+        stock: Any = super()
+        stock.save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
+        model: Any = self
+        if is_main_process and is_grown(model):
+            save_growth(model, Path(save_directory) / GROWTH)
+
+
+def save_with_adapters(model: nn.Module) -> None:
+    """Let the peft model around a patched model, if there is one, save the new dims with its adapters."""
+    if not hasattr(model, "peft_config"):
+        return
+    for thing in gc.get_objects():  # the model does not know what is around it
+        kind = type(thing)
+        if issubclass(kind, nn.Module) and hasattr(kind, "get_base_model") and not issubclass(kind, SavesGrowth):
+            if thing.get_base_model() is model:
+                thing.__class__ = SavesGrowth.mixed_into(kind)
 
 
 def _is_new(name: str) -> bool:

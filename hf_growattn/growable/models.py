@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def _parts_in(model: nn.Module, state: dict[str, Any], prefix: str) -> dict[str,
         if not isinstance(attention, GrowableAttention):
             continue
         place = f"{prefix}{name}."
-        if not any(key.startswith(place) for key in state):
+        if not any(f"{place}{entry}" in state for entry in _stock_entries(attention)):
             return None  # the state of something else, such as adapters alone
         start, end, shape = f"{place}extra.parts.", ".inside.weight", attention.shape
         for part in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
@@ -129,6 +130,15 @@ def _parts_in(model: nn.Module, state: dict[str, Any], prefix: str) -> dict[str,
             qk_dims = rows // (shape.num_heads + shape.num_key_value_heads)
             found.setdefault(str(attention.layer), {})[part] = [qk_dims, v_dims]
     return found
+
+
+def _stock_entries(attention: nn.Module) -> Iterator[str]:
+    """The names of a stock attention module's weights and buffers, within it; adapters may be around them."""
+    for name, child in attention.named_children():
+        while hasattr(child, "base_layer"):
+            name, child = f"{name}.base_layer", child.base_layer
+        if name != "extra":
+            yield from (f"{name}.{entry}" for entry in child.state_dict())
 
 
 def attentions(model: nn.Module) -> list[GrowableAttention]:

@@ -14,7 +14,6 @@ from huggingface_hub import (
     CommitInfo,
     CommitOperationAdd,
     CommitOperationDelete,
-    EvalResult,
     HfApi,
     ModelCard,
     ModelCardData,
@@ -45,8 +44,6 @@ TASKS = {  # by the end of a model class's name: the Auto class that loads it, a
     "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
     "": ("AutoModel", "feature-extraction"),
 }
-_FOLDERS = [place / "model_cards" for place in Path(__file__).parents[1:3]]  # as installed, and as in the sources
-_TEMPLATE = next(folder for folder in _FOLDERS if folder.exists()) / "template.md"
 
 
 def task_of(class_name: str) -> tuple[str, str]:
@@ -72,6 +69,9 @@ def save_figures(
         log_history: `trainer.state.log_history` of the training.
     """
     reports, log_history = list(reports), list(log_history)
+    if model and (Path(model) / FIGURES).is_file():
+        with contextlib.suppress(ValueError):
+            model = read_figures(Path(model))["base_model"]
     figures = _collect_figures(reports, model, dataset, log_history)
     (Path(folder) / FIGURES).write_text(json.dumps(figures, indent=1))
     if reports and find_spec("matplotlib"):
@@ -91,22 +91,14 @@ def _collect_figures(reports: list[GrowthReport], model: str, dataset: str, log_
         for report in reports
     ]
     return {
-        "base_model": find_base_model(model),
-        "dataset": find_path(dataset),
+        "base_model": _find_path(model),
+        "dataset": _find_path(dataset),
         "held_out": [(step, loss) for step, loss in losses if math.isfinite(loss)],
         "growths": growths,
     }
 
 
-def find_base_model(name: str) -> str:
-    """Return the base model that the figures in a folder name; without figures, the folder or Hub id itself."""
-    if name and (Path(name) / FIGURES).is_file():
-        with contextlib.suppress(ValueError):
-            name = read_figures(Path(name))["base_model"]
-    return find_path(name)
-
-
-def find_path(name: str) -> str:
+def _find_path(name: str) -> str:
     """Return the whole path of a file or folder here, which nobody takes for a Hub id; other names as they are."""
     return str(Path(name).resolve()) if name and Path(name).exists() else name
 
@@ -120,18 +112,18 @@ def read_figures(folder: Path) -> dict[str, Any]:
     try:
         figures = json.loads((folder / FIGURES).read_bytes())
         growths = []
-        for growth in figures.get("growths") or []:
+        for growth in figures["growths"]:
             before, after = map(float, growth["growth_batches"])
-            step = None if growth.get("step") is None else int(growth["step"])
+            step = None if growth["step"] is None else int(growth["step"])
             added = int(growth["added_parameters"])
             growths.append({"step": step, "growth_batches": [before, after], "added_parameters": added})
         return {
-            "base_model": str(figures.get("base_model") or ""),
-            "dataset": str(figures.get("dataset") or ""),
-            "held_out": [(int(step), float(loss)) for step, loss in figures.get("held_out") or []],
+            "base_model": str(figures["base_model"]),
+            "dataset": str(figures["dataset"]),
+            "held_out": [(int(step), float(loss)) for step, loss in figures["held_out"]],
             "growths": growths,
         }
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"{folder / FIGURES} does not hold the figures of a growth. Put back what was written there, or delete it: "
             f"a model card can do without. ({type(error).__name__}: {error})"
@@ -155,8 +147,7 @@ def model_card(
         form: "native" or "stock", as it is pushed.
         reports: of its growths, as `Grower.grow` returned them.
         figures: instead of reports, what `read_figures` returned.
-        base_model: Hub id or folder of the model that grew; by default as the figures or the model know it. The licence
-            of a model on the Hub is carried over.
+        base_model: Hub id or folder of the model that grew; by default as the figures or the model know it.
         picture: whether the repository has `growth.png`.
 
     Returns:
@@ -168,63 +159,33 @@ def model_card(
     config = model.config
     if not config.model_type.startswith(PREFIX):
         raise ValueError(f"{type(model).__name__} is not growable: the card is for models that patch_model has seen.")
-    if figures is None:
-        figures = _collect_figures(list(reports), origin_of(model), "", [])
-    base = base_model or figures["base_model"]
-    base_id = base if _is_hub_id(base) else None
-    licence = _fetch_licence(base_id)
-    dataset = figures["dataset"]
-    dataset_id = dataset if _is_hub_id(dataset) else None
-    dataset = dataset_id or _clean_text(Path(dataset).name if Path(dataset).is_absolute() else dataset)
+    figures = figures or _collect_figures(list(reports), origin_of(model), "", [])
+    base, dataset = base_model or figures["base_model"], figures["dataset"]
     auto_class, task = task_of(type(model).__name__)
-    losses = list(dict.fromkeys(figures["held_out"][:1] + figures["held_out"][-1:]))
-    results = [
-        EvalResult(
-            task,
-            dataset_type=dataset_id or "text",
-            dataset_name=dataset or "text",
-            dataset_split="held out",
-            metric_type="loss",
-            metric_name=f"loss at step {step}",
-            metric_value=round(loss, 4),
-        )
-        for step, loss in losses
-    ]
     data = ModelCardData(
-        base_model=base_id,
-        **licence,
+        base_model=base if _is_hub_id(base) else None,
         library_name="transformers",
         pipeline_tag=task,
         tags=TAGS,
-        datasets=[dataset_id] if dataset_id else None,
-        model_name=repo_id.split("/")[-1],
-        eval_results=results or None,
+        datasets=[dataset] if _is_hub_id(dataset) else None,
     )
     return ModelCard.from_template(
         data,
-        template_path=str(_TEMPLATE),
+        template_path=str(Path(__file__).with_name("card.md")),
         repo_id=repo_id,
         form=form,
         auto_class=auto_class,
-        base_id=base_id,
-        base_name=_clean_text(Path(base).name),
-        licence=licence.get("license_name") or licence.get("license"),
-        dataset=dataset,
-        dataset_id=dataset_id,
+        base=_format_name(base, "https://huggingface.co/"),
+        dataset=_format_name(dataset, "https://huggingface.co/datasets/"),
         family=config.model_type.removeprefix(PREFIX),
         heads=config.num_attention_heads,
         stock_width=attentions(model)[0].shape.qk_head_dim,
-        widths=[(attention.qk_head_dim, attention.v_head_dim) for attention in attentions(model)],
+        widths=[(attention.width_of("key"), attention.width_of("value")) for attention in attentions(model)],
         costs=costs_of(model),
         growths=figures["growths"],
-        losses=losses,
+        losses=list(dict.fromkeys(figures["held_out"][:1] + figures["held_out"][-1:])),
         picture=PICTURE if picture else None,
     )
-
-
-def _clean_text(text: str) -> str:
-    """Return a text from elsewhere as one line that is neither Markdown nor HTML."""
-    return re.sub(r"[^\w .,:;/+=%@()'\"-]+", " ", text).strip()
 
 
 def _is_hub_id(name: str) -> bool:
@@ -235,20 +196,18 @@ def _is_hub_id(name: str) -> bool:
     return not Path(name).exists()
 
 
-def _fetch_licence(hub_id: str | None) -> dict[str, Any]:
-    """Return the metadata of a model's licence on the Hub; nothing where that cannot be asked."""
-    if hub_id is None:
-        return {}
-    try:
-        info = HfApi().model_info(hub_id, timeout=10)  # asked once; downloads are tried again and again
-        card = cast(ModelCardData, info.card_data).to_dict()
-    except Exception:  # no network, no such model, no card, or a broken one
-        return {}
-    licence = {key: _clean_text(str(card[key])) for key in ("license", "license_name") if card.get(key)}
-    link = card.get("license_link")
-    if isinstance(link, str) and re.fullmatch(r"[\w.:/?#=&%~+-]+", link):
-        licence["license_link"] = link
-    return licence
+def _format_name(name: str, place: str) -> str:
+    """Return a name as the card shows it: a link to the Hub, or the last part of a path here."""
+    if _is_hub_id(name):
+        return f"[{name}]({place}{name})"
+    path = Path(_find_path(name))
+    text = _clean_text(path.name if path.is_absolute() else name)
+    return f"`{text}`" if text else ""
+
+
+def _clean_text(text: str) -> str:
+    """Return a text from elsewhere as one line that is neither Markdown nor HTML."""
+    return re.sub(r"[^\w .,:;/+=%@()'\"-]+", " ", text).strip()
 
 
 def push_folder(
@@ -257,7 +216,7 @@ def push_folder(
     token: bool | str | None = None,
     revision: str | None = None,
     create_pr: bool = False,
-    commit_message: str | None = None,
+    commit_message: str = "Upload model",
     commit_description: str | None = None,
 ) -> CommitInfo:
     """Push the files of a folder as one commit; it removes only the former weights that they replace.
@@ -268,16 +227,18 @@ def push_folder(
     api = HfApi(token=token)
     if revision is not None and not create_pr and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     there = set(api.list_repo_files(repo_id, revision=revision))
-    index = None
-    if INDEX in there:
-        with tempfile.TemporaryDirectory() as cache:
-            index = Path(api.hf_hub_download(repo_id, INDEX, revision=revision, cache_dir=cache)).read_bytes()
-    replaced = sorted(find_replaced_weights(set(files), index) & there)
-    operations = [*(CommitOperationAdd(*file) for file in files.items()), *map(CommitOperationDelete, replaced)]
-    message = {"commit_message": commit_message or "Upload model", "commit_description": commit_description}
-    return api.create_commit(repo_id, operations, **message, revision=revision, create_pr=create_pr)
+    index = Path(api.hf_hub_download(repo_id, INDEX, revision=revision)).read_bytes() if INDEX in there else None
+    replaced = find_replaced_weights(set(files), index) & there
+    return api.create_commit(
+        repo_id,
+        [*(CommitOperationAdd(*file) for file in files.items()), *map(CommitOperationDelete, replaced)],
+        commit_message=commit_message,
+        commit_description=commit_description,
+        revision=revision,
+        create_pr=create_pr,
+    )
 
 
 def push_model(
@@ -308,8 +269,7 @@ def push_model(
         ValueError: the model is not growable, or is spread over processes.
         huggingface_hub.errors.HfHubHTTPError: the Hub refused; nothing was changed there but for an empty repository.
     """
-    sharded = any(map(is_sharded, model.parameters()))
-    if sharded:
+    if any(map(is_sharded, model.parameters())):
         raise ValueError(
             f"The model is spread over processes, which would all push. Call save_pretrained(folder) on all of them, "
             f"and push that folder from one: hf upload {repo_id} folder."

@@ -16,29 +16,27 @@ from .export import export_model
 _CAUSAL = "AutoModelForCausalLM"
 
 
-def load_config(name: str, trust_remote_code: bool = False, revision: str = "main") -> PreTrainedConfig:
+def load_config(name: str, revision: str = "main") -> PreTrainedConfig:
     """Load the config of a checkpoint, stock or grown, from a folder or by its Hub id.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, or it holds adapters only; the message names the fix.
     """
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").exists():
-        if (folder / "adapter_config.json").exists():
-            raise ValueError(f"{name} holds adapters: merge_and_unload() them into their model, and save that.")
-        raise ValueError(f"There is no checkpoint in {name}: name a folder that save_pretrained wrote (config.json).")
-    return _load(AutoConfig, name, "model", trust_remote_code, revision=revision)
+    if Path(name).is_dir() and not Path(name, "config.json").exists():
+        raise ValueError(
+            f"There is no checkpoint in {name}: name a folder that save_pretrained wrote (config.json). Adapters are "
+            "merged into their model first, with merge_and_unload()."
+        )
+    return _load(AutoConfig, name, "model", revision=revision)
 
 
-def load_model(
-    name: str, causal: bool = False, trust_remote_code: bool = False, revision: str = "main", **options
-) -> PreTrainedModel:
+def load_model(name: str, causal: bool = False, revision: str = "main", **options) -> PreTrainedModel:
     """Load a checkpoint by the Auto class of its task, in evaluation mode; if `causal`, a language model alone.
 
     Raises:
         ValueError: as for `load_config`, or it has another task.
     """
-    config = load_config(name, trust_remote_code, revision)
+    config = load_config(name, revision)
     auto_class, task = task_of((config.architectures or ["ForCausalLM"])[0])
     if causal and auto_class not in (_CAUSAL, "AutoModel"):
         raise ValueError(
@@ -46,7 +44,7 @@ def load_model(
             "token; grow others in Python, with hf_growattn.Grower and your own batches."
         )
     chosen = getattr(transformers, _CAUSAL if causal else auto_class)
-    return _load(chosen, name, "model", trust_remote_code, revision=revision, **options).eval()
+    return _load(chosen, name, "model", revision=revision, **options).eval()
 
 
 def load_growable(name: str, causal: bool = False, revision: str = "main", **options) -> PreTrainedModel:
@@ -55,46 +53,37 @@ def load_growable(name: str, causal: bool = False, revision: str = "main", **opt
     Raises:
         ValueError: as for `load_model`, or new dims cannot join its attention.
     """
-    return patch_model(load_model(name, causal, revision=revision, **options))
+    return patch_model(load_model(name, causal, revision, **options))
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False, revision: str = "main"):
+def load_tokenizer(name: str, revision: str = "main"):
     """Load the tokenizer of a checkpoint.
 
     Raises:
         ValueError: it has none that can be loaded.
     """
-    try:
-        tokenizer = _load(AutoTokenizer, name, "tokenizer", trust_remote_code, revision=revision)
-        if not tokenizer("Any text", add_special_tokens=False)["input_ids"]:  # what transformers makes out of no files
-            raise ValueError("its vocabulary is empty")
-        return tokenizer
-    except ValueError as error:
-        if not Path(name).is_dir():
-            raise
+    tokenizer = _load(AutoTokenizer, name, "tokenizer", revision=revision)
+    if not tokenizer("Any text", add_special_tokens=False)["input_ids"]:  # what transformers makes out of no files
         raise ValueError(
             f"{name} has no tokenizer that can be loaded: save the one of its base model there, "
             f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})."
-        ) from error
+        )
+    return tokenizer
 
 
-def first_line(error: Exception) -> str:
-    """Return the kind of an error and its first line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _load(auto_class: type, name: str, what: str, trust_remote_code: bool, **options):
+def _load(auto_class: type, name: str, what: str, **options):
     try:
-        return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+        return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # of transformers, safetensors, or the Hub's client: damage has many names
-        if "trust_remote_code" in str(error):
-            raise ValueError(f"{name} comes with code of its own, which is not run here.") from error
-        if Path(name).exists():
-            raise ValueError(f"The {what} in {name} cannot be loaded. {type(error).__name__}: {error}") from error
-        raise ValueError(
-            f"{name} is not a folder here, and its {what} did not load from the Hub. Check the name and the network; "
-            f"for a private model run `hf auth login`. ({first_line(error)})"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        if "trust_remote_code" in reason:
+            reason = "It comes with code of its own, which is not run here."
+        elif not Path(name).exists():
+            reason = (
+                "It is not a folder here. Check the name and the network; for a private model run `hf auth login`. "
+                f"({reason.partition(chr(10))[0]})"
+            )
+        raise ValueError(f"The {what} of {name} cannot be loaded. {reason}") from error
 
 
 def load_grown(checkpoint: Path):
@@ -138,18 +127,11 @@ def publish(checkpoint: Path, repo_id: str, form: str, base: str | None, private
 
     Raises:
         ValueError: as for `write_publication`, or the token is missing.
-        OSError: the Hub refused it, or cannot be reached.
+        huggingface_hub.errors.HfHubHTTPError: the Hub refused; nothing was changed there but for an empty repository.
     """
     if get_token() is None:
         raise ValueError("A token is needed to push: run `hf auth login`, or set HF_TOKEN to one that may write.")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, "model")
-        write_publication(checkpoint, folder, repo_id, form, base)
-        try:
-            HfApi().create_repo(repo_id, private=private or None, exist_ok=True)
-            return push_folder(folder, repo_id).commit_url
-        except Exception as error:  # of the client, of its HTTP library, or of the Hub: the next step is the same
-            raise OSError(
-                f"The push to {repo_id} failed. It is one commit: the repository has all of it or nothing. Push again. "
-                f"({type(error).__name__}: {error})"
-            ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        write_publication(checkpoint, Path(folder), repo_id, form, base)
+        HfApi().create_repo(repo_id, private=private or None, exist_ok=True)
+        return push_folder(Path(folder), repo_id).commit_url

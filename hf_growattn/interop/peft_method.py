@@ -151,13 +151,13 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
             if adapter_name in held:
                 del held[adapter_name]
 
-    def active_parts(self) -> list["AdapterPart"]:
+    def active_parts(self) -> list[AdapterPart]:
         """The adapters in use; those that are merged are among the attention's own parts."""
         if self.disable_adapters or self.merged:
             return []
         return [part for name in self.active_adapters if (part := self.part_of(name)) is not None]
 
-    def part_of(self, adapter_name: str) -> "AdapterPart | None":
+    def part_of(self, adapter_name: str) -> AdapterPart | None:
         """An adapter's modules; None if it adds nothing here."""
         if adapter_name not in self.growattn_inside:
             return None

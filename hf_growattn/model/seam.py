@@ -75,14 +75,18 @@ class Call:
     def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new keys and values to the old ones, padded to one width where that is wanted."""
         self.joined, self.v_head_dim = True, value.shape[-1]
-        key = torch.cat((key, self.key.to(key.dtype)), -1)
-        value = torch.cat((value, self.value.to(value.dtype)), -1)
+        key, value = append(key, self.key), append(value, self.value)
         if self.one_width:
             width = max(key.shape[-1], value.shape[-1])
             if key.device.type != "cpu":
                 width += -width % 8  # kernels of accelerators take multiples of it
             key, value = pad_to(key, width), pad_to(value, width)
         return key, value
+
+
+def append(old: Tensor, new: Tensor) -> Tensor:
+    """Old and new dims of (batch, heads, tokens, width), in the precision of the old ones."""
+    return torch.cat((old, new.to(old.dtype)), -1) if new.shape[-1] else old
 
 
 def pad_to(states: Tensor, width: int) -> Tensor:
@@ -135,14 +139,16 @@ class _Functions:
 def _attend(function: Callable, implementation: str, module: Any, query, key, value, *args, **kwargs):
     """Call an attention function with old and new dims, and give back what it reads through the old ones."""
     call: Call = module.call
+    if call.read is not None:
+        raise ValueError(f"New dims cannot join {_stock_name(module)}: it calls its attention function twice.")
     if not call.joined:
         _check_shapes(module, query, key, value)
-    new_query = call.query.to(query.dtype)
+    new_query = call.query
     if kwargs.get("scaling") == 1.0:  # the family scales its queries before, by the usual factor if by any
         new_query = new_query * module.shape.qk_head_dim**-0.5
     if not call.joined:
         key, value = call.join(key, value)
-    query = pad_to(torch.cat((query, new_query), -1), key.shape[-1])
+    query = pad_to(append(query, new_query), key.shape[-1])
     output, weights = function(module, query, key, value, *args, **kwargs)
     output = output.reshape(*output.shape[:2], -1, value.shape[-1])
     old, new = call.v_head_dim, call.value.shape[-1]
@@ -157,9 +163,19 @@ def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Non
     found = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
     if found != expected:
         raise ValueError(
-            f"New dims cannot join {type(module).__bases__[1].__name__}: it hands (query heads, key heads, width, "
+            f"New dims cannot join {_stock_name(module)}: it hands (query heads, key heads, width, "
             f"value width) = {found} to its attention function, and its attributes say {expected}."
         )
+
+
+def _stock_name(module: nn.Module) -> str:
+    return type(module).__bases__[1].__name__
+
+
+def names_taken(cls: type, module: nn.Module) -> set[str]:
+    """The names of ours that a stock module has for something else: it cannot have new dims."""
+    ours = {name for base in cls.__mro__ if issubclass(base, WideAttention) for name in vars(base)} - {*dir(nn.Module)}
+    return {name for name in ours if name in vars(module) or name in module._modules or hasattr(type(module), name)}
 
 
 def reaches_seam(cls: type) -> bool:
@@ -213,16 +229,6 @@ class WideAttention(nn.Module):
         return self._modules.get("extra")  # pyright: ignore[reportReturnType]
 
     @property
-    def qk_head_dim(self) -> int:
-        """Width of one head's queries and keys, new dims included."""
-        return self.shape.qk_head_dim + sum(part.qk_dims for part in self.parts)
-
-    @property
-    def v_head_dim(self) -> int:
-        """Width of one head's values, new dims included."""
-        return self.shape.v_head_dim + sum(part.v_dims for part in self.parts)
-
-    @property
     def parts(self) -> list[Part]:
         """The kept parts."""
         return list(self.extra.parts.values()) if self.extra is not None else []  # pyright: ignore
@@ -259,6 +265,13 @@ class WideAttention(nn.Module):
         self.call = call
         try:
             output = self._stock_forward(self, **given.arguments)
+        except RuntimeError as error:
+            if call.joined and call.read is None:  # between the cache and the attention function
+                raise ValueError(
+                    f"New dims cannot join {_stock_name(self)}, whose forward does not take wider keys and values: "
+                    f"{error}."
+                ) from error
+            raise
         finally:
             self.call = None
         if call.read is None:

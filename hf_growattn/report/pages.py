@@ -48,5 +48,6 @@ def save_report(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with scratch(path.parent, path.name) as folder:
-        (folder / path.name).write_text(page, encoding="utf-8")
-        os.replace(folder / path.name, path)
+        written = Path(folder, path.name)
+        written.write_text(page, encoding="utf-8")
+        os.replace(written, path)

@@ -27,10 +27,10 @@ RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent / "README.md"
 INTRODUCTION = """# Evidence
 
-Each section is the beginning of a page, and names the command that wrote it. Where it also names a commit, the script
-is in that commit: it has changed since, or is gone. A script that is here has `--help`, and `--quick`, which shows
-within a minute that it runs and nothing else. `python scripts/bench/page.py` writes this file out of the pages. Spreads
-are ranges over the seeds unless said otherwise.
+Each section is the beginning of a page, and names the command that wrote it. If it also names a commit, the script is
+in that commit, and has since changed or been removed. Scripts that are still here have `--help`, and `--quick`, which
+only shows within a minute that they run. `python scripts/bench/page.py` writes this file from the pages. Spreads are
+ranges over the seeds unless said otherwise.
 """
 # One line for each page, in the order of the README.
 PAGES = (

@@ -1,10 +1,10 @@
-"""Whether a race of hf_growattn says what trainings five times as long show.
+"""Compare the winner of a race with the winner of trainings five times as long.
 
     OMP_NUM_THREADS=1 python scripts/bench/races.py --model a/llama --text a.txt b.txt --pretrain stories.jsonl
 
-A pair is a model and what it trains on: the given models and small Llamas on the given texts, and models with narrow
-heads on phone books and nearest neighbours. Each races, and races again with five times as many steps, which shows
-what was right. The leads of older pairs, which raced by other code, are kept in results/races.json.
+A pair is a model and its data: the given models and small Llamas on the given texts, and models with narrow heads on
+phone books and nearest neighbours. Each pair races, and then races again with five times as many steps, which shows
+whether the first result was right. Leads of older pairs, raced by earlier code, are kept in results/races.json.
 """
 
 import argparse
@@ -127,27 +127,29 @@ def run(pair: Pair, steps: int) -> tuple[Race, float]:
 
 
 def wins(pair: dict) -> bool:
-    """What the rule says of a pair: whether growth, or the mix with LoRA, wins."""
+    """Whether growth, or the mix with LoRA, wins by the rule."""
     lead = pair["lead"]
     return lead is not None and lead > MARGIN and lead > SURE * pair["error"]
 
 
 def is_right(pair: dict) -> bool:
-    """Whether the long trainings show the same: growth lower, or LoRA, or next to nothing in it."""
+    """Whether the winner also ends lower in the long trainings; LoRA is right up to a lead of the margin."""
     long = pair["long"] or 0.0  # of no growth
     return long > 0 if wins(pair) else long < MARGIN
 
 
 class Score:
-    """How the rule does on some pairs."""
+    """The results of the rule on some pairs."""
 
     def __init__(self, pairs: list[dict]):
         self.count = len(pairs)
         self.right = sum(map(is_right, pairs))
         grown = [pair["long"] or 0.0 for pair in pairs if wins(pair)]
+        others = [pair["long"] or 0.0 for pair in pairs if not wins(pair)]
         self.grown = len(grown)
-        self.wrong = max(-min(grown, default=0.0), 0.0)  # by how much growth ends higher where it wins
-        self.missed = max((pair["long"] or 0.0 for pair in pairs if not wins(pair)), default=0.0)
+        # How much higher the winner ends at most in the long trainings, where growth wins and where LoRA wins.
+        self.wrong = max(0.0, -min(grown, default=0.0))
+        self.missed = max(0.0, max(others, default=0.0))
 
     def cells(self) -> list[str]:
         """Its row of the table."""
@@ -176,7 +178,7 @@ def make_page(figures: dict) -> page.Page:
         "new, phone books and nearest neighbours": [pair for pair in new if not pair["on_text"]],
     }
     scores = {name: Score(pairs) for name, pairs in groups.items() if pairs}
-    whole, latest = scores["recorded"], scores["new"]
+    whole, latest, setting = scores["recorded"], scores["new"], figures["setting"]
     shares = [pair["seconds"] / pair["long_seconds"] for pair in new]
     fast = "reached" if max(shares) <= 1 / LONGER else "missed"
     share = sum(pair["seconds"] for pair in new) / sum(pair["long_seconds"] for pair in new)
@@ -185,32 +187,32 @@ def make_page(figures: dict) -> page.Page:
         "number",
         "growth wins",
         "right",
-        "growth wins, and ends higher by",
-        "LoRA wins, and ends higher by",
+        "growth wins, but ends higher by at most",
+        "LoRA wins, but ends higher by at most",
     ]
     return page.Page(
         title="What a race tells",
-        claim=f"By its one rule a race is right in {whole.right} of {whole.count} recorded pairs of a model and data, "
-        f"and in {latest.right} of {latest.count} new ones. Where LoRA wins, it ends up to "
-        f"{max(whole.missed, latest.missed):.3f} nats higher; where growth wins, up to "
-        f"{max(whole.wrong, latest.wrong):.3f}.",
+        claim=f"A race is right in {whole.right} of {whole.count} recorded pairs of a model and data, and in "
+        f"{latest.right} of {latest.count} new pairs: its winner also ends lower in trainings {LONGER} times as long. "
+        f"Where LoRA wins a race, it ends at most {max(whole.missed, latest.missed):.3f} nats higher there; where "
+        f"growth wins, it ends at most {max(whole.wrong, latest.wrong):.3f} nats higher.",
         summary=page.table(head, [[name, *score.cells()] for name, score in scores.items()]),
         text=f"""## How it was measured
 
 Growth, or a third of growth with LoRA, whichever ends lower, wins if it leads LoRA by more than {MARGIN} nats and by
-more than {SURE} standard errors; otherwise LoRA wins. That is right if what it chose ends lower in trainings {LONGER}
-times as long, LoRA also where growth leads by less than {MARGIN} there. All methods train as many weights as LoRA of
-rank {RANK} on all linear layers.
+more than {SURE:g} standard errors; otherwise LoRA wins. A race is right if its winner also ends lower in trainings
+{LONGER} times as long, or if it is LoRA and growth leads by less than {MARGIN} nats there. All methods train as many
+weights as LoRA of rank {RANK} on all linear layers.
 
-{figures["recorded_from"]} Of these, {len(held_out)} are held out: named before a result of theirs was read, and no
-rule was made in their sight; the present one was chosen on the leads of all. Of the new pairs none was looked at
-before the rule was final, and none that ran is left out.
+{figures["recorded_from"]} Of these pairs, {len(held_out)} are held out: they were named before any of their results
+was read, and no earlier rule was made with them. The present rule was chosen with the leads of all recorded pairs. The
+new pairs were made after the rule and the code were final, and none that ran is left out.
 
-Setting of the new pairs: `{figures["setting"]}`. Both races choose their learning rates themselves; the long one
-trains growth and the mix with one seed, and LoRA and the better of the two with all. The small Llamas are pretrained
-for {READ} steps on the text of `--pretrain`. Time is the processor's, with growth and the choice of learning rates in
-both: all races took {share:.2f} of that of the long ones. A lead is in nats a token, with its standard error. "36 of
-640 names" is a phone book, "nearest of 30 tokens" a search among points.
+The new pairs race for {setting["steps"]} steps with {setting["seeds"]} seeds and {setting["growth_batches"]} growth
+batches. Both races choose their learning rates themselves. The small Llamas are pretrained for {READ} steps on the text
+of `--pretrain`. Times are processor seconds, and include growth and the choice of learning rates; all races together
+took {share:.2f} of the time of the long ones. A lead is in nats a token, with its standard error. "36 of 640 names" is
+a phone book, and "nearest of 30 tokens" a search among points.
 
 ## New pairs
 
@@ -233,10 +235,12 @@ def new_table(pairs: list[dict]) -> str:
         leads = [(pair["lead"], pair["error"]), (pair["long"], pair["long_error"])]
         shown = ["" if lead is None else f"{lead:+.3f} ± {error:.3f}" for lead, error in leads]
         verdict = [title if wins(pair) else "LoRA", "right" if is_right(pair) else "wrong"]
+        rates = f"{pair['rates']['lora']:.2g}, {pair['long_rates']['lora']:.2g}"
         share = f"{pair['seconds'] / pair['long_seconds']:.2f}"
-        rows.append([pair["pair"], title, *shown, *verdict, f"{pair['seconds']:.0f}", share, pair["commit"]])
-    head = ["model and data", "against LoRA", "lead in the race", "in the long one", "winner", "", "seconds"]
-    return page.table([*head, "of those of the long one", "commit"], rows)
+        rows.append([pair["pair"], title, *shown, *verdict, rates, f"{pair['seconds']:.0f}", share, pair["commit"]])
+    head = ["model and data", "against LoRA", "lead in the race", "lead in the long race", "winner", "right or wrong"]
+    head += ["LoRA's learning rate in both", "seconds", "share of the long race's seconds", "commit"]
+    return page.table(head, rows)
 
 
 def draw(groups: dict[str, list[dict]], plt):
@@ -251,7 +255,7 @@ def draw(groups: dict[str, list[dict]], plt):
     panel.axvline(0, color="0.6", linewidth=1)
     panel.set_xscale("symlog", linthresh=0.02)  # most leads are small, and some are of several nats
     panel.set_yscale("symlog", linthresh=0.02)
-    panel.set(xlabel="lead in the race, nats, ± two standard errors", ylabel=f"lead in one {LONGER} times as long")
+    panel.set(xlabel="lead in the race, nats, ± two standard errors", ylabel=f"lead in a race {LONGER} times as long")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
