@@ -104,7 +104,8 @@ def save_with_adapters(model: nn.Module) -> None:
     for thing in gc.get_objects():  # the model does not know what is around it
         kind = type(thing)
         if issubclass(kind, nn.Module) and hasattr(kind, "get_base_model") and not issubclass(kind, SavesGrowth):
-            if thing.get_base_model() is model:
+            tuner = vars(thing).get("_modules", {}).get("base_model")  # one whose making failed has none
+            if tuner is not None and tuner._modules.get("model") is model:
                 thing.__class__ = SavesGrowth.mixed_into(kind)
 
 

@@ -295,7 +295,8 @@ class GrowAttnModel(BaseTuner):
         Where an adapter has other sizes, it gets new parameters; they train if the former ones did.
         """
         layers, config = adapter_layers(self.model), cast(GrowAttnConfig, self.peft_config[adapter_name])
-        former = next(part.inside.weight for layer in layers if (part := layer.part_of(adapter_name)) is not None)
+        former = next(own.inside.weight for layer in layers if (own := layer.part_of(adapter_name)) is not None)
+        dtype: Any = former.dtype
         if config.budget is not None:
             config.hold(dims_by_kind(found))
             for layer in layers:
@@ -305,7 +306,7 @@ class GrowAttnModel(BaseTuner):
             layer = self._layer_of(attention)
             own = layer.part_of(adapter_name)
             if own is None or (own.qk_dims, own.v_dims) != (new.qk_dims, new.v_dims):
-                own = attention.new_part(new.qk_dims, new.v_dims, former.dtype).requires_grad_(former.requires_grad)
+                own = attention.new_part(new.qk_dims, new.v_dims, dtype).requires_grad_(former.requires_grad)
                 layer.add(adapter_name, own)
             copy_weights(new, own)
         self._leave_out_of_the_base()
