@@ -66,7 +66,7 @@ def test_a_loss_that_is_not_finite(value):
     model.lm_head.weight.data[3, 3] = value
     with pytest.raises(ValueError, match=r"batch 0 is (nan|inf)"):
         Grower(model, GrowthConfig(qk_dims=4)).grow([BATCH])
-    assert [a.qk_head_dim for a in attentions(model)] == [16, 16]
+    assert [a.width_of("query") for a in attentions(model)] == [16, 16]
 
 
 def test_frozen_weights():

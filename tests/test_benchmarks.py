@@ -189,7 +189,7 @@ def test_random_new_dims_change_nothing_at_first_and_are_as_many_as_guided_ones(
         method = methods.Method(growth={"qk_dims": 2}, random=random)
         trained, _, _ = methods.add_to_model(model, method, task, batches, 0, 0.01, None)
         assert (task.loss(trained, batches[0]).item() == pytest.approx(before, abs=1e-6)) == random
-        widths.append([attention.qk_head_dim for attention in attentions(model)])
+        widths.append([attention.width_of("query") for attention in attentions(model)])
         assert attentions(model)[1].weight_of("key")[:, 2:].abs().min() > 0
     assert widths[0] == widths[1]
 

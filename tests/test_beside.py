@@ -77,5 +77,5 @@ def test_dims_that_cannot_be_written_leave_the_weights_as_they_were():
     new.weights["value"] = new.weights["value"][..., 1:]
     with pytest.raises(RuntimeError):
         new.write_into(attention)
-    assert (attention.qk_head_dim, attention.v_head_dim) == (16, 16)
+    assert (attention.width_of("query"), attention.width_of("value")) == (16, 16)
     assert all(dict(attention.named_parameters())[name] is weight for name, weight in weights.items())

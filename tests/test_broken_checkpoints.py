@@ -245,5 +245,5 @@ def test_widening_refuses_quantized_layers_before_it_changes_any(head):
     with pytest.raises(ValueError, match=r"o_proj of layer 0 is a QuantizedLinear.*without quantization"):
         attention.widen(4, 2)
     after = model.state_dict(keep_vars=True)
-    assert after.keys() == before.keys() and (attention.qk_head_dim, attention.v_head_dim) == (16, 16)
+    assert after.keys() == before.keys() and (attention.width_of("query"), attention.width_of("value")) == (16, 16)
     assert all(id(after[name]) == key and torch.equal(after[name], value) for name, (key, value) in before.items())

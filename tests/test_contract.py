@@ -40,7 +40,7 @@ def grow_unevenly(model, name: str, optimizer=None):
         Grower(model, GrowthConfig(qk_dims=4, v_dims=2), optimizer).grow(batches_for(name)),
         ComparedGrower(model, GrowthConfig(qk_dims=3, layers=[last]), optimizer).grow(batches_for(name)),
     ]
-    assert [a.qk_head_dim for a in attentions(model)].count(attentions(model)[0].qk_head_dim) == last
+    assert [a.width_of("query") for a in attentions(model)].count(attentions(model)[0].width_of("query")) == last
     return reports
 
 
@@ -105,8 +105,8 @@ def test_new_dims_travel_with_a_state_and_come_off(name):
     for index, attention in enumerate(attentions(model)):
         add_dims(attention, qk_dims=3, v_dims=1 + index)
     other.load_state_dict(model.state_dict())
-    widths = [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)]
-    assert [(a.qk_head_dim, a.v_head_dim) for a in attentions(other)] == widths
+    widths = [(a.width_of("query"), a.width_of("value")) for a in attentions(model)]
+    assert [(a.width_of("query"), a.width_of("value")) for a in attentions(other)] == widths
     assert torch.equal(other(tokens()).logits, model(tokens()).logits)
     assert not torch.equal(other(tokens()).logits, before)
     with pytest.raises(ValueError, match="export_model"):
@@ -283,4 +283,4 @@ def test_growing_again_after_reloading(reloaded):
     model = AutoModelForCausalLM.from_pretrained(reloaded[0] / "llama-5-bias")
     report = Grower(model, GrowthConfig(qk_dims=2, layers=[1])).grow(lm_batches())
     assert report.layers[0].width == (20, 22)
-    assert [a.qk_head_dim for a in attentions(model)] == [20, 22, 20, 20, 23]
+    assert [a.width_of("query") for a in attentions(model)] == [20, 22, 20, 20, 23]

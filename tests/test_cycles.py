@@ -72,7 +72,7 @@ def test_grow_save_load_and_grow_again(tmp_path, record_property):
     draw, model, applied, chains = random.Random(0), None, 0, 0
     given = batches(2)
     for cycle in range(CYCLES):
-        room = min(16 - max(a.qk_head_dim, a.v_head_dim) for a in attentions(model)) if model else 0
+        room = min(16 - max(a.width_of("query"), a.width_of("value")) for a in attentions(model)) if model else 0
         if room < 1 or draw.random() < 0.05:
             torch.manual_seed(cycle)
             precision = draw.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
@@ -94,7 +94,7 @@ def test_grow_save_load_and_grow_again(tmp_path, record_property):
         model.save_pretrained(tmp_path / "m")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
         assert torch.equal(computed(again), after) and again.dtype == model.dtype, (cycle, config)
-        widths = [[(a.qk_head_dim, a.v_head_dim) for a in attentions(each)] for each in (model, again)]
+        widths = [[(a.width_of("query"), a.width_of("value")) for a in attentions(each)] for each in (model, again)]
         assert widths[0] == widths[1]
         model = again
     assert applied > CYCLES / 2
@@ -123,8 +123,8 @@ def look(model, optimizer) -> tuple[int, int, int, int]:
     for parameter in live.values():
         assert parameter.grad.shape == optimizer.state[parameter]["exp_avg"].shape == parameter.shape
     view, attention = attention_views(model)[0], attentions(model)[0]
-    assert view.pattern(0, 1).left.shape[1] == view.pattern(0, 1).right.shape[1] == attention.qk_head_dim
-    assert view.message(0).left.shape[1] == attention.v_head_dim
+    assert view.pattern(0, 1).left.shape[1] == view.pattern(0, 1).right.shape[1] == attention.width_of("query")
+    assert view.message(0).left.shape[1] == attention.width_of("value")
     del view
     count, size = tensors()
     own = sum(p.numel() * p.element_size() for p in live.values())

@@ -60,7 +60,7 @@ def grown():
             assert report.cache_bytes == (0, 0) and "KV cache" not in str(report)
             live = {p for a in attentions(model) for p in a.all_parameters().values()}
             assert live <= set(optimizer.state) <= set(model.parameters())
-            assert [(a.layer_idx, a.qk_head_dim, a.v_head_dim) for a in attentions(model)] == [(0, 15, 14), (1, 15, 14)]
+            assert [(a.layer_idx, a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(0, 15, 14), (1, 15, 14)]
         return copy.deepcopy(models[name]).eval()
 
     return get
@@ -186,7 +186,7 @@ def test_adapters_and_dims_beside(name):
     before = outputs(beside, name)
     assert not torch.allclose(before, outputs(build(name), name), atol=1e-2)
     merged = beside.merge_and_unload()
-    assert {a.v_head_dim for a in attentions(merged)} == {14}
+    assert {a.width_of("value") for a in attentions(merged)} == {14}
     torch.testing.assert_close(outputs(merged, name), before, rtol=1e-4, atol=1e-4)
 
 

@@ -143,7 +143,7 @@ def test_configs_that_make_sense(record_property):
         expected = computed(model)
         seen.append(config.model_type)
         assert torch.equal(computed(patch_model(model)), expected)
-        before = [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)]
+        before = [(a.width_of("query"), a.width_of("value")) for a in attentions(model)]
         for attention, more, widths in zip(attentions(model), grown, before):
             attention.widen(*more)
             fill(attention, widths, ("query", "value"))
@@ -161,7 +161,7 @@ def test_configs_that_make_sense(record_property):
         assert all(alike) and len(alike) == len(again.state_dict()) and again.dtype == precision
         # The same weights through the same code: nothing but memory alignment differs.
         torch.testing.assert_close(computed(again), computed(model), rtol=0, atol=allowed)
-        assert [(a.qk_head_dim, a.v_head_dim) for a in attentions(again)] == wanted
+        assert [(a.width_of("query"), a.width_of("value")) for a in attentions(again)] == wanted
         tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (model, again)]
         assert tied[0] == tied[1]
 

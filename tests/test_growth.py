@@ -36,7 +36,7 @@ def fingerprint(model, optimizer=None):
         },
         [(name, type(m), m.training, [*m._forward_pre_hooks, *m._forward_hooks]) for name, m in model.named_modules()],
         model.config.to_json_string(),
-        [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)],
+        [(a.width_of("query"), a.width_of("value")) for a in attentions(model)],
         torch.get_rng_state(),
         state,
     )
@@ -131,7 +131,7 @@ def test_layers_and_dims_pick_what_grows(dims):
     assert report.applied
     assert [layer.layer for layer in report.layers] == [layer for layer in (3, 1) for _ in dims]
     qk, v = dims.get("qk_dims", 0), dims.get("v_dims", 0)
-    widths = [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)]
+    widths = [(a.width_of("query"), a.width_of("value")) for a in attentions(model)]
     assert widths == [(16, 16), (16 + qk, 16 + v), (16, 16), (16 + qk, 16 + v), (16, 16)]
     after = dict(model.named_parameters())
     assert all(after.pop(name) is parameter for name, parameter in before.items())

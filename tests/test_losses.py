@@ -21,10 +21,6 @@ from transformers import (
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.grow.provenance import origin_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"
-)  # of peft and TRL
-
 LORA = dict(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from families import HEADS, VARIANTS, build, lm_batches, tokens
+from families import HEADS, VARIANTS, add_dims, build, lm_batches, tokens
 from test_layering import TRAVELLING
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -26,9 +26,7 @@ COMMIT = "0123456789" * 4
 def grown(variant: str, auto_class=AutoModelForCausalLM):
     model = patch_model(build(variant, auto_class))
     for index, attention in enumerate(attentions(model)):
-        attention.widen(4 + 2 * index, 2)
-        for role in ("query", "key", "value", "output"):
-            torch.nn.init.normal_(attention.weight_of(role), std=0.3)
+        add_dims(attention, 4 + 2 * index, 2)
     model.sync_config()
     return model
 
@@ -112,13 +110,13 @@ def test_what_is_saved_there_is_whole_and_grows_here(without_library, family):
         assert {path.relative_to(again).as_posix() for path in again.rglob("*.py")} == CODE
         assert is_the_librarys(again / "growattn")
         first, second = (json.loads((path / "config.json").read_text()) for path in (folder / family, again))
-        assert second["auto_map"] == first["auto_map"] and second["per_layer_config"] == first["per_layer_config"]
+        assert second["auto_map"] == first["auto_map"] and second["extra_dims"] == first["extra_dims"]
         model = auto_class.from_pretrained(again).eval()
         assert type(model).__module__ == "hf_growattn.growable.models"
         torch.testing.assert_close(model(tokens())[0], expected[name]["output"], rtol=1e-6, atol=1e-6)
     model = AutoModelForCausalLM.from_pretrained(folder / f"{family}-again")
     report = Grower(model, GrowthConfig(qk_dims=2)).grow(lm_batches())
-    assert report.applied and [a.qk_head_dim for a in attentions(model)] == [22, 24]
+    assert report.applied and [a.width_of("query") for a in attentions(model)] == [22, 24]
 
 
 @pytest.fixture

@@ -89,11 +89,11 @@ def test_widths_stay_below_their_limits():
     model = patch_model(build("llama-5-bias"))
     attentions(model)[1].widen(qk_dims=4)
     report = grow(model, qk_dims=6, v_dims=6, max_qk_head_dim=20, max_v_head_dim=21)
-    assert [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)] == [(20, 21)] * 5
+    assert [(a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(20, 21)] * 5
     assert report.layers[2].width == (20, 20) and report.layers[2].step_size == 0
     model = patch_model(build("llama-5-bias"))
     grow(model, budget=0.5, max_qk_head_dim=19, max_v_head_dim=18)
-    assert all(a.qk_head_dim <= 19 and a.v_head_dim <= 18 for a in attentions(model))
+    assert all(a.width_of("query") <= 19 and a.width_of("value") <= 18 for a in attentions(model))
     model = patch_model(build("llama-5-bias"))
     assert not grow(model, qk_dims=4, max_qk_head_dim=16).applied
 

@@ -45,7 +45,7 @@ def test_a_registered_family_grows_and_is_saved_and_loaded(registered, tmp_path)
     before = model(tokens()).logits
     assert torch.equal(patch_model(model)(tokens()).logits, before)
     assert Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).grow(lm_batches()).applied
-    assert [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)] == [(20, 18)] * 2
+    assert [(a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(20, 18)] * 2
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert isinstance(attentions(reloaded)[1], OwnAttention)

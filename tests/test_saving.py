@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import data_path
-from families import build, tokens
+from families import add_dims, build, tokens
 from test_layering import TRAVELLING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,8 +19,7 @@ from hf_growattn.growable.models import attentions
 def grown(qk_dims: int, variant: str = "llama-2"):
     torch.manual_seed(qk_dims)
     model = patch_model(build(variant))
-    attentions(model)[0].widen(qk_dims)
-    torch.nn.init.normal_(attentions(model)[0].weight_of("query"), std=0.3)
+    add_dims(attentions(model)[0], qk_dims)
     model.sync_config()
     return model
 

@@ -68,7 +68,7 @@ def test_when_it_grows(tmp_path, when, options, expected):
     run.train()
     assert grown_at(run.state) == expected and len(growth.reports) == len(expected)
     layer = attentions(run.model)[0]
-    assert layer.qk_head_dim == layer.v_head_dim == 16 + sum(report.applied for report in growth.reports)
+    assert layer.width_of("query") == layer.width_of("value") == 16 + sum(report.applied for report in growth.reports)
 
 
 def test_a_plateau_of_the_evaluation_loss(tmp_path):

@@ -50,7 +50,7 @@ def kill(attention, role, dim, heads=slice(None)):
 
 
 def widths(model):
-    return [(a.qk_head_dim, a.v_head_dim) for a in attentions(model)]
+    return [(a.width_of("query"), a.width_of("value")) for a in attentions(model)]
 
 
 def logits(model):

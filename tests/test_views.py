@@ -94,7 +94,7 @@ def test_pattern_gives_the_logits_of_the_projections(variant, grown):
         for head in range(view.heads):
             pattern = view.pattern(head)
             assert pattern.shape == (x.shape[-1] + (layer.bias_of("query") is not None),) * 2
-            assert pattern.left.shape[1] == layer.qk_head_dim
+            assert pattern.left.shape[1] == layer.width_of("query")
             inputs = features(x, pattern.shape[0])
             shared = key[:, head * view.groups // view.heads]
             assert_close(inputs @ pattern @ inputs.mT, query[:, head] @ shared.mT, **EXACT)
@@ -185,9 +185,9 @@ def test_message_is_the_heads_share_of_the_output(variant, grown):
         for head in range(view.heads):
             message = view.message(head)
             assert message.shape == (x.shape[-1] + (layer.bias_of("value") is not None), x.shape[-1])
-            assert message.left.shape[1] == layer.v_head_dim
+            assert message.left.shape[1] == layer.width_of("value")
             # The output projection applied to this head's values alone.
-            alone = torch.zeros(*x.shape[:2], view.heads, layer.v_head_dim, dtype=torch.float64)
+            alone = torch.zeros(*x.shape[:2], view.heads, layer.width_of("value"), dtype=torch.float64)
             alone[:, :, head] = value[:, head * view.groups // view.heads]
             expected = layer.projection_of("output")(alone.flatten(2)) - (0 if bias is None else bias)
             assert_close(features(x, message.shape[0]) @ message, expected, **EXACT)

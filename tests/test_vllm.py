@@ -70,7 +70,7 @@ def test_layers_that_vllm_keeps_wide_enough_are_served(name, vllm):
 
     assert agrees(width) and agrees(width + 8)
     widened(model)
-    widths = {(a.qk_head_dim, a.v_head_dim) for a in attentions(model)}
+    widths = {(a.width_of("query"), a.width_of("value")) for a in attentions(model)}
     widest = max(max(pair) for pair in widths)
     assert len(widths) > 1 and agrees(widest) and agrees(widest + 3)
     for head_size in (width, widest - 1):

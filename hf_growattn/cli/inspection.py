@@ -32,8 +32,8 @@ def inspect_model(model: GrowableModelMixin) -> dict:
                 "heads": view.heads,
                 "key_value_heads": view.groups,
                 "stock_widths": [view.module.shape.qk_head_dim, view.module.shape.v_head_dim],
-                "patterns": _measure_ranks(view.pattern, view.heads, view.module.qk_head_dim),
-                "messages": _measure_ranks(view.message, view.heads, view.module.v_head_dim),
+                "patterns": _measure_ranks(view.pattern, view.heads, view.module.width_of("query")),
+                "messages": _measure_ranks(view.message, view.heads, view.module.width_of("value")),
             }
         )
     present = {"native": Cost(cache_bytes(model), model.num_parameters())}

@@ -131,7 +131,7 @@ def _check_room(attention: GrowableAttention, config: GrowthConfig) -> None:
         ("qk", config.qk_dims, config.max_qk_head_dim),
         ("v", config.v_dims, config.max_v_head_dim),
     ):
-        width = getattr(attention, f"{name}_head_dim")
+        width = attention.width_of("key" if name == "qk" else "value")
         if limit is None and dims and width + dims > widest:
             raise ValueError(
                 f"Layer {attention.layer} has {name}_head_dim={width}; {dims} more would exceed "

@@ -209,8 +209,8 @@ def check_affordable(bought: int, cheapest: int, parameters: int) -> None:
 def check_limits(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> None:
     """Raise a ValueError if the widths that growth shall not exceed are exceeded by every layer that may grow."""
     chosen = _chosen(config, layers)
-    for name in ("qk_head_dim", "v_head_dim"):
-        limit, width = getattr(config, f"max_{name}"), min((getattr(layer, name) for layer in chosen), default=0)
+    for name, role in (("qk_head_dim", "key"), ("v_head_dim", "value")):
+        limit, width = getattr(config, f"max_{name}"), min((layer.width_of(role) for layer in chosen), default=0)
         if limit is not None and limit < width:
             raise ValueError(
                 f"max_{name}={limit} is below the present width: no layer has less than {name}={width}. The limit is "

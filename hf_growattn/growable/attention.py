@@ -25,8 +25,8 @@ class GrowableAttention(WideAttention):
         return self.shape.heads_of(role)
 
     def width_of(self, role: str) -> int:
-        """Width of one head of a role, new dims included."""
-        return self.qk_head_dim if role in ("query", "key") else self.v_head_dim
+        """Width of one head of a role, kept new dims included."""
+        return self.stock_width_of(role) + sum(part.dims_of(role) for part in self.parts)
 
     def stock_width_of(self, role: str) -> int:
         """Width of one head of a role before any growth."""

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..model.configuration import WideConfigMixin, auto_map, growable_config_class
 from ..model.modeling import WideModelMixin, find_attentions, renew_old_forward
-from ..model.seam import WideAttention, WideProjection
+from ..model.seam import WideAttention, WideProjection, names_taken
 from .models import GrowableModelMixin, attentions, growable_configs, is_grown
 from .registration import register
 
@@ -66,6 +66,9 @@ def _check(model: PreTrainedModel) -> None:
             )
         raise ValueError(f"New dims cannot join {type(model).__name__}: it {reason}.")
     for module in found:
+        taken = names_taken(GrowableModelMixin.attention_mixin, module)
+        if taken:
+            raise ValueError(f"New dims cannot join {type(module).__name__}, which has its own {', '.join(taken)}.")
         if "forward" in vars(module) and "_old_forward" not in vars(module):
             raise ValueError(
                 f"A {type(module).__name__} has a forward that other code has put there, which new dims could not "

@@ -180,7 +180,7 @@ def model_card(
         family=config.model_type.removeprefix(PREFIX),
         heads=config.num_attention_heads,
         stock_width=attentions(model)[0].shape.qk_head_dim,
-        widths=[(attention.qk_head_dim, attention.v_head_dim) for attention in attentions(model)],
+        widths=[(attention.width_of("key"), attention.width_of("value")) for attention in attentions(model)],
         costs=costs_of(model),
         growths=figures["growths"],
         losses=list(dict.fromkeys(figures["held_out"][:1] + figures["held_out"][-1:])),

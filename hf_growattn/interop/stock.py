@@ -39,7 +39,7 @@ def why_not_exportable(model: PreTrainedModel) -> str | None:
         for role in ROLES:
             if not attention.is_known(role):
                 return attention.why_unreadable(role)
-        if _norms(attention) and attention.qk_head_dim > attention.shape.qk_head_dim:
+        if _norms(attention) and attention.width_of("query") > attention.shape.qk_head_dim:
             return "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
         if attention.rotate is not None and not _rotates_halves(attention):
             return "its stock class rotates neighbouring dims in pairs"
@@ -129,7 +129,7 @@ def stock_model(model: PreTrainedModel, target_class: type[PreTrainedModel]) -> 
 
 def widest_head(model: PreTrainedModel) -> int:
     """Width of the widest head of a model, of queries and keys or of values."""
-    return max(max(a.qk_head_dim, a.v_head_dim) for a in attentions(model))
+    return max(a.width_of(role) for a in attentions(model) for role in ("key", "value"))
 
 
 def stock_fields(config: PreTrainedConfig) -> dict:
@@ -177,7 +177,7 @@ def _ropes(model: PreTrainedModel, width: int) -> dict[str | None, Rope]:
     parameters = getattr(model.config, "rope_parameters", None) or {}
     if "rope_type" in parameters:
         parameters = {None: parameters}
-    dims = max(attention.qk_head_dim for attention in attentions(model))
+    dims = max(attention.width_of("query") for attention in attentions(model))
     rotaries = [fresh_rotary(module.rotary_emb) for module in model.modules() if hasattr(module, "rotary_emb")]
     return {layer_type: _rope(rotaries[0], layer_type, of, dims, width) for layer_type, of in parameters.items()}
 
@@ -248,12 +248,13 @@ def _norms(attention: GrowableAttention) -> dict[str, str]:
 
 def _write_attention(source: GrowableAttention, target: GrowableAttention, rope: Rope | None) -> None:
     """Give the stock attention its weights: each role's, per head, at their places among zeros."""
-    width, old_width = target.qk_head_dim, source.shape.qk_head_dim
+    width, old_width = target.shape.qk_head_dim, source.shape.qk_head_dim
     dtype, exact = source.empty_like().dtype, torch.float64
-    places, gains = torch.arange(source.qk_head_dim), torch.ones(source.qk_head_dim).double()
+    dims = source.width_of("query")
+    places, gains = torch.arange(dims), torch.ones(dims).double()
     if rope is not None:
-        places, gains = rope.places[: source.qk_head_dim], rope.gains[: source.qk_head_dim]
-    at = {"query": places, "key": places, "value": torch.arange(source.v_head_dim)}
+        places, gains = rope.places[:dims], rope.gains[:dims]
+    at = {"query": places, "key": places, "value": torch.arange(source.width_of("value"))}
     factors = {"query": gains * (source.softmax_scale / target.softmax_scale), "key": gains}
     if width > old_width:  # the mean square over padded dims is the old one once they are that much larger
         model_type = source.config.model_type.removeprefix(PREFIX)

@@ -139,6 +139,8 @@ class _Functions:
 def _attend(function: Callable, implementation: str, module: Any, query, key, value, *args, **kwargs):
     """Call an attention function with old and new dims, and give back what it reads through the old ones."""
     call: Call = module.call
+    if call.read is not None:
+        raise ValueError(f"New dims cannot join {_stock_name(module)}: it calls its attention function twice.")
     if not call.joined:
         _check_shapes(module, query, key, value)
     new_query = call.query
@@ -161,9 +163,19 @@ def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> Non
     found = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
     if found != expected:
         raise ValueError(
-            f"New dims cannot join {type(module).__bases__[1].__name__}: it hands (query heads, key heads, width, "
+            f"New dims cannot join {_stock_name(module)}: it hands (query heads, key heads, width, "
             f"value width) = {found} to its attention function, and its attributes say {expected}."
         )
+
+
+def _stock_name(module: nn.Module) -> str:
+    return type(module).__bases__[1].__name__
+
+
+def names_taken(cls: type, module: nn.Module) -> set[str]:
+    """The names of ours that a stock module has for something else: it cannot have new dims."""
+    ours = {name for base in cls.__mro__ if issubclass(base, WideAttention) for name in vars(base)} - {*dir(nn.Module)}
+    return {name for name in ours if name in vars(module) or name in module._modules or hasattr(type(module), name)}
 
 
 def reaches_seam(cls: type) -> bool:
@@ -217,16 +229,6 @@ class WideAttention(nn.Module):
         return self._modules.get("extra")  # pyright: ignore[reportReturnType]
 
     @property
-    def qk_head_dim(self) -> int:
-        """Width of one head's queries and keys, new dims included."""
-        return self.shape.qk_head_dim + sum(part.qk_dims for part in self.parts)
-
-    @property
-    def v_head_dim(self) -> int:
-        """Width of one head's values, new dims included."""
-        return self.shape.v_head_dim + sum(part.v_dims for part in self.parts)
-
-    @property
     def parts(self) -> list[Part]:
         """The kept parts."""
         return list(self.extra.parts.values()) if self.extra is not None else []  # pyright: ignore
@@ -263,6 +265,13 @@ class WideAttention(nn.Module):
         self.call = call
         try:
             output = self._stock_forward(self, **given.arguments)
+        except RuntimeError as error:
+            if call.joined and call.read is None:  # between the cache and the attention function
+                raise ValueError(
+                    f"New dims cannot join {_stock_name(self)}, whose forward does not take wider keys and values: "
+                    f"{error}."
+                ) from error
+            raise
         finally:
             self.call = None
         if call.read is None:

@@ -126,14 +126,14 @@ def prepare_model(
         The model or peft's wrapper of it, and the report, or None without growth.
 
     Raises:
-        ValueError: the model is quantized, and the method trains its weights, or adds growth to LoRA.
+        ValueError: the model is quantized, and the method trains its weights.
     """
     weights, rank = budget.split(method)
     report = None
-    if is_quantized(model) and (method.base or (weights and rank)):
-        raise ValueError(f"Quantized weights cannot be trained by {method.title}: choose growth or LoRA alone.")
+    if is_quantized(model) and method.base:
+        raise ValueError("Quantized weights do not train: choose growth, LoRA or both.")
     model.requires_grad_(method.base)
-    if weights and is_quantized(model):
+    if weights and not rank and is_quantized(model):  # which Trainer trains by adapters alone
         return grow_quantized(model, weights, batches, seed, loss_of)
     if weights:
         # LoRA moves the old dims too, so the new ones need not do their work.

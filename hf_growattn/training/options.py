@@ -9,20 +9,15 @@ def parse_budget(text: str) -> int | float:
     """A budget as people write it: 1%, 0.01 or 20000.
 
     Raises:
-        ValueError: it is no number, or out of range.
+        ValueError: it is no number.
     """
     try:
-        value = float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
+        number = float(text.rstrip("%"))
     except ValueError:
         raise ValueError(f"The budget {text!r} is not a number; write 1%, 0.01 or 20000.") from None
-    share = text.endswith("%") or value < 1
-    inside = 0 < value < 1 if share else value.is_integer()
-    if not inside:
-        raise ValueError(
-            f"The budget {text!r} is out of range; write a share of the model's weights between 0 and 1, such as 1% or "
-            "0.01, or a whole number of weights, such as 20000."
-        )
-    return value if share else int(value)
+    if text.endswith("%"):
+        return number / 100
+    return int(number) if number >= 1 and number.is_integer() else number
 
 
 def _option(help: str, default: Any = None) -> Any:  # no percent signs in help: argparse would fill them in
@@ -32,8 +27,6 @@ def _option(help: str, default: Any = None) -> Any:  # no percent signs in help:
 @dataclass
 class GrowthOptions:
     """What to grow, and when; once and half-way by default."""
-
-    _argument_group_name = "growth"
 
     budget: str | None = _option(
         "the most weights to add: a share of the model's, such as 0.02, or a number; unless set, 0.02, and 0.01 for "
@@ -48,7 +41,6 @@ class GrowthOptions:
         "instead: grow after each epoch, or whenever the held-out loss stops falling (plateau)"
     )
     max_growths: int | None = _option("the most growths; 0 trains without growth")
-    total_budget: str | None = _option("the most weights to add in all growths, written as a budget")
     method: Literal["full", "growth", "lora", "both"] = _option(
         "what to train. full: all weights, and grow on the way. growth, lora, both: only what the budget adds at the "
         "start, as wider heads, as LoRA on all linear layers, or some of each, where --learning_rate is LoRA's and "
@@ -60,8 +52,6 @@ class GrowthOptions:
 @dataclass
 class RaceOptions:
     """How long and how often a race trains."""
-
-    _argument_group_name = "race"
 
     steps: int = _option("steps of each training; learning rates are tried for a quarter of them", 100)
     seeds: int = _option("how often LoRA and its best challenger train, each time on the rows in another order", 2)

@@ -1,9 +1,7 @@
 """Training next to quantized weights (`--load_in_4bit`, `--load_in_8bit`): adapters alone, merged at the end."""
 
-import contextlib
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..growable.adapters import keep_unpacked
-from ..growable.models import GrowableModelMixin
+from ..growable.growths import load_growth, save_growth
+from ..growable.models import GrowableModelMixin, is_grown
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
 from ..report.report import GrowthReport
 
@@ -31,16 +30,7 @@ def move_to_device(model: nn.Module, device: torch.device) -> Any:
 def add_adapter(config: PeftConfig, model: PreTrainedModel, seed: int) -> nn.Module:
     """Give a model an adapter, whose weights are drawn by a seed."""
     torch.manual_seed(seed)
-    with _names_of_peft():
-        return get_peft_model(model, config)
-
-
-@contextlib.contextmanager
-def _names_of_peft() -> Iterator[None]:
-    """Let peft use names that transformers warns of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
+    return get_peft_model(model, config)
 
 
 def grow_quantized(
@@ -53,7 +43,10 @@ def grow_quantized(
 
 
 def merge_adapters(adapted: PeftModel, dense: PreTrainedModel) -> GrowableModelMixin:
-    """The dense model that was quantized, with the adapters merged into it."""
-    with tempfile.TemporaryDirectory() as folder, _names_of_peft():
+    """The dense model that was quantized, with the adapters merged into it, and the new dims of its base."""
+    with tempfile.TemporaryDirectory() as folder:
+        if is_grown(adapted):
+            save_growth(adapted, folder)
+            load_growth(dense, folder)
         adapted.save_pretrained(folder, save_embedding_layers=False)
         return PeftModel.from_pretrained(dense, folder).merge_and_unload()

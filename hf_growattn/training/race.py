@@ -23,9 +23,9 @@ from ..growable.models import cache_bytes
 from ..growable.patching import patch_model
 from ..report.report import GrowthReport
 from .comparison import SHORT, Race, Run, compete
-from .data import Prepared, Rows, first_rows, make_batches, prepare_rows, split_rows, without_training
+from .data import Prepared, draw_batches, first_rows, prepare_rows, without_training
 from .methods import METHODS, Budget, count_trained_weights, prepare_model, round_rate
-from .quantized import is_quantized, move_to_device
+from .quantized import move_to_device
 from .sft import make_sft_loss, make_trainer
 
 RUNS = "race.jsonl"
@@ -55,22 +55,21 @@ class _Trainings:
     """
 
     def __init__(self, load_model, tokenizer, prepared: Prepared, training: SFTConfig, budget, steps, growth_batches):
-        self.load_model, self.tokenizer, self.collate = load_model, tokenizer, prepared.collate
-        self.rows, held_out = split_rows(prepared, training)
-        self.held_out = held_out.select(range(min(len(held_out), _HELD_OUT)))
+        self.load_model, self.tokenizer, self.prepared = load_model, tokenizer, prepared
+        self.held_out = prepared.test.select(range(min(len(prepared.test), _HELD_OUT)))
         self.training = without_training(training)
         self.training.save_strategy, self.training.logging_strategy = "no", "no"
         self.training.eval_on_start, self.training.disable_tqdm = False, True
         self.training.train_sampling_strategy = "sequential"
-        self.growth_rows = growth_batches * training.per_device_train_batch_size
+        self.growth_batches = growth_batches
         self.bar: Any = None
         self._prepared: tuple = ()  # method, seed, model, report, and the weights that train as they start
         model = load_model()
-        self.budget, self.quantized = Budget.near(model, budget), is_quantized(model)
+        self.budget = Budget.near(model, budget)
         identity = {
             "model": _hash_model(model),
             "config": {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"},
-            "train_dataset": _hash_rows(self.rows if isinstance(self.rows, Dataset) else self._rows_of(steps, 0)),
+            "train_dataset": _hash_rows(prepared.train),
             "eval_dataset": _hash_rows(self.held_out),
             "budget": vars(self.budget),
             "steps": steps,
@@ -138,7 +137,7 @@ class _Trainings:
             self._prepared = ()
             gc.collect()  # a Trainer refers to itself, and holds the last model
             patched = move_to_device(self.load_model(), self.training.device)
-            batches = make_batches(first_rows(self.rows, self.growth_rows, seed), self.collate, self.training)
+            batches = draw_batches(self.prepared, self.training, self.growth_batches, seed)
             loss_of = partial(make_sft_loss, tokenizer=self.tokenizer, training=self.training)
             model, report = prepare_model(patched, METHODS[method], self.budget, batches, seed, loss_of)
             start = {weight: weight.detach().clone() for weight in model.parameters() if weight.requires_grad}
@@ -152,11 +151,11 @@ class _Trainings:
     def _rows_of(self, steps: int, seed: int) -> Dataset:
         """The rows of that number of steps, in the seed's order."""
         of_a_step = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
-        return first_rows(self.rows, steps * of_a_step, seed)
+        return first_rows(self.prepared.train, steps * of_a_step, seed)
 
     def _measure(self, model: nn.Module) -> tuple[list[float], list[int]]:
         """The loss and number of tokens of each held-out row, without losses if one is not finite."""
-        nats, counts = measure_rows(model, self.held_out, self.collate, self.training)
+        nats, counts = measure_rows(model, self.held_out, self.prepared.collate, self.training)
         return nats if math.isfinite(sum(nats)) else [], counts
 
 
@@ -201,9 +200,9 @@ def measure_rows(model: nn.Module, rows: Dataset, collate, training: SFTConfig) 
 def race(
     model: PreTrainedModel,
     tokenizer,
-    train_dataset: Rows,
+    train_dataset: Dataset,
     training: SFTConfig,
-    eval_dataset: Rows | None = None,
+    eval_dataset: Dataset | None = None,
     budget: int | float = 0.02,
     steps: int = 100,
     seeds: int = 2,
@@ -216,7 +215,7 @@ def race(
     does not change.
 
     Args:
-        model: a causal LM, stock or patched; a quantized one races without the mix of both.
+        model: a causal LM, stock or patched.
         tokenizer: its own.
         train_dataset: rows as TRL's SFTTrainer takes them: text, messages, or prompt and completion.
         training: batch size, length and so on; the race chooses learning rates itself. `output_dir` gets every run as
@@ -264,7 +263,7 @@ def run_race(
         raise ValueError("A race runs in one process: start it without torchrun, then train by the winner's method.")
     trainings = _Trainings(load_model, tokenizer, rows, training, budget, steps, growth_batches)
     methods = ["lora", "growth", "both"]
-    if trainings.quantized or trainings.budget.rank == 1:
+    if trainings.budget.rank == 1:
         methods.remove("both")
     rates = {name: [round_rate(rate / trainings.budget.width) for rate in METHODS[name].rates] for name in methods}
     race = Race(steps, trainings.done[0])

@@ -1,6 +1,5 @@
 """What a command that reads data was asked to do: TRL's options and those of growth."""
 
-import os
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,16 +20,12 @@ class Training(SFTConfig):
     """SFTConfig that measures the held-out loss on the way, and trains in fp32 on CPUs."""
 
     output_dir: str = field(default="", metadata={"help": "new folder to write", "aliases": ["-o", "--output"]})
-    eval_strategy: str = field(
-        default="steps", metadata={"help": "when to measure the held-out loss: no, steps, epoch"}
-    )
-    eval_steps: float | None = field(
-        default=0.1, metadata={"help": "after this number of steps, or this share of all steps"}
-    )
+    eval_strategy: str = field(default="steps", metadata={"help": "measure the held-out loss: no, steps or epoch"})
+    eval_steps: float | None = field(default=0.1, metadata={"help": "after this number or share of steps"})
     eval_on_start: bool = field(default=True, metadata={"help": "measure the held-out loss before the first step"})
 
     def __post_init__(self):
-        if self.resume_from_checkpoint in ("True", "true"):
+        if str(self.resume_from_checkpoint).lower() == "true":
             self.resume_from_checkpoint = last_checkpoint(Path(self.output_dir))
             if not self.resume_from_checkpoint:
                 raise ValueError(f"There is no checkpoint to resume from in {self.output_dir}.")
@@ -39,18 +34,11 @@ class Training(SFTConfig):
             self.use_cpu, self.dataloader_pin_memory = True, False
         if self.bf16 is None:  # TRL takes it for granted
             self.bf16 = not (self.fp16 or self.use_cpu) and is_torch_bf16_gpu_available()
-        self.prediction_loss_only = True
         # Trainer would log the same held-out loss twice, which reads as a plateau.
         self.eval_on_start = self.eval_on_start and self.eval_strategy != "no" and not self.resume_from_checkpoint
         with warnings.catch_warnings():  # of names that TRL itself uses
             warnings.simplefilter("ignore", FutureWarning)
             super().__post_init__()
-        started = int(os.environ.get("WORLD_SIZE", 1))
-        if started > 1 and self.world_size == 1:
-            raise ValueError(
-                f"{started} processes were started, and each would train by itself on {self.device}, into one folder. "
-                "Start one process, or add --use_cpu to train on CPUs."
-            )
 
 
 class Recipe(NamedTuple):
@@ -77,9 +65,8 @@ class Recipe(NamedTuple):
             ValueError: a value is out of its range.
         """
         growth = self.growth
-        budget = growth.budget
-        if budget is None and not (growth.qk_dims or growth.v_dims):
-            budget = default
+        unset = growth.budget is None and not (growth.qk_dims or growth.v_dims)
+        budget = default if unset else growth.budget
         chosen = None if budget is None else parse_budget(str(budget))
         return GrowthConfig(budget=chosen, qk_dims=growth.qk_dims, v_dims=growth.v_dims, seed=self.training.seed)
 

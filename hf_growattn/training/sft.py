@@ -12,18 +12,14 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from ..growable.models import is_grown
 from ..growable.patching import unpatch_model
-from .data import Rows, without_training
-from .methods import Method, scale_grown_rates
+from .data import without_training
+from .methods import scale_grown_rates
 from .quantized import is_quantized, merge_adapters
 from .trainer import loss_of
 
 
 class MixTrainer(SFTTrainer):
-    """SFTTrainer in which grown dims take a share of LoRA's learning rate.
-
-    Attributes:
-        grown_share: that share.
-    """
+    """SFTTrainer in which grown dims take `grown_share` of LoRA's learning rate."""
 
     grown_share = 1.0
 
@@ -37,10 +33,8 @@ class MixTrainer(SFTTrainer):
         return optimizer
 
 
-def make_trainer(
-    model, tokenizer, data: tuple[Rows, Rows | None], training, peft_config, growth=None, method: Method | None = None
-) -> SFTTrainer:
-    """An SFTTrainer on rows from `prepare_rows`; `growth` is a callback, `method` that of `prepare_model`."""
+def make_trainer(model, tokenizer, data, training, peft_config=None, callbacks=None, method=None) -> SFTTrainer:
+    """An SFTTrainer on a pair of rows from `prepare_rows`; `method` is that of `prepare_model`."""
     training = copy.copy(training)
     training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
     set_seed(training.seed)  # adapters begin alike; TRL 1.14 leaves that to the caller
@@ -51,8 +45,8 @@ def make_trainer(
         train_dataset=data[0],
         eval_dataset=data[1],
         processing_class=tokenizer,
-        peft_config=copy.deepcopy(peft_config),
-        callbacks=[growth] if growth else None,
+        peft_config=peft_config,
+        callbacks=callbacks,
     )
     for parameter, values in unrounded.items():
         parameter.data = values  # TRL rounds adapters of quantized models to bf16, which takes large steps to move
@@ -64,15 +58,7 @@ def make_trainer(
 def make_sft_loss(model, tokenizer, training: SFTConfig) -> Callable:
     """The loss that SFTTrainer lowers with these options, for a growth before the training."""
     row = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
-    return loss_of(make_trainer(model, tokenizer, (row, None), without_training(training), None))
-
-
-def train(trainer: SFTTrainer) -> None:
-    """Train to the end, and measure the held-out loss there."""
-    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    if trainer.state.global_step not in evaluated:
-        trainer.evaluate()
+    return loss_of(make_trainer(model, tokenizer, (row, None), without_training(training)))
 
 
 def save_model(trainer: SFTTrainer, dense: Callable[[], PreTrainedModel]) -> None:
@@ -83,6 +69,6 @@ def save_model(trainer: SFTTrainer, dense: Callable[[], PreTrainedModel]) -> Non
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
     if hasattr(model, "merge_and_unload"):
         model = merge_adapters(model, dense()) if is_quantized(model) else model.merge_and_unload()
-    vars(model).pop("forward", None)  # TRL's own, which computes a loss without logits
+    model.__dict__.pop("forward", None)  # TRL's own, which computes a loss without logits
     trainer.model = model if is_grown(model) else unpatch_model(model)
     trainer.save_model()
