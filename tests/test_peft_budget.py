@@ -71,6 +71,7 @@ def test_the_guided_start_spends_it_as_growth_does(variant, tmp_path):
         tried.unmerge_adapter()
         assert torch.equal(logits(tried), expected)
     assert same(dict(model.merge_and_unload().state_dict()), dict(grown.state_dict()))
+    loaded.set_adapter("default")  # older peft freezes it when another one is loaded
     train(loaded)
     trained = logits(loaded)
     near(logits(loaded.merge_and_unload()), trained)
@@ -92,10 +93,11 @@ def test_an_inactive_adapter_stays_so_and_in_its_precision():
     model.set_adapter("default")
     stir(model)
     expected = logits(model)
+    (dtype,) = {p.dtype for name, p in model.named_parameters() if ".other." in name}
     assert initialize_growattn_weights(model, BATCHES, "other").applied
     assert torch.equal(logits(model), expected)
     other = [p for name, p in model.named_parameters() if ".other." in name]
-    assert other and {(p.dtype, p.requires_grad) for p in other} == {(torch.float32, False)}
+    assert other and {(p.dtype, p.requires_grad) for p in other} == {(dtype, False)}
     model.set_adapter("other")
     assert all(p.requires_grad for p in other)
 
