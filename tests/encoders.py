@@ -3,7 +3,6 @@
 import torch
 from families import VOCABULARY, tokens
 from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForMaskedLM
-from transformers.models.dinov2 import modeling_dinov2
 
 TEXT = dict(
     vocab_size=VOCABULARY,
@@ -32,8 +31,6 @@ ENCODERS = {
     "dinov2": IMAGES | dict(mlp_ratio=2),
 }
 SEES = ("vit", "dinov2")
-# What the transformers of here builds of other modules than the newest does.
-OTHERWISE = ("dinov2",) if hasattr(modeling_dinov2, "Dinov2SelfAttention") else ()
 
 
 def build(name: str, attention: str = "sdpa"):

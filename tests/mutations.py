@@ -140,12 +140,12 @@ def _mixed(draw, folder, other, marker):
 
 
 def _another_config(draw, folder, other, marker):
-    """The widths of another save."""
+    """The new dims of another save."""
     config = json.loads((folder / "config.json").read_text())
-    width = draw(
-        st.sampled_from([{"1": {"qk_head_dim": 14}}, {"0": {"v_head_dim": 14}}, None, {"1": {"v_head_dim": 15}}])
+    parts = draw(
+        st.sampled_from([{"1": {"growth_1": [2, 2]}}, {"0": {"growth_1": [3, 2]}}, {}, {"1": {"growth_2": [3, 2]}}])
     )
-    (folder / "config.json").write_text(json.dumps(config | {"per_layer_config": width}))
+    (folder / "config.json").write_text(json.dumps(config | {"extra_dims": parts}))
 
 
 def _lying_index(draw, folder, other, marker):

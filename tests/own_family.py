@@ -2,6 +2,7 @@
 
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as turn
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
@@ -11,15 +12,15 @@ class OwnConfig(LlamaConfig):
 
 
 class OwnAttention(nn.Module):
-    """All heads in one projection, one after the other, and the head width under a name of its own."""
+    """All heads in one projection of an unusual name, one after the other."""
 
-    def __init__(self, config: OwnConfig, layer: int):
+    def __init__(self, config: OwnConfig, index: int):
         super().__init__()
-        self.config, self.layer, self.width = config, layer, config.head_dim
-        self.scale, self.drop, self.is_causal = 0.3, 0.0, True
+        self.config, self.index, self.width = config, index, config.head_dim
+        self.scale, self.is_causal, self.num_key_value_groups = 0.3, True, 1
         inner = config.num_attention_heads * config.head_dim
         self.mix = nn.Linear(config.hidden_size, 3 * inner, bias=False)
-        self.back = nn.Linear(inner, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, cache=None, **kwargs):
         cache = kwargs.get("past_key_values") if cache is None else cache  # its name before transformers 5.24
@@ -27,11 +28,10 @@ class OwnAttention(nn.Module):
         query, key, value = self.mix(hidden_states).view(shape).transpose(1, 2).chunk(3, dim=-1)
         query, key = turn(query, key, *position_embeddings)
         if cache is not None:
-            key, value = cache.update(key, value, self.layer)
-        out, weights = eager_attention_forward(self, query, key, value, attention_mask, scaling=self.scale)
-        return self.back(out.flatten(-2)), weights
-
-    num_key_value_groups = 1
+            key, value = cache.update(key, value, self.index)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, weights = attend(self, query, key, value, attention_mask, scaling=self.scale)
+        return self.o_proj(out.flatten(-2)), weights
 
 
 class OwnForCausalLM(LlamaForCausalLM):

@@ -42,7 +42,5 @@ def compute_logits(view: AttentionView, head: int, features: Tensor, causal: boo
 
 def window_of(attention) -> int | None:
     """How many tokens a query sees back to itself; None for all of them."""
-    path = dict(attention.architecture.passes).get("sliding_window")
-    if path is None and attention._at("attention_type") == "local":  # GPT-Neo keeps its window in its mask
-        path = "config.window_size"
-    return attention._at(path) if path else None
+    config = getattr(attention.config, "sliding_window", None)
+    return vars(attention).get("sliding_window", config)

@@ -7,13 +7,12 @@ import tracemalloc
 
 import pytest
 import torch
-from families import HEADS, build, tokens
+from families import tokens
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import load_file, save_file
 from test_saving import grown
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
 
 VARIANTS = ["llama-2", "gpt2-2"]
@@ -46,12 +45,30 @@ def shard_of(path, weight: str):
     return path / json.loads((path / "model.safetensors.index.json").read_text())["weight_map"][weight]
 
 
-@pytest.mark.parametrize("width", [0, -4, 8, 2.5, "20", None, True])
-def test_impossible_widths(checkpoint, width):
+@pytest.mark.parametrize(
+    "extra_dims",
+    [
+        {"-1": {"growth_1": [4, 0]}},
+        {"first": {"growth_1": [4, 0]}},
+        {"0": {"growth_1": 4}},
+        {"0": 20},
+        [{"growth_1": [4, 0]}],
+        "20",
+        *({"0": {"growth_1": dims}} for dims in ([0, 0], [-4, 4], [2.5, 0], ["4", 0], [None, 4], [True, 0], [4])),
+    ],
+)
+def test_new_dims_that_cannot_be(checkpoint, extra_dims):
     path = checkpoint("llama-2-4")
-    edit(path, lambda config: config["per_layer_config"]["0"].update(qk_head_dim=width))
-    with pytest.raises(ValueError, match=r"qk_head_dim of layer 0.*Correct per_layer_config in config.json"):
+    edit(path, lambda config: config.update(extra_dims=extra_dims))
+    with pytest.raises(ValueError, match=r"extra_dims in config.json must have a form such as .*and is"):
         AutoConfig.from_pretrained(path)
+
+
+def test_new_dims_of_no_layer(checkpoint):
+    path = checkpoint("gpt2-2-4")
+    edit(path, lambda config: config["extra_dims"].update({"7": {"growth_1": [4, 0]}}))
+    with pytest.raises(ValueError, match=r"extra_dims in config.json names layer 7"):
+        AutoModelForCausalLM.from_pretrained(path)
 
 
 def test_what_the_stock_config_refuses_is_refused(tmp_path):
@@ -61,49 +78,23 @@ def test_what_the_stock_config_refuses_is_refused(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "layers, reason",
-    [
-        ({"7": {"qk_head_dim": 20}}, "7"),
-        ({"-1": {"qk_head_dim": 20}}, "-1"),
-        ({"first": {"qk_head_dim": 20}}, "first"),
-        ({"0": {"qk_dim": 20}}, "qk_dim"),
-        ({"0": 20}, "int"),
-        ([{"qk_head_dim": 20}], "list"),
-        ("20", "str"),
-    ],
-)
-def test_widths_of_no_layer(checkpoint, layers, reason):
-    path = checkpoint("gpt2-2-4")
-    edit(path, lambda config: config.update(per_layer_config=layers))
-    with pytest.raises(ValueError, match=f"(?s)per_layer_config in config.json must hold widths by layer.*{reason}"):
-        AutoModelForCausalLM.from_pretrained(path)
-
-
-@pytest.mark.parametrize("name, value", [("qk_head_dim", 20), ("v_head_dim", "16"), ("head_dim", 8)])
-def test_the_stock_width_is_in_three_places(checkpoint, name, value):
-    """A smaller head_dim would fit the same weights, and rotate and scale them otherwise."""
-    path = checkpoint("llama-2-4")
-    edit(path, lambda config: config.update({name: value}))
-    with pytest.raises(ValueError, match=r"the stock head width.*Correct config.json"):
-        AutoModelForCausalLM.from_pretrained(path)
-
-
-def test_the_stock_width_need_not_be_said_again(checkpoint):
-    path = checkpoint("llama-2-4")
-    edit(path, lambda config: [config.pop(name) for name in ("qk_head_dim", "v_head_dim")])
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(path).eval()(tokens()).logits, grown(4)(tokens()).logits)
-
-
 @pytest.mark.parametrize("ignore", [False, True])
-@pytest.mark.parametrize("width", [18, 32, None])
+@pytest.mark.parametrize("dims", [[2, 0], [16, 0], [4, 1], None])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_widths_that_are_not_the_weights(checkpoint, variant, width, ignore):
+def test_new_dims_that_are_not_the_weights(checkpoint, variant, dims, ignore):
     path = checkpoint(f"{variant}-4")
-    layers = {"0": {"qk_head_dim": width}} if width else None
-    edit(path, lambda config: config.update(per_layer_config=layers))
-    with pytest.raises(RuntimeError, match=r"\.0\..*attn.* is \(.*in the weights and .*by config.json.*same save"):
+    parts = {"growth_1": dims} if dims else {"growth_2": [4, 0]}
+    edit(path, lambda config: config.update(extra_dims={"0": parts}))
+    with pytest.raises(RuntimeError, match=r"\.0\..*attn.*extra.*config.json.*same save"):
         AutoModelForCausalLM.from_pretrained(path, ignore_mismatched_sizes=ignore)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_config_without_the_new_dims_loads_nothing(checkpoint, variant):
+    path = checkpoint(f"{variant}-4")
+    edit(path, lambda config: config.pop("extra_dims"))
+    with pytest.raises((RuntimeError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(path)
 
 
 @pytest.mark.parametrize("keep", [5, 0.5, -1])
@@ -187,11 +178,15 @@ def test_a_false_header_is_not_read(checkpoint, length):
 
 
 WEIGHTS = {"llama-2": "model.layers.{}.self_attn.k_proj.weight", "gpt2-2": "transformer.h.{}.attn.c_attn.weight"}
+NEW = {
+    variant: name.format(0).rsplit(".", 2)[0] + ".extra.parts.growth_1.inside.weight"
+    for variant, name in WEIGHTS.items()
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_shard_of_another_model(saved, checkpoint, variant):
-    path, weight = checkpoint(f"{variant}-4-shards"), WEIGHTS[variant].format(0)
+    path, weight = checkpoint(f"{variant}-4-shards"), NEW[variant]
     shutil.copy(shard_of(saved / f"{variant}-9-shards", weight), shard_of(path, weight))
     with pytest.raises(RuntimeError, match=rf"{weight} is \(.*same save"):
         AutoModelForCausalLM.from_pretrained(path)
@@ -213,7 +208,7 @@ def test_a_task_head_may_be_new_or_of_another_size(saved, tmp_path):
         AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
     assert again.score.weight.shape[0] == 5
-    assert torch.equal(attentions(again)[0].weight_of("key"), attentions(grown(4))[0].weight_of("key"))
+    assert torch.equal(attentions(again)[0].parts[0].inside.weight, attentions(grown(4))[0].parts[0].inside.weight)
 
 
 def test_a_family_that_nobody_knows(checkpoint):
@@ -221,29 +216,3 @@ def test_a_family_that_nobody_knows(checkpoint):
     edit(path, lambda config: [config.update(model_type="growattn_albert"), config.pop("auto_map")])
     with pytest.raises(ValueError, match="growattn_albert"):
         AutoModelForCausalLM.from_pretrained(path)
-
-
-class QuantizedLinear(torch.nn.Module):
-    """What quantized layers look like from outside: an integer weight, and no `nn.Linear`."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.scale = linear.weight.abs().max() / 127
-        self.weight = torch.nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
-        self.bias = None
-
-    def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight * self.scale)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_widening_refuses_quantized_layers_before_it_changes_any(head):
-    model = patch_model(build("llama-2", HEADS[head]))
-    attention = attentions(model)[0]
-    attention.o_proj = QuantizedLinear(attention.o_proj)  # the last to be resized
-    before = {name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
-    with pytest.raises(ValueError, match=r"o_proj of layer 0 is a QuantizedLinear.*without quantization"):
-        attention.widen(4, 2)
-    after = model.state_dict(keep_vars=True)
-    assert after.keys() == before.keys() and (attention.width_of("query"), attention.width_of("value")) == (16, 16)
-    assert all(id(after[name]) == key and torch.equal(after[name], value) for name, (key, value) in before.items())

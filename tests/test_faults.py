@@ -182,7 +182,7 @@ def test_full_and_read_only_disks_and_mounts(tmp_path):
                 assert contents(place) == before
         subprocess.run(["mount", "-o", f"remount,size={4 * size}", place], check=True)
         model.save_pretrained(place)
-        assert attentions(loaded(place))[0].qk_head_dim == attentions(model)[0].qk_head_dim
+        assert attentions(loaded(place))[0].width_of("key") == attentions(model)[0].width_of("key")
         model.save_pretrained(place / "m")
         before = contents(place)
         subprocess.run(["mount", "-o", "remount,ro", place], check=True)
@@ -193,7 +193,7 @@ def test_full_and_read_only_disks_and_mounts(tmp_path):
     with disk(tmp_path / "outer", "1m") as outer, disk(outer / "inner", "4m") as inner:
         subprocess.run(["mount", "-o", "remount,ro", outer], check=True)
         model.save_pretrained(inner)  # the directory above cannot be written, this one can
-        assert attentions(loaded(inner))[0].qk_head_dim == attentions(model)[0].qk_head_dim
+        assert attentions(loaded(inner))[0].width_of("key") == attentions(model)[0].width_of("key")
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         model.save_pretrained(tmp_path / "file" / "m")

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 from conftest import LONG
-from families import COMMON, tokens
+from families import COMMON, add_dims, tokens
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS, evil_pickle, evil_text
@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
+from hf_growattn.model.extra import ROLES
 
 TOKEN = "hf_neverToBeSeenInAnyMessage"
 CASES = 200 if LONG else 20
@@ -88,10 +89,9 @@ EXTRAS = {
     "gpt2": {"scale_attn_by_inverse_layer_idx": st.booleans(), "scale_attn_weights": st.booleans()},
     "gpt_neox": {"rotary_pct": st.sampled_from([0.25, 1.0]), "use_parallel_residual": st.booleans()},
     "opt": {"do_layer_norm_before": st.booleans()},
-    "falcon": {"multi_query": st.booleans(), "alibi": st.booleans(), "bias": st.booleans()},
 }
 OWN_WIDTH = ("llama", "mistral", "qwen3", "gemma2")  # head_dim need not be hidden_size / heads
-ONE_HEAD_EACH = ("gpt2", "gpt_neox", "opt", "falcon")  # no groups
+ONE_HEAD_EACH = ("gpt2", "gpt_neox", "opt")  # no groups
 PRECISIONS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -113,8 +113,6 @@ def configs(draw):
     if family == "opt":
         fields |= dict(word_embed_proj_dim=heads * width, ffn_dim=24)
     fields |= {name: draw(values) for name, values in EXTRAS[family].items()}
-    if family == "falcon" and fields["alibi"]:
-        fields["multi_query"] = False
     grown = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=layers, max_size=layers))
     return AutoConfig.for_model(family, **fields), grown, draw(st.sampled_from(PRECISIONS)), draw(st.integers(0, 99))
 
@@ -124,11 +122,11 @@ def computed(model) -> torch.Tensor:
         return model.eval()(tokens(2, 9), use_cache=False).logits
 
 
-def fill(attention, before: tuple[int, int], roles) -> None:
-    """Draw the new dims of some roles, those beyond the widths before."""
-    for role in roles:
-        new = attention.weight_of(role)[:, before[role in ("value", "output")] :]
-        new.normal_(std=0.3)
+def fill(part, *roles: str) -> None:
+    """Draw the new dims of some roles."""
+    with torch.no_grad():
+        for role in roles:
+            part.weight_of(role).normal_(std=0.3)
 
 
 def test_configs_that_make_sense(record_property):
@@ -143,17 +141,14 @@ def test_configs_that_make_sense(record_property):
         expected = computed(model)
         seen.append(config.model_type)
         assert torch.equal(computed(patch_model(model)), expected)
-        before = [(a.width_of("query"), a.width_of("value")) for a in attentions(model)]
-        for attention, more, widths in zip(attentions(model), grown, before):
-            attention.widen(*more)
-            fill(attention, widths, ("query", "value"))
+        new = [(attention, dims) for attention, dims in zip(attentions(model), grown) if any(dims)]
+        parts = [add_dims(attention, *dims, roles=("query", "value")) for attention, dims in new]
         model.sync_config()
         # Sums of other lengths round otherwise: some bits of the largest logit.
         allowed = 64 * torch.finfo(precision).eps * expected.abs().max().item()
         torch.testing.assert_close(computed(model), expected, rtol=0, atol=allowed)
-        for attention, widths in zip(attentions(model), before):
-            fill(attention, widths, ("key", "output"))
-        wanted = [tuple(map(sum, zip(*each))) for each in zip(before, grown)]
+        for part in parts:
+            fill(part, "key", "output")
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             again = AutoModelForCausalLM.from_pretrained(folder)
@@ -161,7 +156,8 @@ def test_configs_that_make_sense(record_property):
         assert all(alike) and len(alike) == len(again.state_dict()) and again.dtype == precision
         # The same weights through the same code: nothing but memory alignment differs.
         torch.testing.assert_close(computed(again), computed(model), rtol=0, atol=allowed)
-        assert [(a.width_of("query"), a.width_of("value")) for a in attentions(again)] == wanted
+        found = [(part.qk_dims, part.v_dims) for attention in attentions(again) for part in attention.parts]
+        assert found == [dims for _, dims in new]
         tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (model, again)]
         assert tied[0] == tied[1]
 
@@ -171,7 +167,7 @@ def test_configs_that_make_sense(record_property):
 
 # --- config.json with anything in it: what the stock model makes of the same file, or an error.
 
-OURS = ("qk_head_dim", "v_head_dim", "per_layer_config")  # the stock model has none of these
+OURS = ("extra_dims", "per_layer_config")  # the stock model has none of these
 JUNK = st.one_of(
     st.sampled_from([None, True, False, -1, 0, 1, 3, 7, 64, 1000, 2.5, 1e30, float("nan"), float("inf"), -0.0]),
     st.sampled_from(["", "4", "x", "float16", "gpt2", "evil.Model", "../.."]),
@@ -189,9 +185,7 @@ def stock_and_grown(tmp_path_factory):
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **common, **fields))
         model.save_pretrained(folder / f"{family}-stock")
-        attention = attentions(patch_model(model))[1]
-        attention.widen(3, 2)
-        fill(attention, (12, 12), ("query", "value"))
+        add_dims(attentions(patch_model(model))[1], 3, 2, roles=("query", "value"))
         model.sync_config()
         model.save_pretrained(folder / f"{family}-grown")
         code = json.loads((folder / f"{family}-grown" / "config.json").read_text())["auto_map"]
@@ -202,11 +196,7 @@ def stock_and_grown(tmp_path_factory):
 @st.composite
 def edits(draw):
     """Paths in a config.json and what to put there; `...` takes the entry away."""
-    places = [
-        ("per_layer_config", "1", "qk_head_dim"),
-        ("per_layer_config", "1", "v_head_dim"),
-        ("per_layer_config", "1"),
-    ]
+    places = [("extra_dims", "1", "growth_1"), ("extra_dims", "1"), ("extra_dims", "0")]
     places += [("rope_parameters", "rope_theta"), ("rope_parameters", "rope_type"), ("auto_map", "AutoConfig")]
     places += [(name,) for name in (*OURS, "model_type", "architectures", "head_dim", "num_attention_heads")]
     own = st.sampled_from(places)
@@ -291,8 +281,7 @@ def whole(stock_and_grown, tmp_path_factory):
         for name in ("one", "other"):
             model = AutoModelForCausalLM.from_pretrained(stock_and_grown / f"{family}-grown")
             torch.manual_seed(ord(name[1]))
-            for attention in attentions(model):
-                fill(attention, (12, 12), ("query", "key", "value", "output"))
+            fill(attentions(model)[1].parts[0], *ROLES)
             model.save_pretrained(folder / f"{family}-{name}")
             model.save_pretrained(folder / f"{family}-{name}-shards", max_shard_size="5KB")
             expected[f"{family}-{name}"] = expected[f"{family}-{name}-shards"] = model

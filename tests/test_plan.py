@@ -4,18 +4,18 @@ import pytest
 import torch
 from compared import ComparedGrower, compared_gradients
 from conftest import LONG, data_path, real_batches, real_model
-from families import build, lm_batches
+from families import add_dims, build, lm_batches
 from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.plan import candidates, strength_of
-from hf_growattn.grow.trial import Change, Trial
+from hf_growattn.grow.trial import Change, Trial, read_factors
 from hf_growattn.growable.models import attentions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import measure_moments
-from hf_growattn.measure.gradients import sketched_gradients, tangent_steps, whole_gradients
+from hf_growattn.measure.gradients import sketched_gradients, whole_gradients
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import evaluation_mode, mean_loss
+from hf_growattn.measure.passes import Objective, evaluation_mode
 
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
 DIM = {"patterns": 6 * (48 + 1), "messages": 4 * 48 + 2 * (48 + 1)}
@@ -32,8 +32,8 @@ def halved(batches):
 def sketched(model, batches, dims):
     """The gradients of every layer and kind, as `Grower` measures them."""
     with evaluation_mode(model):
-        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        return sketched_gradients(model, blocks, halved(batches), dims, oversampling=8, seed=0)
+        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        return sketched_gradients(Objective(model), blocks, halved(batches), dims, oversampling=8, seed=0)
 
 
 def added(report):
@@ -87,7 +87,7 @@ def test_widths_are_rounded_up_to_a_multiple(config):
 
 def test_widths_stay_below_their_limits():
     model = patch_model(build("llama-5-bias"))
-    attentions(model)[1].widen(qk_dims=4)
+    add_dims(attentions(model)[1], qk_dims=4)
     report = grow(model, qk_dims=6, v_dims=6, max_qk_head_dim=20, max_v_head_dim=21)
     assert [(a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(20, 21)] * 5
     assert report.layers[2].width == (20, 20) and report.layers[2].step_size == 0
@@ -130,25 +130,16 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     trial = Trial([Change(gradient, 4, torch.zeros(4)) for gradient in gradients])
     trial.set_steps([1.0] * len(trial.changes))
     torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
-    trial.commit()
-    torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
+    for part in trial.parts.values():
+        part.requires_grad_(True)
     model(**batches[0]).loss.backward()
     layer = attentions(model)[1]
-    rms = [
-        layer.weight_of(role)[:, dims].square().mean().sqrt()
-        for role, dims in (("key", slice(16)), ("key", slice(16, None)))
-    ]
+    part = trial.parts[layer]
+    rms = [weight.square().mean().sqrt() for weight in (layer.weight_of("key"), part.weight_of("key"))]
     torch.testing.assert_close(*rms, rtol=0.2, atol=0)
-    assert (
-        not layer.weight_of("query")[:, 16:].any() and layer.weight_gradient("query")[:, 16:].abs().amin(-1).gt(0).all()
-    )
-    assert not layer.weight_of("output")[:, 16:].any() and layer.weight_gradient("output")[:, 16:].abs().sum() > 0
-
-
-def new_factors(trial, block):
-    """The new dims that a trial holds beside a block: stacked (H, a, n), shared (G, b, n)."""
-    beside = trial.extensions[block.attention]
-    return [F.join_bias(beside.weights[role], beside.biases[role]) for role in block.kind.roles]
+    assert not part.weight_of("query").any() and not part.weight_of("output").any()
+    rows = 4 * 4  # heads times dims, of the queries
+    assert part.inside.weight.grad[:rows].abs().amin(-1).gt(0).all() and part.outside.weight.grad.any()
 
 
 def test_a_new_pair_has_one_length_on_both_sides_but_its_shared_side_is_never_smaller_than_the_old_weights():
@@ -158,7 +149,7 @@ def test_a_new_pair_has_one_length_on_both_sides_but_its_shared_side_is_never_sm
     blocks, products = [gradient.block for gradient in gradients], {}
     for step in (1e-3, 1e9):
         trial.set_steps([step] * len(gradients))
-        found = [new_factors(trial, block) for block in blocks]
+        found = [read_factors(trial.parts[block.attention], block.kind) for block in blocks]
         products[step] = [stacked @ shared.mT / step for stacked, shared in found]
         for block, (stacked, shared) in zip(blocks, found):
             old, new = block.old_factors()[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()
@@ -172,94 +163,6 @@ def test_a_new_pair_has_one_length_on_both_sides_but_its_shared_side_is_never_sm
                 torch.testing.assert_close(*(side.norm(dim=-2) for side in whitened), rtol=1e-3, atol=0)
     for small, large in zip(*products.values()):
         torch.testing.assert_close(small, large, rtol=1e-3, atol=1e-5 * large.abs().max().item())
-
-
-# Refactoring
-
-
-@pytest.mark.parametrize("variant", ["gpt2-2", "gpt2-5-scaled"])
-def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors(variant):
-    model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
-    gradients = sketched(model, batches, 4)
-    blocks = [gradient.block for gradient in gradients]
-    with evaluation_mode(model):
-        existing = tangent_steps(model, blocks, halved(batches))
-    logits = model(**batches[0]).logits
-    patterns = [F.product_norm(*block.whitened_factors()) for block in blocks]
-    changes = [Change(g, 4, strength_of(g), step, refactor=True) for g, step in zip(gradients, existing)]
-    for step in (0.0, 1e-3):
-        trial = Trial(changes)
-        trial.set_steps([step] * len(changes))
-        if step == 0:
-            torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-6, atol=1e-6)
-        trial.commit()
-        for block, norm, change in zip(blocks, patterns, changes):
-            # The best of the stepped product, and balanced: both sides have the singular values as their Gram matrix.
-            stacked, shared = block.whitened_factors()
-            assert stacked.shape[-1] == 20 and change.refactor
-            if step == 0:
-                torch.testing.assert_close(F.product_norm(stacked, shared), norm)
-                grams = stacked.mT @ stacked
-                diagonal = torch.diag_embed(grams.diagonal(dim1=-2, dim2=-1))
-                torch.testing.assert_close(grams, diagonal, rtol=1e-6, atol=1e-9)
-            torch.testing.assert_close(stacked.mT @ stacked, shared.mT @ shared, rtol=1e-6, atol=1e-9)
-        trial.undo()
-        torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=0, atol=0)
-
-
-def test_refactoring_grows_gpt2_and_starts_its_momentum_anew():
-    model, batches = patch_model(build("gpt2-2")), lm_batches(6)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(**batches[0]).loss.backward()
-    optimizer.step()
-    report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2, method="refactor"), optimizer).grow(batches)
-    assert report.applied and report.loss_after < report.loss_before
-    weight = attentions(model)[0].c_attn.weight
-    assert not optimizer.state[weight]["exp_avg"].any() and optimizer.state[weight]["exp_avg_sq"].gt(0).all()
-    model(**batches[0]).loss.backward()
-    optimizer.step()
-
-
-def test_refactoring_refuses_rotary_patterns_and_says_why():
-    model = patch_model(build("llama-2"))
-    before = fingerprint(model)
-    for config in (dict(qk_dims=4), dict(budget=0.1)):
-        with pytest.raises(ValueError, match=r"rotates its queries and keys.*append"):
-            grow(model, method="refactor", **config)
-    assert same(fingerprint(model), before)
-    assert grow(model, v_dims=4, method="refactor").applied  # messages do not rotate
-
-
-# The existing weights
-
-
-@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
-def test_the_steepest_step_of_the_existing_weights_descends(variant):
-    model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
-    gradients = sketched(model, batches, 1)
-    with evaluation_mode(model):
-        before = mean_loss(model, batches)
-        existing = tangent_steps(model, [gradient.block for gradient in gradients], halved(batches))
-    changes = [Change(g, 0, torch.zeros(0), step) for g, step in zip(gradients, existing)]
-    trial, slope = Trial(changes), sum(change.slope for change in changes)
-    assert slope > 0 and all(change.quadratic_ratio >= 0 for change in changes)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    promise = 1e-4
-    trial.set_steps([promise / slope] * len(changes))
-    with evaluation_mode(model):
-        assert before - mean_loss(model, batches) == pytest.approx(promise, rel=0.02)
-    trial.undo()
-    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
-
-
-def test_updating_the_existing_weights_moves_them_with_the_rest():
-    model, batches = patch_model(build("llama-2")), lm_batches(6)
-    old = attentions(model)[0].weight_of("query").clone()
-    report = grow(model, batches, qk_dims=2, update_existing=True)
-    assert report.applied and not torch.equal(attentions(model)[0].weight_of("query")[:, :16], old)
-    assert all(layer.existing_slope > 0 and layer.quadratic_ratio > 0 for layer in report.layers)
-    still = grow(patch_model(build("llama-2")), batches, qk_dims=2)
-    assert all(layer.existing_slope == layer.quadratic_ratio == 0 for layer in still.layers)
 
 
 # Estimators
@@ -279,7 +182,7 @@ def test_random_dims_change_nothing_yet():
     report = ComparedGrower(model, GrowthConfig(qk_dims=4, v_dims=4)).grow(batches)
     assert report.applied and report.loss_after == report.loss_before
     torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
-    assert all(a.weight_of("key")[:, 16:].any() and a.weight_of("value")[:, 16:].any() for a in attentions(model))
+    assert all(a.parts[0].weight_of(role).any() for a in attentions(model) for role in ("key", "value"))
 
 
 @pytest.mark.parametrize("estimator", ["whitened", "gradient"])
@@ -288,10 +191,10 @@ def test_whitened_directions_gain_most_in_their_metric(estimator):
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
     halves = halved(batches)
     with evaluation_mode(model):
-        blocks, _ = measure_moments(model, attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        whole = whole_gradients(model, blocks, halves)
+        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        whole = whole_gradients(Objective(model), blocks, halves)
         name = "pooled-truncated" if estimator == "whitened" else estimator
-        others = compared_gradients(name, model, blocks, halves, 4, 0.05, 0)
+        others = compared_gradients(name, Objective(model), blocks, halves, 4, 0.05, 0)
     for parts, other in zip(whole, others):
         best = torch.linalg.svdvals(sum(parts) / 2)[:, :4].square().sum().sqrt()
         length = F.product_norm(other.u * other.sigma.unsqueeze(-2), other.v)
@@ -322,11 +225,11 @@ def test_promised_gains_are_those_of_fresh_batches():
         batches = [pool[i] for i in order]
         halves = halved(batches)
         with evaluation_mode(model):
-            blocks, _ = measure_moments(model, attentions(model), kinds, batches, 0.05)
-            gradients = sketched_gradients(model, blocks, halves, dims, oversampling=16, seed=draw)
+            blocks, _ = measure_moments(Objective(model), attentions(model), kinds, batches, 0.05)
+            gradients = sketched_gradients(Objective(model), blocks, halves, dims, oversampling=16, seed=draw)
             if draw == 0:
                 # One whitening for the truth: products with the raw gradient do not depend on it.
-                truth = whole_gradients(model, blocks, (fresh,))
+                truth = whole_gradients(Objective(model), blocks, (fresh,))
                 reference = blocks
         for gradient, block, (whole,) in zip(gradients, reference, truth):
             promised, measured = ratios[block.kind.name]

@@ -1,38 +1,23 @@
-"""A family of the user's own: one row, and everything that holds for the others holds for it."""
-
-from dataclasses import replace
+"""A family of the user's own: it grows as it is, and a row tells what reads its old weights."""
 
 import pytest
 import torch
-from families import LLAMA, build, lm_batches, tokens
+from families import COMMON, LLAMA, lm_batches, tokens
 from own_family import OwnAttention, OwnConfig, OwnForCausalLM
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_growattn import Architecture, Grower, GrowthConfig, patch_model, register_architecture
+from hf_growattn import Grower, GrowthConfig, Row, attention_views, patch_model, register_architecture
 from hf_growattn.growable.models import attentions
-from hf_growattn.model.architectures import ARCHITECTURES
+from hf_growattn.growable.rows import ROWS
 
-ROW = Architecture(
-    "own",
-    "OwnAttention",
-    modeling="own_family",
-    query="mix",
-    key="mix",
-    value="mix",
-    output="back",
-    fused_groups=lambda config: config.num_attention_heads,
-    key_value_heads=lambda config: config.num_attention_heads,
-    rotate="turn",
-    attention_dropout="drop",
-    aliases=(("layer_idx", "layer"), ("head_dim", "width"), ("scaling", "scale")),
-)
+NAMES = dict.fromkeys(("query", "key", "value"), "mix") | {"output": "o_proj"}
 
 
 @pytest.fixture
 def registered():
-    register_architecture(ROW)
+    register_architecture("own", Row(NAMES, grouped_by_head=True, rotate="turn"))
     yield
-    del ARCHITECTURES["own"]
+    del ROWS["own"]
 
 
 def own_model():
@@ -40,46 +25,54 @@ def own_model():
     return OwnForCausalLM(config).eval()
 
 
-def test_a_registered_family_grows_and_is_saved_and_loaded(registered, tmp_path):
+def test_an_unknown_family_grows_and_is_saved_and_loaded(tmp_path):
     model = own_model()
     before = model(tokens()).logits
     assert torch.equal(patch_model(model)(tokens()).logits, before)
-    assert Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).grow(lm_batches()).applied
+    report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).grow(lm_batches())
+    assert report.applied and all(layer.starvation is None for layer in report.layers)
     assert [(a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(20, 18)] * 2
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert isinstance(attentions(reloaded)[1], OwnAttention)
     # The same weights through the same code: nothing but memory alignment differs.
     torch.testing.assert_close(reloaded(tokens()).logits, model(tokens()).logits, rtol=1e-6, atol=1e-6)
-    assert not list(tmp_path.rglob("*.py"))  # its row is not in the files that travel
 
 
-def test_before_it_is_registered_the_message_says_how():
-    with pytest.raises(ValueError, match=r"'own'.*register_architecture"):
-        patch_model(own_model())
+def test_a_row_tells_what_old_dims_can_follow(registered):
+    model = patch_model(own_model())
+    report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).grow(lm_batches())
+    assert report.applied and all(0 < layer.starvation <= 1 for layer in report.layers)
+    attention = attentions(model)[1]
+    mixed = attention.mix.weight.view(4, 3, 16, 48)
+    assert all(torch.equal(attention.weight_of(role), mixed[:, i]) for i, role in enumerate(("query", "key", "value")))
 
 
-@pytest.mark.parametrize(
-    "row, match",
-    [
-        (ARCHITECTURES["llama"], "has a row already"),
-        (replace(ROW, model_type="unheard-of"), "AutoConfig does not know 'unheard-of'"),
-        (replace(ROW, attention="Attention"), "own_family has no Attention"),
-        (replace(ROW, rotate="rotate"), "own_family has no rotate"),
-    ],
-)
-def test_rows_that_cannot_be_are_refused(row, match):
-    known = dict(ARCHITECTURES)
-    with pytest.raises(ValueError, match=match):
-        register_architecture(row)
-    assert known == ARCHITECTURES
+def test_without_a_row_views_say_how_to_give_one(registered):
+    assert attention_views(patch_model(own_model()))[0].pattern(0).shape == (48, 48)
+    row = ROWS.pop("own")
+    with pytest.raises(ValueError, match=r"query projection of layer 0 is not known.*register_architecture"):
+        attention_views(patch_model(own_model()))[0].pattern(0)
+    ROWS["own"] = row
 
 
-def test_families_that_cannot_grow_say_why():
-    config = LlamaConfig(**LLAMA)
-    for model_type, reason in (("bloom", "ALiBi"), ("gpt_oss", "sink"), ("deepseek_v3", "latent")):
-        model = build("llama-2")
-        model.config = config
-        config.model_type = model_type
-        with pytest.raises(ValueError, match=reason):
-            patch_model(model)
+def test_a_row_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="head is no role; roles are query, key, value and output"):
+        register_architecture("own", Row({"head": "mix"}))
+    assert "own" not in ROWS
+
+
+def test_an_attention_with_names_of_ours_is_refused():
+    model = own_model()
+    model.model.layers[1].self_attn.layer = 1
+    with pytest.raises(ValueError, match="cannot join OwnAttention, which has its own layer"):
+        patch_model(model)
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gpt_neo", "falcon"])
+def test_families_that_cannot_grow_say_why(model_type):
+    fields = COMMON | dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, num_heads=2, n_head=2, n_layer=2)
+    fields |= {"attention_types": [[["global", "local"], 1]]} if model_type == "gpt_neo" else {}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+    with pytest.raises(ValueError, match=r"computes attention in .*Attention.* takes its attention function"):
+        patch_model(model)

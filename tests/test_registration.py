@@ -1,6 +1,5 @@
 """Classes of grown models are made when they are needed, and found wherever a config, a name or a pickle asks."""
 
-import dataclasses
 import logging
 import subprocess
 import sys
@@ -8,19 +7,18 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from families import FAMILIES, build, tokens
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from families import FAMILIES, add_dims, build, tokens
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import patch_model
 from hf_growattn.growable import models as modeling
 from hf_growattn.growable.models import attentions
-from hf_growattn.growable.registration import register
-from hf_growattn.model.architectures import ARCHITECTURES
+from hf_growattn.model.extra import ROLES
 
 
 def grown(variant: str):
     model = patch_model(build(variant))
-    attentions(model)[0].widen(4, 2)
+    add_dims(attentions(model)[0], 4, 2)
     model.sync_config()
     return model
 
@@ -88,21 +86,7 @@ def test_a_grown_model_made_from_its_config_is_drawn_as_the_stock_one_is(variant
     stock, config = build(variant), grown(variant).config
     made = AutoModelForCausalLM.from_config(config)
     for theirs, ours in zip(attentions(patch_model(AutoModelForCausalLM.from_config(stock.config))), attentions(made)):
-        for role in ("query", "key", "value", "output"):
+        for role in ROLES:
             deviation = theirs.weight_of(role).std()
             # Thousands of draws: their deviation is within a tenth.
             assert (ours.weight_of(role).std() - deviation).abs() < 0.1 * deviation, role
-
-
-def test_a_row_added_later_is_registered_like_the_others(monkeypatch):
-    llama = ARCHITECTURES["llama"]
-    row = dataclasses.replace(llama, model_type="mistral", attention="MistralAttention")
-    monkeypatch.setitem(ARCHITECTURES, "mistral", row)
-    register("mistral")
-    config = AutoConfig.for_model(
-        "growattn_mistral", vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, per_layer_config={1: {"qk_head_dim": 16, "v_head_dim": 14}},
-    )  # fmt: skip
-    model = AutoModel.from_config(config).eval()
-    assert type(model).__name__ == "GrowAttnMistralModel" and attentions(model)[1].qk_head_dim == 16
-    assert model(tokens()).last_hidden_state.isfinite().all()

@@ -24,9 +24,9 @@ def test_ten_evaluations_of_four_batches_are_the_most(config, batches, monkeypat
         evaluated.append(sum(measured) - before)
         return loss
 
-    def noting(model, few, tick):
+    def noting(objective, few, tick):
         measured.append(len(few))
-        return mean_loss(model, few, tick)
+        return mean_loss(objective, few, tick)
 
     monkeypatch.setattr(search.StepSearch, "loss_at", counting)
     monkeypatch.setattr(growth, "mean_loss", noting)
@@ -75,7 +75,7 @@ def test_a_sketch_in_which_nothing_holds_is_the_last(monkeypatch):
     monkeypatch.setattr(
         gradients,
         "backward",
-        lambda model, batches, tick: passes.append(len(batches)) or backward(model, batches, tick),
+        lambda objective, batches, tick: passes.append(len(batches)) or backward(objective, batches, tick),
     )
     monkeypatch.setattr(gradients, "_from_products", nothing_holds)
     report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(8))

@@ -121,7 +121,7 @@ class Part(nn.Module):
         return self.qk_dims if role in ("query", "key") else self.v_dims
 
     def weight_of(self, role: str) -> Tensor:
-        """A role's weight, a view of (heads, new dims, features); a copy of a sharded one, gathered by all processes."""
+        """A role's weight, a view of (heads, new dims, features); of a sharded one a copy that all processes gather."""
         if role == "output":
             weight = self.outside.weight if self.outside else self.inside.weight.new_zeros(self.shape.out_features, 0)
             return _whole(weight).T.unflatten(0, (self.shape.num_heads, self.v_dims))

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
+from ..grow.checks import growable_model
 from ..grow.growth import Grower
-from ..growable.growths import load_growth
+from ..growable.growths import GROWTH, load_growth, save_with_adapters
 from ..interop.cards import save_figures
 from ..interop.checkpoints import load_config, load_growable, load_tokenizer
 from ..report.report import GrowthReport
@@ -24,7 +25,7 @@ from .quantized import is_quantized, move_to_device
 from .race import run_race
 from .recipe import Recipe
 from .sft import make_sft_loss, make_trainer, save_model
-from .trainer import GROWTH, GrowthCallback, SaveGrowth
+from .trainer import GrowthCallback
 
 BUDGET = "2%"  # of a training or a race, unless the options say
 _HALF_WAY = [1]  # stands for the middle of a training, of whatever length
@@ -167,10 +168,9 @@ def finetune(recipe: Recipe) -> dict:
     untrained, report = _prepare_start(recipe, model, rows, tokenizer)
     quantized = is_quantized(untrained)
     callbacks: list[TrainerCallback] = [growth] if growth else []
-    if not growth and not quantized:  # a quantized base stays as it is
-        callbacks.append(SaveGrowth())
     peft_config = get_peft_config(recipe.model)
     trainer = make_trainer(untrained, tokenizer, rows[:2], training, peft_config, callbacks, method)
+    save_with_adapters(growable_model(trainer.model))  # a growth before the training is part of a checkpoint, too
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     history = trainer.state.log_history
     if trainer.state.global_step not in [entry["step"] for entry in history if "eval_loss" in entry]:

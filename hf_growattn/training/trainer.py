@@ -25,8 +25,8 @@ from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, cheapest_dim, check_budget, weights_of
 from ..grow.provenance import name_kept
 from ..growable.adapters import is_adapted
-from ..growable.growths import GROWTH, load_growth, save_growth
-from ..growable.models import attentions, is_grown
+from ..growable.growths import GROWTH, load_growth
+from ..growable.models import attentions
 from ..growable.sharding import sharded_modules
 from ..report.report import GrowthReport
 
@@ -40,8 +40,8 @@ class GrowthCallback(TrainerCallback):
     Give one of `steps`, `every` and `at`. What growth lowers is the trainer's own loss, its `compute_loss`, of which
     its metrics keep no trace. The growth batches are drawn with a seed of their own and made by the training data
     loader's collator, so the order of the training data and all random states stay as they are. What grew is logged
-    through the Trainer. Everything that a resumed run must know is in the Trainer's own log history. Of a peft model
-    Trainer saves the adapters alone; the new dims of its base lie in the checkpoint's folder `growth`.
+    through the Trainer. Everything that a resumed run must know is in the Trainer's own log history. A checkpoint of a
+    peft model has the new dims of its base in the folder `growth`.
 
     Args:
         config: what to grow each time.
@@ -137,10 +137,9 @@ class GrowthCallback(TrainerCallback):
             control.should_log = due
 
     def on_save(self, args, state, control, **kwargs):
-        """Save the new dims, too, where Trainer saves adapters alone, and the config where it saves shards alone."""
-        save_growth_of_base(self._grower.model, args, state)
+        """Save the config where Trainer saves shards alone."""
         if state.is_world_process_zero and self._trainer.is_fsdp_enabled:
-            self._grower.model.config.save_pretrained(_checkpoint(args, state))
+            self._grower.model.config.save_pretrained(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
     def on_train_end(self, args, state, control, **kwargs):
         """Make sure that the growth somebody waited for did happen, and that the best model has its own new dims."""
@@ -210,20 +209,6 @@ class GrowthCallback(TrainerCallback):
         return [dict(batch) for batch in batches]
 
 
-class SaveGrowth(TrainerCallback):
-    """Saves the new dims of a peft model's base that grew before its training; Trainer saves the adapters alone."""
-
-    def on_save(self, args, state, control, model=None, **kwargs):
-        """Save them next to those."""
-        save_growth_of_base(growable_model(model), args, state)
-
-
-def save_growth_of_base(model: PreTrainedModel, args, state) -> None:
-    """Save the new dims of a model with adapters into the checkpoint that a Trainer has just saved."""
-    if state.is_world_process_zero and _has_adapters(model) and is_grown(model):
-        save_growth(model, _checkpoint(args, state) / GROWTH)
-
-
 def _load_growth_of_base(model: Any, checkpoint: Path) -> None:
     """Give a model with adapters the new dims that a checkpoint has for its base, or none."""
     if (checkpoint / GROWTH).is_dir():
@@ -234,11 +219,6 @@ def _load_growth_of_base(model: Any, checkpoint: Path) -> None:
 
 def _has_adapters(model: nn.Module) -> bool:
     return any(map(is_adapted, model.modules()))
-
-
-def _checkpoint(args, state) -> Path:
-    """The checkpoint that a Trainer has just saved."""
-    return Path(args.output_dir, f"checkpoint-{state.global_step}")
 
 
 def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
