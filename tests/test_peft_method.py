@@ -310,6 +310,15 @@ def test_generation_uses_the_new_dims():
     assert torch.equal(tokens, uncached) and torch.equal(tokens, merged)
 
 
+def test_adapters_compile_in_one_graph_and_load_onto_empty_weights(tmp_path):
+    model = adapted(LLAMA)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    near(logits(torch.compile(model.get_base_model(), fullgraph=True, backend="eager")), expected)
+    loaded = peft.PeftModel.from_pretrained(build(LLAMA), tmp_path, low_cpu_mem_usage=True).eval()
+    assert torch.equal(logits(loaded), expected)
+
+
 def test_a_classifier_trains_its_head_along(tmp_path):
     base = build(LLAMA, HEADS["sequence-classification"])
     model = stir(peft.get_peft_model(base, GrowAttnConfig(**DIMS, task_type="SEQ_CLS"))).eval()

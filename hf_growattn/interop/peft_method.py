@@ -138,7 +138,8 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         """The adapters in use; those that are merged are among the attention's own parts."""
         if self.disable_adapters or self.merged:
             return []
-        return [part for name in self.active_adapters if (part := self.part_of(name)) is not None]
+        found = [self.part_of(name) for name in self.active_adapters]
+        return [part for part in found if part is not None]
 
     def part_of(self, adapter_name: str) -> AdapterPart | None:
         """An adapter's modules; None if it adds nothing here."""
