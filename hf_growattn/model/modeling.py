@@ -162,7 +162,8 @@ def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
             if beside is None or not hasattr(beside, "dense"):
                 continue
             sibling = beside
-        if any(True for child in module.children() if hasattr(child, "weight")):
+        # Some quantized layers have no weight.
+        if any(hasattr(child, "weight") or hasattr(child, "in_features") for child in module.children()):
             found.append((module, sibling))
     numbers = [getattr(module, "layer_idx", None) for module, _ in found]
     if None in numbers or len({*numbers}) < len(numbers):
