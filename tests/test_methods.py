@@ -41,10 +41,10 @@ def test_every_method_trains_as_many_weights(variant):
 
 @pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
 def test_a_mix_leaves_alone_what_grew_before(variant):
-    """A model that grew in another training has old dims beyond `head_dim`, which belong to no budget of this one."""
+    """The new dims of another training belong to no budget of this one."""
     model = patch_model(families.build(variant))
     for attention in attentions(model):
-        attention.widen(qk_dims=2, v_dims=6)
+        attention.add_part("growth_1", qk_dims=2, v_dims=6)
     model.sync_config()
     budget, base = Budget.near(model, 0.3), model.num_parameters()
     ids = torch.randint(0, model.config.vocab_size, (4, 4, 16), generator=torch.Generator().manual_seed(0))

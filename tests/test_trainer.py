@@ -7,7 +7,7 @@ import torch
 from families import build, word_tokenizer
 from torch.utils.data import IterableDataset
 from training import Rows
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.models import attentions
@@ -140,11 +140,11 @@ def test_a_prebuilt_optimizer_follows_a_resumed_checkpoint(tmp_path):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert held == {id(p) for p in model.parameters()}
         assert all(state["exp_avg"].shape == parameter.shape for parameter, state in optimizer.state.items())
-        assert attentions(model)[0].qk_head_dim == 17
+        assert attentions(model)[0].width_of("query") == 17
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
-def test_lora_is_resumed_on_the_grown_base(tmp_path):
+def test_lora_is_resumed_with_the_growth_of_its_base(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     def adapted(model):
@@ -152,13 +152,15 @@ def test_lora_is_resumed_on_the_grown_base(tmp_path):
         return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False))
 
     options = dict(save_strategy="steps", save_steps=4)
-    model = adapted(patch_model(build("llama-2")))
-    run = trainer(tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), model, **options)
+    run, again = (
+        trainer(
+            tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), adapted(patch_model(build("llama-2"))), **options
+        )
+        for _ in range(2)
+    )
     run.train()
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4" / "grown_base")
-    assert attentions(base)[0].qk_head_dim == 17
-    again = trainer(tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), adapted(base), **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert attentions(again.model)[0].width_of("query") == 17
     losses, unbroken = ([e["loss"] for e in r.state.log_history if "loss" in e] for r in (again, run))
     assert losses == unbroken
 
@@ -234,5 +236,5 @@ def test_a_callback_may_serve_one_trainer_after_the_other(tmp_path):
     runs = [trainer(tmp_path, growth) for _ in range(2)]
     for run in runs:
         run.train()
-        assert grown_at(run.state) == [2] and attentions(run.model)[0].qk_head_dim == 17
+        assert grown_at(run.state) == [2] and attentions(run.model)[0].width_of("query") == 17
     assert len(growth.reports) == 2

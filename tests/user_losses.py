@@ -175,7 +175,7 @@ def trains_down(folder, make) -> None:
     (report,) = growth.reports
     assert report.loss_before == pytest.approx(growth.expected, rel=ROUNDING)
     assert report.applied and report.loss_after < report.loss_before
-    assert attentions(trainer.model)[0].v_head_dim > 16
+    assert attentions(trainer.model)[0].width_of("value") > 16
 
 
 class Encoder(nn.Module):

@@ -184,7 +184,7 @@ def run_race(recipe: Any, words: list[str]) -> Result:
     LoRA on all linear layers, growth, and a third of growth with LoRA train for a short while: the same number of
     weights on the same rows, each with the best of a few learning rates. Growth wins if it leads by more than 0.01 nats
     a token and by more than two standard errors; otherwise LoRA does, which costs nothing at inference. The output
-    keeps every run as it ends, so the same command continues after an interruption, and at the end the winner's model.
+    keeps every run as it ends, so the same command continues after an interruption.
     """
     output = recipe.training.output_dir
     if not Path(output, "race.jsonl").exists():

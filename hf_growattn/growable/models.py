@@ -134,7 +134,8 @@ def _parts_in(model: nn.Module, state: dict[str, Any], prefix: str) -> dict[str,
 
 def _stock_entries(attention: nn.Module) -> Iterator[str]:
     """The names of a stock attention module's weights and buffers, within it; adapters may be around them."""
-    for name, child in attention.named_children():
+    children: Iterator[tuple[str, Any]] = attention.named_children()
+    for name, child in children:
         while hasattr(child, "base_layer"):
             name, child = f"{name}.base_layer", child.base_layer
         if name != "extra":

@@ -162,9 +162,10 @@ def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
             if beside is None or not hasattr(beside, "dense"):
                 continue
             sibling = beside
-        if any(True for child in module.children() if hasattr(child, "weight")):
+        # Some quantized layers have no weight.
+        if any(hasattr(child, "weight") or hasattr(child, "in_features") for child in module.children()):
             found.append((module, sibling))
-    numbers = [getattr(module, "layer_idx", None) for module, _ in found]
+    numbers: list[Any] = [getattr(module, "layer_idx", None) for module, _ in found]
     if None in numbers or len({*numbers}) < len(numbers):
         numbers = list(range(len(found)))
     return [(module, number, sibling) for (module, sibling), number in zip(found, numbers)]
@@ -179,7 +180,7 @@ def wide_attentions(model: nn.Module) -> list[Any]:
 def renew_old_forward(*modules: Any) -> None:
     """Let hooks of accelerate call the forward of a module's class, which was just swapped."""
     for module in modules:
-        if "_old_forward" in vars(module if module is not None else object):
+        if module is not None and "_old_forward" in vars(module):
             module._old_forward = types.MethodType(type(module).forward, module)
 
 

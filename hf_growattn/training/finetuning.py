@@ -85,6 +85,8 @@ def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTr
     name, training, revision = recipe.model_name, recipe.training, recipe.model.model_revision
     config, tokenizer = load_config(name, revision=revision), load_tokenizer(name, revision=revision)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if training.max_length == type(training).max_length:  # TRL's default: nobody chose it
+        training.max_length = min(training.max_length, longest)
     if (training.max_length or 0) > longest:
         raise ValueError(f"This model reads {longest:,} tokens at once: choose --max_length {longest} or less.")
     try:
