@@ -3,11 +3,11 @@
 import pytest
 import torch
 from families import VARIANTS, build, lm_batches, padded, tokens
+from hf_growattn.measure.extension import ExtraDims, set_extension
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.trial import Trial
 from hf_growattn.growable.models import attentions
-from hf_growattn.measure.extension import ExtraDims, set_extension
 
 
 def new_dims(attention, qk_dims: int, v_dims: int) -> ExtraDims:

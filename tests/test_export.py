@@ -73,9 +73,9 @@ def reloaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exports")
     jobs, expected = {}, {}
 
-    def add(name, model, auto_class="AutoModelForCausalLM", new_tokens=40, target=None):
+    def add(name, model, auto_class="AutoModelForCausalLM", new_tokens=40):
         input_ids = tokens() if "stor" not in name else real_batches(1, name.partition(":")[0], tokens=64)[0][:2]
-        report = export_model(model, folder / name, target)
+        report = export_model(model, folder / name)
         jobs[name] = {"path": str(folder / name), "auto_class": auto_class, "input_ids": input_ids.tolist()}
         jobs[name]["new_tokens"] = new_tokens
         with torch.no_grad():
@@ -88,7 +88,6 @@ def reloaded(tmp_path_factory):
             add(name, widened(build(name), qk_dims=0 if name in NORMED else 6))
     add("llama-2:keys", widened(build("llama-2"), v_dims=0))
     add("qwen2:llama", widened(without_windows("qwen2")))
-    add("mistral:llama", widened(without_windows("mistral")), target="llama")
     add("llama-tied", widened(llama(tie_word_embeddings=True)))
     for name in REAL:
         if has_data(name):

@@ -7,7 +7,7 @@ import torch
 from families import build, word_tokenizer
 from torch.utils.data import IterableDataset
 from training import Rows
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.models import attentions
@@ -153,7 +153,9 @@ def test_lora_is_resumed_with_the_growth_of_its_base(tmp_path):
 
     options = dict(save_strategy="steps", save_steps=4)
     run, again = (
-        trainer(tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), adapted(patch_model(build("llama-2"))), **options)
+        trainer(
+            tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), adapted(patch_model(build("llama-2"))), **options
+        )
         for _ in range(2)
     )
     run.train()

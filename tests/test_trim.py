@@ -160,13 +160,13 @@ def test_a_product_of_small_rank_needs_no_more_dims(variant):
                 query.copy_(torch.einsum("pr,hr...->hp...", mixing, query[:, :2]))
     before = logits(model)
     assert not trim_model(model).removed_parameters
-    patterns = [new for new in found(model, batches) if new.kind is PATTERNS]
-    assert max(new.trimmed_to(2).error for new in patterns) < 1e-10  # rounding, squared
-    set_parts(cut_parts(dict.fromkeys(patterns, 2)))
+    keep = {new: 2 if new.kind is PATTERNS else V for new in found(model, batches)}
+    assert max(new.trimmed_to(kept).error for new, kept in keep.items()) < 1e-10  # rounding, squared
+    set_parts(cut_parts(keep))
     error = (logits(model) - before).abs().max() / before.abs().max()
     print(f"{variant}: {error:.1e}")
     assert error < 1e-4  # fp32, through roots of the moments and back
-    set_parts(cut_parts({new: 1 for new in found(model, batches) if new.kind is PATTERNS}))
+    set_parts(cut_parts({new: 1 if new.kind is PATTERNS else V for new in found(model, batches)}))
     assert (logits(model) - before).abs().max() > 1e-2 * before.abs().max()
 
 
@@ -307,8 +307,8 @@ def test_a_head_with_fewer_directions_can_still_train():
     attention = attentions(model)[0]
     for dim in range(QK):
         kill(attention, "query", dim, 0)
-    (new,) = [n for n in found(model, batches) if n.attention is attention and n.kind is PATTERNS]
-    former = set_parts(cut_parts({new: QK - 1}))
+    every = [new for new in found(model, batches) if new.attention is attention]
+    former = set_parts(cut_parts({new: QK - 1 if new.kind is PATTERNS else V for new in every}))
     assert not new_dims(attention, "query")[0].any() and not new_dims(attention, "query", "bias")[0].any()
     assert new_dims(attention, "key")[0].abs().amax(-1).min() > 0
     set_parts(former)

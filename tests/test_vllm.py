@@ -11,12 +11,12 @@ import encoders
 import pytest
 import torch
 from families import VARIANTS, build, tokens
+from hf_growattn.model.attention import GrownAttention
 from test_export import widened
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
-from hf_growattn.model.attention import GrownAttention
 
 TOLERANCE = 1e-5  # of the largest logit: fp32, whose sums run over other zeros
 

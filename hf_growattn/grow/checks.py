@@ -120,6 +120,10 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
                     "of it."
                 )
         _check_room(attention, config)
+    if config.moves_old_dims:
+        from .old_dims import check_old_dims
+
+        check_old_dims(model, config, chosen)
     check_budget(config, chosen, model.num_parameters())
     return chosen
 

@@ -26,9 +26,6 @@ from ..model.modeling import find_attentions
 from ..model.shapes import read_shape
 
 MULTIPLE = 8  # of the head width that flash kernels take
-# The families that can be written as another one, best first. A Llama with biases is what vLLM and llama.cpp can read
-# of a grown Qwen2: their own Qwen2 knows no head_dim.
-TARGETS = {"mistral": ("mistral", "llama"), "qwen2": ("llama", "qwen2")}
 _NORM_OFFSETS = {"gemma3_text": 1.0}  # what a family adds to the weight of a norm of queries or keys
 
 
@@ -82,9 +79,10 @@ def find_stock_class(model: PreTrainedModel, target: str | None = None) -> type[
             f"This grown {own} model has no exact stock form: {reason}. Save it as it is, with model.save_pretrained: "
             "transformers loads that with `import hf_growattn`."
         )
-    windows = getattr(model.config, "sliding_window", None) is not None  # a Llama has none
-    types = (own,) if windows else TARGETS.get(own, (own,))
-    choice = target or (types[0] if is_grown(model) else own)
+    types = [own]
+    if own == "qwen2" and model.config.sliding_window is None:  # a Llama has none
+        types.append("llama")  # with biases; the Qwen2 of vLLM and of llama.cpp knows no head_dim
+    choice = target or (types[-1] if is_grown(model) else own)
     if choice not in types:
         raise ValueError(
             f"This {own} model can be written as {' or '.join(types)}, not as {target!r}. Leave out `target` for the "

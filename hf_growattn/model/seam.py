@@ -56,6 +56,7 @@ class Call:
     Attributes:
         query, key, value: the new ones, (batch, heads, tokens, new dims).
         one_width: whether keys and values are padded to one width.
+        crosses: whether keys and values are of another input than the queries.
         joined: whether the cache has joined old and new keys and values.
         v_head_dim: width of the old values.
         read: what the heads have read through the new values, (batch, tokens, heads, new dims).
@@ -67,6 +68,7 @@ class Call:
     read: Tensor | None = None
 
     def __init__(self, parts, hidden_states: Tensor, source: Tensor | None):
+        self.crosses = source is not None
         heads = [part.inside(hidden_states, source) for part in parts]
         self.query, self.key, self.value = (
             states[0] if len(parts) == 1 else torch.cat(states, -1) for states in zip(*heads)
@@ -141,6 +143,8 @@ def _attend(function: Callable, implementation: str, module: Any, query, key, va
     call: Call = module.call
     if call.read is not None:
         raise ValueError(f"New dims cannot join {_stock_name(module)}: it calls its attention function twice.")
+    if call.crosses and value.shape[-1] + key.shape[-1] > module.shape.qk_head_dim + module.shape.v_head_dim:
+        call.joined, call.v_head_dim = True, module.shape.v_head_dim  # a filled cache, read without `update`
     if not call.joined:
         _check_shapes(module, query, key, value)
     new_query = call.query
