@@ -197,7 +197,7 @@ class WideAttention(nn.Module):
         shape: the stock sizes.
         layer: number of the layer, by which the config knows it.
         call: the forward call under way; None between calls.
-        output_sibling: the module that adds this one's share to the output, where a sibling holds the output projection.
+        output_sibling: the module that adds the share of new dims, where a sibling holds the output projection.
     """
 
     shape: HeadShape
