@@ -287,6 +287,8 @@ class WideAttention(nn.Module):
         if share is None:
             return output
         if self.output_sibling:
+            if getattr(self, "_is_replica", False):  # whose sibling is that of the original
+                raise ValueError("New dims of this family do not work under DataParallel: use DistributedDataParallel.")
             self.output_sibling[0].share = share
             return output
         if isinstance(output, tuple):
