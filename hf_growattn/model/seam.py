@@ -197,14 +197,14 @@ class WideAttention(nn.Module):
         shape: the stock sizes.
         layer: number of the layer, by which the config knows it.
         call: the forward call under way; None between calls.
-        projection: the module that adds this one's share to the output, where a sibling holds the output projection.
+        output_sibling: the module that adds the share of new dims, where a sibling holds the output projection.
     """
 
     shape: HeadShape
     layer: int
     config: Any
     call: Call | None = None
-    projection: tuple[Any, ...] = ()  # a tuple keeps it from being a child
+    output_sibling: tuple[Any, ...] = ()  # a tuple keeps it from being a child
     _stock_forward: Callable
     _stock_names: list[str]
 
@@ -286,8 +286,10 @@ class WideAttention(nn.Module):
         share = _share(parts, call.read)
         if share is None:
             return output
-        if self.projection:
-            self.projection[0].share = share
+        if self.output_sibling:
+            if getattr(self, "_is_replica", False):  # whose sibling is that of the original
+                raise ValueError("New dims of this family do not work under DataParallel: use DistributedDataParallel.")
+            self.output_sibling[0].share = share
             return output
         if isinstance(output, tuple):
             return output[0] + share.view(output[0].shape).to(output[0].dtype), *output[1:]
