@@ -75,7 +75,7 @@ def test_inspect_takes_any_family_and_head(variant, head, tmp_path):
     build(variant, HEADS[head]).save_pretrained(tmp_path)
     done = call("inspect", tmp_path)
     assert done.code == 0, done
-    assert ("normalised" in done.out) == (variant == "qwen3")
+    assert ("normalized" in done.out) == (variant == "qwen3")
 
 
 def test_measure_changes_nothing(given):
