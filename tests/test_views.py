@@ -251,4 +251,4 @@ def test_unknown_and_partial_models_are_refused():
     with pytest.raises(ValueError, match="no attention that could be viewed"):
         attention_views(stock)
     with pytest.raises(ValueError, match="has no rotary_emb"):
-        attention_views(patch_model(build("llama-2")).model.layers[0])
+        attention_views(patch_model(build("llama-2")).model.layers[0])[0].pattern(0)
