@@ -133,7 +133,7 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
     every: list[Any] = list(attentions(model))
     for attention in every:
         attention._modules.pop("extra", None)
-        for name in ("shape", "layer", "projection", "call"):
+        for name in ("shape", "layer", "output_sibling", "call"):
             vars(attention).pop(name, None)
     for module in _ours(model):
         module.__dict__.pop("share", None)

@@ -80,7 +80,7 @@ class WideModelMixin(_Model):
             attention.__class__ = cls.attention_mixin.mixed_into(type(attention))
             attention.shape, attention.layer = read_shape(attention), number
             if sibling is not None:
-                attention.projection = (sibling,)
+                attention.output_sibling = (sibling,)
                 if not isinstance(sibling, WideProjection):
                     sibling.__class__ = WideProjection.mixed_into(type(sibling))
             renew_old_forward(attention, sibling)
