@@ -63,7 +63,7 @@ def test_a_benchmark_in_its_short_form(name, short_forms, tmp_path):
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     if name == "overhead":
         for comparisons in made["figures"]["models"].values():
-            for action in ("forward", "forward + backward", "generate"):
+            for action in ("forward", "training step", "decoding"):
                 assert comparisons["patched / stock"][action]["memory"]["ratio"] == pytest.approx(1, abs=0.01)
 
 
@@ -175,9 +175,7 @@ def test_methods_train_what_they_add_within_the_budget(title):
     for name, old in before.items():
         module, _, leaf = name.rpartition(".")
         new = after[name] if name in after else after[f"{module}.base_layer.{leaf}"]
-        old_entries = tuple(slice(size) for size in old.shape)
-        if title != "both" or new.shape == old.shape:  # next to LoRA, all of what grew trains
-            assert torch.equal(new.detach()[old_entries], old), name
+        assert torch.equal(new.detach(), old), name
 
 
 def test_random_new_dims_change_nothing_at_first_and_are_as_many_as_guided_ones():
@@ -190,14 +188,15 @@ def test_random_new_dims_change_nothing_at_first_and_are_as_many_as_guided_ones(
         trained, _, _ = methods.add_to_model(model, method, task, batches, 0, 0.01, None)
         assert (task.loss(trained, batches[0]).item() == pytest.approx(before, abs=1e-6)) == random
         widths.append([attention.width_of("query") for attention in attentions(model)])
-        assert attentions(model)[1].weight_of("key")[:, 2:].abs().min() > 0
+        (part,) = attentions(model)[1].parts
+        assert part.weight_of("key").abs().min() > 0
     assert widths[0] == widths[1]
 
 
 def test_growth_in_the_middle_keeps_the_optimizer_and_the_wide_model_costs_what_a_grown_one_does():
     method = methods.Method(growth={"qk_dims": 2}, at=0.34, base=True)
-    grown = harness.train(harness.Job(BOOK, "growth", method, 1e-3, 0))
-    wide = harness.train(harness.Job(BOOK, "wide", methods.Method(wide=True, base=True), 1e-3, 0))
+    grown = harness.train(harness.Job(BOOK, "growth", method, 1e-3, 1))
+    wide = harness.train(harness.Job(BOOK, "wide", methods.Method(wide=True, base=True), 1e-3, 1))
     assert grown["weights"] == wide["weights"] and grown["cache"] == pytest.approx(wide["cache"])
     assert cache_bytes(BOOK.model(0, wide=True)) > cache_bytes(BOOK.model(0))
 

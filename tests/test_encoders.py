@@ -134,7 +134,8 @@ def test_views_compute_what_the_module_does(grown, name):
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         projection = views[1]._attention.projection_of("output")
-        projection.register_forward_hook(lambda *call, seen=seen: seen.update(out=call[-1]))
+        for written in (projection, *(part.outside for part in getattr(module, "parts", ()))):
+            written.register_forward_hook(lambda *call, seen=seen: seen.update(out=seen.get("out", 0) + call[-1]))
         outputs(model, name)
         found = rebuild_output(views[1], seen["x"], causal=False, attention_mask=seen["mask"])
         torch.testing.assert_close(found, seen["out"], rtol=1e-4, atol=1e-4)  # fp32, other orders of summation

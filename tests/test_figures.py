@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from families import build
+from families import add_dims, build
 
 from hf_growattn import model_card, patch_model
 from hf_growattn.growable.models import attentions
@@ -21,7 +21,7 @@ MARKUP = (
 @pytest.fixture(scope="module")
 def model():
     model = patch_model(build("llama-2"))
-    attentions(model)[1].widen(4)
+    add_dims(attentions(model)[1], 4)
     model.sync_config()
     return model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from command import call
 from conftest import ROOT
-from families import build, lm_batches, tokens, word_tokenizer
+from families import add_dims, build, lm_batches, tokens, word_tokenizer
 from hub_server import Hub, Repository, card_errors
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM
@@ -263,7 +263,7 @@ def test_task_heads_and_a_growth_that_kept_nothing(task):
     from hf_growattn import GrowthReport
 
     model = patch_model(build("gpt2-2", getattr(transformers, f"AutoModelFor{task}")))
-    attentions(model)[0].widen(4)
+    add_dims(attentions(model)[0], 4)
     model.sync_config()
     card = model_card(model, "me/grown", reports=[GrowthReport(1.0, 1.0, [], 0, {}, {})], picture=True)
     assert f"AutoModelFor{task}.from_pretrained" in card.text and card_errors(str(card)) == []

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from families import build
+from families import add_dims, build
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
@@ -75,7 +75,7 @@ def test_loading_it_changes_nothing_that_stock_models_use(tmp_path):
     folders = []
     for variant in ("llama-2", "olmo2"):
         model = patch_model(build(variant))
-        attentions(model)[0].widen(2, 2)
+        add_dims(attentions(model)[0], 2, 2)
         model.sync_config()
         model.save_pretrained(tmp_path / variant)
         folders.append(str(tmp_path / variant))

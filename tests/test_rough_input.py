@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import HEADS, VOCABULARY, build, lm_batches, save_with_text, tokens
+from families import HEADS, VOCABULARY, add_dims, build, lm_batches, save_with_text, tokens
 from test_bad_input import refused
 from test_cli import call, only_line
 from transformers import Trainer, TrainingArguments
@@ -60,7 +60,7 @@ def test_a_limit_below_the_present_width_is_refused(name, limit):
     config = {limit: 15, "budget": 0.1}
     with pytest.raises(ValueError, match=rf"{limit}=15 is below.*{name}_head_dim=16.*at least 17"):
         Grower(model, GrowthConfig(**config))
-    attentions(model)[0].widen(qk_dims=4, v_dims=4)  # one that is wider already stays, and the other may grow
+    add_dims(attentions(model)[0], 4, 4)  # one that is wider already stays, and the other may grow
     Grower(model, GrowthConfig(**config | {limit: 18}))
     with pytest.raises(ValueError, match=rf"no layer has less than {name}_head_dim=20"):
         Grower(model, GrowthConfig(**config | {limit: 18}, layers=[0]))

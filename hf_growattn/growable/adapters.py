@@ -44,7 +44,7 @@ def has_other_adapters(module: Any) -> bool:
 
 def quantization(module: nn.Module) -> str | None:
     """What quantizes a module's weight, and the fix; None where the module computes with the weight's own entries."""
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return None
     kind = type(module) if type(module).__module__.startswith(_QUANTIZERS) else type(weight)

@@ -73,7 +73,7 @@ class GrowableAttention(WideAttention):
         """The module that computes a role; None where its name is unusual."""
         name = self.row.names.get(role)
         if name is None:
-            return self.projection[0].dense if role == "output" and self.projection else None
+            return self.output_sibling[0].dense if role == "output" and self.output_sibling else None
         return getattr(self, name)
 
     def why_unreadable(self, role: str) -> str | None:

@@ -46,6 +46,9 @@ class GrowableModelMixin(WideModelMixin):
         hub_kwargs = {key: kwargs.pop(key) for key in list(kwargs) if key not in _SAVING}
         with replacing(target) as partial:
             super().save_pretrained(partial, is_main_process, **kwargs)
+        if getattr(self, "_hf_peft_config_loaded", False) and is_grown(self):  # those were its adapters alone
+            growths = importlib.import_module("hf_growattn.growable.growths")
+            growths.save_growth(self, target / growths.GROWTH, kwargs.get("state_dict"))
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
 

@@ -186,7 +186,7 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
     for module, number, sibling in [] if pairs else find_attentions(model):
         twin: Any = copy.copy(module)  # growable, and shares the projections
         twin.__class__ = GrowableAttention.mixed_into(type(module))
-        twin.shape, twin.layer, twin.projection = read_shape(module), number, (sibling,) if sibling else ()
+        twin.shape, twin.layer, twin.output_sibling = read_shape(module), number, (sibling,) if sibling else ()
         pairs.append((twin, module))
     if not pairs:
         raise ValueError(f"{type(model).__name__} has no attention that could be viewed: patch_model says why.")

@@ -80,7 +80,7 @@ class WideModelMixin(_Model):
             attention.__class__ = cls.attention_mixin.mixed_into(type(attention))
             attention.shape, attention.layer = read_shape(attention), number
             if sibling is not None:
-                attention.projection = (sibling,)
+                attention.output_sibling = (sibling,)
                 if not isinstance(sibling, WideProjection):
                     sibling.__class__ = WideProjection.mixed_into(type(sibling))
             renew_old_forward(attention, sibling)
@@ -165,7 +165,7 @@ def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
         # Some quantized layers have no weight.
         if any(hasattr(child, "weight") or hasattr(child, "in_features") for child in module.children()):
             found.append((module, sibling))
-    numbers = [getattr(module, "layer_idx", None) for module, _ in found]
+    numbers: list[Any] = [getattr(module, "layer_idx", None) for module, _ in found]
     if None in numbers or len({*numbers}) < len(numbers):
         numbers = list(range(len(found)))
     return [(module, number, sibling) for (module, sibling), number in zip(found, numbers)]
@@ -180,7 +180,7 @@ def wide_attentions(model: nn.Module) -> list[Any]:
 def renew_old_forward(*modules: Any) -> None:
     """Let hooks of accelerate call the forward of a module's class, which was just swapped."""
     for module in modules:
-        if "_old_forward" in vars(module if module is not None else object):
+        if module is not None and "_old_forward" in vars(module):
             module._old_forward = types.MethodType(type(module).forward, module)
 
 

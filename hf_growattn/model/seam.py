@@ -179,6 +179,7 @@ def _stock_name(module: nn.Module) -> str:
 def names_taken(cls: type, module: nn.Module) -> set[str]:
     """The names of ours that a stock module has for something else: it cannot have new dims."""
     ours = {name for base in cls.__mro__ if issubclass(base, WideAttention) for name in vars(base)} - {*dir(nn.Module)}
+    ours |= {"shape", "layer"}  # of each module, not of the class
     return {name for name in ours if name in vars(module) or name in module._modules or hasattr(type(module), name)}
 
 
@@ -196,14 +197,14 @@ class WideAttention(nn.Module):
         shape: the stock sizes.
         layer: number of the layer, by which the config knows it.
         call: the forward call under way; None between calls.
-        projection: the module that adds this one's share to the output, where a sibling holds the output projection.
+        output_sibling: the module that adds this one's share to the output, where a sibling holds the output projection.
     """
 
     shape: HeadShape
     layer: int
     config: Any
     call: Call | None = None
-    projection: tuple[Any, ...] = ()  # a tuple keeps it from being a child
+    output_sibling: tuple[Any, ...] = ()  # a tuple keeps it from being a child
     _stock_forward: Callable
     _stock_names: list[str]
 
@@ -223,9 +224,11 @@ class WideAttention(nn.Module):
         name = f"Growable{stock.__name__}"
         names = list(inspect.signature(forward).parameters)[1:]
         own = {"_stock_forward": staticmethod(same), "_stock_names": names}
-        made = type(name, (cls, stock), {"__module__": cls.__module__, **own})
-        setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
-        return made
+        return type(name, (cls, stock), {"__module__": cls.__module__, **own})
+
+    def __reduce_ex__(self, protocol) -> tuple:
+        """Let pickles name the stock class, and make ours of it where they are read."""
+        return _without_init, type(self).__bases__, *super().__reduce_ex__(protocol)[2:]
 
     @property
     def extra(self) -> ExtraDims | None:
@@ -283,8 +286,8 @@ class WideAttention(nn.Module):
         share = _share(parts, call.read)
         if share is None:
             return output
-        if self.projection:
-            self.projection[0].share = share
+        if self.output_sibling:
+            self.output_sibling[0].share = share
             return output
         if isinstance(output, tuple):
             return output[0] + share.view(output[0].shape).to(output[0].dtype), *output[1:]
@@ -315,6 +318,11 @@ def _share(parts, read: Tensor) -> Tensor | None:
     return share
 
 
+def _without_init(mixin: Any, stock: type[nn.Module]) -> nn.Module:
+    made = mixin.mixed_into(stock)
+    return made.__new__(made)
+
+
 class WideProjection(nn.Module):
     """Mixin for the module that projects the output of a sibling attention module, as in BERT's family.
 
@@ -331,9 +339,11 @@ class WideProjection(nn.Module):
     def mixed_into(cls, stock: type[nn.Module]) -> type["WideProjection"]:
         """Return the subclass of a stock class that has this mixin."""
         name = f"Growable{stock.__name__}"
-        made = type(name, (cls, stock), {"__module__": cls.__module__})
-        setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
-        return made
+        return type(name, (cls, stock), {"__module__": cls.__module__})
+
+    def __reduce_ex__(self, protocol) -> tuple:
+        """As `WideAttention`."""
+        return _without_init, type(self).__bases__, *super().__reduce_ex__(protocol)[2:]
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """Project, as the stock module does."""

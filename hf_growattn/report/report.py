@@ -27,7 +27,8 @@ class LayerGrowth:
         validated: the same on batches that the direction was not computed from; may be negative.
         strength: for each direction the share of it that was taken, by how well its gain generalized; 0 where it was
             not grown.
-        starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims.
+        starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
+            where their weights cannot be read.
         existing_slope, existing_validated: first-order decrease of the loss per unit of step by the existing weights,
             where they are moved, on the growth batches and on unseen ones.
         quadratic_ratio: share of the taken step that is beyond first order. Only moving the existing weights makes it
@@ -42,7 +43,7 @@ class LayerGrowth:
     in_sample: tuple[float, ...]
     validated: tuple[float, ...]
     strength: tuple[float, ...]
-    starvation: float
+    starvation: float | None
     existing_slope: float = 0.0
     existing_validated: float = 0.0
     quadratic_ratio: float = 0.0
@@ -112,7 +113,9 @@ class GrowthReport:
         for layer in (layer for layer in self.layers if layer.step_size > 0):
             name = f"growth_layer_{layer.layer}_{layer.kind}"
             figures |= {f"{name}_width": layer.width[1], f"{name}_gain": layer.predicted_gain}
-            figures |= {f"{name}_step_size": layer.step_size, f"{name}_starvation": layer.starvation}
+            figures[f"{name}_step_size"] = layer.step_size
+            if layer.starvation is not None:
+                figures[f"{name}_starvation"] = layer.starvation
         return figures
 
     def to_dict(self) -> dict:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from ..report.words import MARGIN, SURE, format_gap, format_table
+from ..report.words import MARGIN, format_gap, format_table
 from .methods import METHODS, round_rate
 
+SURE = 2  # standard errors that a lead must exceed
 SHORT = 4  # how many times shorter the trainings are that choose a learning rate
 _COLUMNS = ("trained by", "learning rate", "held-out loss", "lead over LoRA", "weights", "KV cache, bytes a token")
 

@@ -228,7 +228,7 @@ def page_of(groups: dict[str, list[dict]]) -> page.Page:
         summary=page.table(["model", "growth, steps", *PHASES, "rest", "memory"], cost),
         text=(
             "Times of a growth with its optimizer, in training steps (median of seven around it, in the same process, "
-            "in seconds of the processor); median (range) over the seeds. The rest is mostly the optimizer's state. "
+            "in seconds of the processor); median (range) over the seeds. "
             "Memory is what torch allocates in a growth over that of a training step.\n\n"
             + page.table(["model", "loss of the growth batches", "after the growth", "held out", "seeds"], losses)
         ),

@@ -23,6 +23,7 @@ import peft
 import torch
 import torch._dynamo  # here once: the first step of an optimizer imports it, in each of the processes
 import transformers
+import wide_values
 from methods import Method, add_to_model, make_optimizer
 from peak_memory import forget_peak, peak_bytes
 from safetensors.torch import load_model, save_model
@@ -115,8 +116,8 @@ class Job:
 
 
 def source_of(task: Task) -> str:
-    """A digest of the file that defines a task."""
-    return digest_of_files(inspect.getfile(type(task)))
+    """A digest of the files that define a task and the attention of its model."""
+    return "".join(map(digest_of_files, (inspect.getfile(type(task)), wide_values.__file__)))
 
 
 _FILES: dict[str, str] = {}

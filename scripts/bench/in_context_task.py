@@ -89,7 +89,10 @@ class InContextRegression(Task):
         return {"least squares": sum(errors) / len(errors)}
 
     def model(self, seed: int, wide: bool = False) -> nn.Module:
-        """An untrained GPT-2 with a linear read-in and no positions: causality alone orders the examples."""
+        """An untrained GPT-2 with a linear read-in and no positions: causality alone orders the examples.
+
+        The further queries and keys of a wide one are new dims from the start, with weights drawn as the stock ones.
+        """
         torch.manual_seed(seed)
         config = GPT2Config(
             vocab_size=1,
@@ -115,9 +118,8 @@ class InContextRegression(Task):
         patch_model(model)
         if wide:
             for attention in attentions(model):
-                attention.widen(qk_dims=self.wide - self.narrow)
-                for role in ("query", "key"):
-                    attention.weight_of(role)[:, self.narrow :].normal_(std=config.initializer_range)
+                new = attention.add_part("wide", qk_dims=self.wide - self.narrow, v_dims=0)
+                nn.init.normal_(new.inside.weight, std=config.initializer_range)
             model.sync_config()
         return model
 

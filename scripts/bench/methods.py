@@ -8,7 +8,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_growattn import Grower, GrowthConfig
+from hf_growattn.growable.attention import GrowableAttention
 from hf_growattn.growable.models import attentions
+from hf_growattn.model.extra import Part
 from hf_growattn.training import methods as library
 
 ROLES = ("query", "key", "value", "output")
@@ -67,7 +69,7 @@ def add_to_model(model: nn.Module, method: Method, task, batches: list[dict], se
         batches: to grow on.
         seed: of growth and adapters.
         rate: of learning.
-        optimizer: of a training under way, whose state growth takes over; None where it begins.
+        optimizer: of a training under way, which new dims join; None where it begins.
 
     Returns:
         What trains, its optimizer (None where nothing trains), and figures for the row.
@@ -133,36 +135,35 @@ def _add_as_library(model: nn.Module, method: Method, task, batches: list[dict],
 
 
 def _grow(model: nn.Module, method: Method, task, budget: int, batches: list[dict], seed: int, optimizer) -> dict:
-    """Widen heads by the real Grower; where chance is asked for, point what it added in random directions."""
+    """Grow by the real Grower; where chance is asked for, point the new dims in random directions."""
     options = dict(method.growth)
     if not options.keys() & {"qk_dims", "v_dims", "budget"}:
         spent = adapter_weights(model, method) if method.rank else 0
         options["budget"] = max(int(method.share * (budget - spent)), 1)
     old_dims_train = method.base or bool(method.adapter)  # LoRA moves the old dims, too
     config = GrowthConfig(seed=seed, **{"old_dims_train": old_dims_train, **options})
-    before = [{role: attention.width_of(role) for role in ROLES} for attention in attentions(model)]
-    report = Grower(model, config, optimizer, loss=task.loss).grow(batches)
+    growth = Grower(model, config, optimizer, loss=task.loss).find(batches)
     if method.random:
-        point_at_random(model, before, seed)
+        point_at_random(growth.parts, seed)
+    report = growth.keep()
     widths = [[attention.width_of("query"), attention.width_of("value")] for attention in attentions(model)]
     return {"grown_weights": report.added_parameters, "widths": widths}
 
 
 @torch.no_grad()
-def point_at_random(model: nn.Module, before: list[dict[str, int]], seed: int) -> None:
+def point_at_random(parts: dict[GrowableAttention, Part], seed: int) -> None:
     """Draw new keys and values as large as the old ones, and let new queries and outputs be zero: nothing changes."""
     generator = torch.Generator().manual_seed(seed)
-    for attention, widths in zip(attentions(model), before):
+    for attention, part in parts.items():
         for drawn, zeroed in (("key", "query"), ("value", "output")):
-            old, weight = widths[drawn], attention.weight_of(drawn)
-            new = weight[:, old:]
+            new = part.weight_of(drawn)
             noise = torch.randn(new.shape, generator=generator).to(new)
-            new.copy_(noise * weight[:, :old].square().mean().sqrt())
-            attention.weight_of(zeroed)[:, old:] = 0
+            new.copy_(noise * attention.weight_of(drawn).square().mean().sqrt())
+            part.weight_of(zeroed).zero_()
             for role in (drawn, zeroed):
-                bias = attention.bias_of(role)
+                bias = part.bias_of(role)
                 if bias is not None:
-                    bias[:, old:] = 0
+                    bias.zero_()
 
 
 def targets_of(model: nn.Module, method: Method) -> dict[str, nn.Module]:

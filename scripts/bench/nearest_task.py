@@ -7,6 +7,7 @@ from harness import Task
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from transformers import SmolLM3Config, SmolLM3ForTokenClassification
+from wide_values import widen_values
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
@@ -77,7 +78,7 @@ class NearestNeighbour(Task):
             num_attention_heads=self.heads,
             num_key_value_heads=self.heads,
             no_rope_layers=[0],
-            head_dim=self.width,
+            head_dim=self.d if wide else self.width,
             num_labels=self.d,
             classifier_dropout=0.0,
             use_cache=False,
@@ -91,9 +92,9 @@ class NearestNeighbour(Task):
         nn.init.eye_(model.score.weight)
         model.model.norm = nn.Identity()
         model.loss_function = loss_of_queries
+        widen_values(model, self.d)
         (attention,) = attentions(patch_model(model))
-        attention.widen(qk_dims=self.d - self.width if wide else 0, v_dims=self.d - self.width)
-        model.sync_config()
+        attention.scaling = self.width**-0.5  # of a wide model, too, as after a growth
         for role in ("query", "key", "value", "output"):
             nn.init.normal_(attention.projection_of(role).weight, std=config.initializer_range)
         attention.requires_grad_(True)

@@ -7,6 +7,7 @@ import torch
 from harness import Task, pretrained
 from torch import nn
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
+from wide_values import widen_values
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
@@ -114,10 +115,9 @@ def build(task: NextNeighbour, seed: int = 0) -> SmolLM3ForCausalLM:
         use_cache=False,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     )
-    model = patch_model(SmolLM3ForCausalLM(config))
-    (layer,) = attentions(model)
-    layer.widen(v_dims=hidden - task.head_dim)
-    model.sync_config()
+    model = SmolLM3ForCausalLM(config)
+    widen_values(model, hidden)
+    (layer,) = attentions(patch_model(model))
     embedding = model.get_input_embeddings().weight.zero_()
     points, queries = task.directions().split(task.vocabulary)
     embedding[: task.vocabulary, : task.dims] = points

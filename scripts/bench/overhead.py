@@ -1,11 +1,11 @@
-"""What a patched and a grown model cost against stock ones: forward, backward, generation, memory, save and load.
+"""What a patched and a grown model cost against stock ones: forward, training step, decoding, memory, save and load.
 
     OMP_NUM_THREADS=1 python scripts/bench/overhead.py
 
 Both models of a comparison live in one process and take turns; each turn gives a ratio, and the tables show the median
 ratio with its quartiles, by CPU time of the process and by the clock: where other processes compete for the machine,
-CPU time disturbs less. Where two models have the same shapes they also share the very same weights, so that only the
-code differs. The first comparison, a stock model and its twin, shows the noise of the method itself.
+CPU time disturbs less. Where two models have the same parameters they share them, so that only the code differs. The
+first comparison, a stock model and its twin, shows the noise of the method itself.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
 
-BATCH, POSITIONS, VOCABULARY = 1, 256, 512  # short turns: what else the machine does then hits both models alike
+BATCH, VOCABULARY = 1, 512  # short turns: what else the machine does then hits both models alike
 HEAD, GROWN = 64, 80
 
 # Our model and the stock one that it is compared with, by the names of `build`.
@@ -42,9 +42,10 @@ COMPARISONS = {
 }
 SAVED = {"save": 1.15, "load": 1.15}
 REACH = {
-    "patched / stock": {"forward": 1.01, "forward + backward": 1.01, **SAVED},
-    "grown / as wide": {"forward": 1.03, "forward + backward": 1.03, **SAVED},
+    "patched / stock": {"forward": 1.01, "training step": 1.01, **SAVED},
+    "grown / as wide": {"training step": 1.03, **SAVED},
 }
+SMALL, STEP_OF_SMALL = 512, 1.06  # below this width, at most this for a training step of a grown model
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Size:
     width: int
     layers: int = 1
     tokens: int = 128
-    generated: int = 32
+    cached: int = 2048
 
 
 def llama(size: Size, head_dim: int) -> nn.Module:
@@ -66,7 +67,7 @@ def llama(size: Size, head_dim: int) -> nn.Module:
         num_hidden_layers=size.layers,
         num_attention_heads=size.width // HEAD,
         head_dim=head_dim,
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=size.cached + 1,
     )
     return LlamaForCausalLM(config)
 
@@ -78,7 +79,7 @@ def gpt2(size: Size, head_dim: int) -> nn.Module:
         n_embd=size.width,
         n_layer=size.layers,
         n_head=size.width // HEAD,
-        n_positions=POSITIONS,
+        n_positions=size.cached + 1,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -104,7 +105,9 @@ def build(family: Callable, kind: str, size: Size) -> nn.Module:
         patch_model(model)
     if kind == "grown":
         for attention in attentions(model):
-            attention.widen(GROWN - HEAD, GROWN - HEAD)
+            part = attention.add_part("growth_1", GROWN - HEAD, GROWN - HEAD)
+            for weight in (part.inside.weight, part.outside.weight):
+                nn.init.normal_(weight, std=0.02)
         model.sync_config()
     return model.eval()
 
@@ -118,41 +121,56 @@ def share(model: nn.Module, other: nn.Module) -> None:
             setattr(model.get_submodule(module), leaf, parameter)
 
 
-def forward(model: nn.Module, ids: torch.Tensor, size: Size, folder: Path) -> None:
+def forward(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
     """Logits of a batch."""
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def compute() -> None:
         model(input_ids=ids, use_cache=False)
 
-
-def forward_backward(model: nn.Module, ids: torch.Tensor, size: Size, folder: Path) -> None:
-    """Gradients of a batch."""
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    model.zero_grad(set_to_none=True)
+    return compute
 
 
-def generate(model: nn.Module, ids: torch.Tensor, size: Size, folder: Path) -> None:
-    """Tokens one by one, with the cache."""
-    count = size.generated
-    prompt = ids[:, :count]
-    mask = torch.ones_like(prompt)
-    model.generate(prompt, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+def training_step(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
+    """Gradients of a batch and a step of AdamW, which moves nothing at this rate, but computes as at any other."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
-def save(model: nn.Module, ids: torch.Tensor, size: Size, folder: Path) -> None:
+@torch.no_grad()
+def decoding(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
+    """One token, after a number of tokens that are in the cache."""
+    cache = model(input_ids=torch.randint(VOCABULARY, (BATCH, cached)), use_cache=True).past_key_values
+
+    @torch.no_grad()
+    def decode() -> None:
+        model(input_ids=ids[:, :1], past_key_values=cache)
+        cache.crop(-1)
+
+    return decode
+
+
+def save(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
     """A checkpoint of the model."""
-    model.save_pretrained(folder)
+    return lambda: model.save_pretrained(folder)
 
 
-def load(model: nn.Module, ids: torch.Tensor, size: Size, folder: Path) -> None:
+def load(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
     """The model again, from what `save` wrote."""
-    AutoModelForCausalLM.from_pretrained(folder)
+    return lambda: AutoModelForCausalLM.from_pretrained(folder)
 
 
-# Each with its share of the time, and whether memory is counted.
+# What makes each, its share of the time, and whether memory is counted.
 ACTIONS = {
-    "forward": (forward, 0.3, True),
-    "forward + backward": (forward_backward, 0.5, True),
-    "generate": (generate, 0.1, True),
+    "forward": (forward, 0.25, True),
+    "training step": (training_step, 0.5, True),
+    "decoding": (decoding, 0.15, True),
     "save": (save, 0.04, False),
     "load": (load, 0.06, False),
 }
@@ -206,10 +224,7 @@ def compare(family: Callable, size: Size, kinds: tuple[str, str], seconds: float
         for name, (action, part, holds) in ACTIONS.items():
             if name == "load" and "as wide" in kinds and family is gpt2:
                 continue  # no stock config has these widths
-            both = [
-                lambda model=model, place=place, action=action: action(model, ids, size, Path(folder, str(place)))
-                for place, model in enumerate(models)
-            ]
+            both = [action(model, ids, Path(folder, str(place)), size.cached) for place, model in enumerate(models)]
             figures[name] = turns(*both, seconds * part, least)
             if holds:
                 ours, stock = map(peak_of_tensors, both)
@@ -235,7 +250,7 @@ def rows_of(figures: dict, cell: Callable[[dict], str]) -> list[list[str]]:
 def summary(figures: dict) -> str:
     """Ratios by CPU time with their errors, and that of memory."""
     rows = rows_of(figures, lambda a: f"{a['cpu']['ratio']:.3f} +- {error(a['cpu'], a['turns']):.3f}")
-    names = ("forward", "forward + backward")
+    names = ("forward", "training step")
     held = ["{:.3f}, {:.3f}".format(*(figures[m][c][name]["memory"]["ratio"] for name in names)) for m, c, *_ in rows]
     return page.table(["model", "ratio", *ACTIONS, "memory"], [[*row, cell] for row, cell in zip(rows, held)])
 
@@ -245,15 +260,15 @@ def tables(figures: dict, size: Size) -> str:
     head = ["model", "ratio", *(f"{name} ({_turns(figures, name)} turns)" for name in ACTIONS)]
     text = [
         "Above: median ratio of CPU time over the turns, with two standard errors, and the ratio of the most bytes of "
-        "tensors at a time, on top of the weights, in forward and in forward + backward.\n\n"
+        "tensors at a time, on top of the weights, in a forward pass and in a training step.\n\n"
         f"{size.layers} layer, heads {HEAD} wide, {BATCH} x {size.tokens} tokens, {VOCABULARY} words, fp32, sdpa, no "
-        f"dropout; generation of {size.generated} tokens after a prompt of that length, with the cache. Grown means "
-        f"heads {GROWN} wide in queries, keys and values. Models are so small that Python weighs more than in those "
-        "of every day, and that turns are short.\n\n"
+        f"dropout; a training step with AdamW; decoding of one token after {size.cached:,} in the cache. Grown means "
+        f"{GROWN - HEAD} new dims of queries, keys and values in each head, in modules of their own. Models are so "
+        "small that Python weighs more than in those of every day, and that turns are short.\n\n"
         "- twin / stock: two stock models. What differs from 1 here is the noise of the method.\n"
         "- patched / stock: after `patch_model`, not grown. Same weights in memory.\n"
-        f"- grown / as wide: of Llama, a stock model with `head_dim={GROWN}` and the same weights in memory. No config "
-        "asks for such a GPT-2, but its stock code computes it once its projections are as wide; that one cannot be "
+        f"- grown / as wide: of Llama, a stock model with `head_dim={GROWN}`, and so as many weights. No config asks "
+        "for such a GPT-2, but its stock code computes it once its projections are as wide; that one cannot be "
         "loaded.\n",
     ]
     for title, clock in (("CPU time", "cpu"), ("the clock", "wall")):
@@ -277,9 +292,12 @@ def reaches(figures: dict) -> list[page.Reach]:
     found = []
     for comparison, aims in REACH.items():
         for model, comparisons in figures.items():
+            width = int(model.rpartition(" ")[2])
             for name, reach in aims.items():
                 if name not in comparisons[comparison]:
                     continue
+                if name == "training step" and comparison == "grown / as wide" and width < SMALL:
+                    reach = STEP_OF_SMALL
                 value, count = comparisons[comparison][name]["cpu"], comparisons[comparison][name]["turns"]
                 doubt = error(value, count)
                 near = abs(value["ratio"] - reach) <= doubt
@@ -298,14 +316,17 @@ def claim(figures: dict) -> str:
         for name in ACTIONS:
             values = [actions[name]["cpu"]["ratio"] for actions in of if name in actions]
             ranges.append(f"{name} {min(values):.3f} to {max(values):.3f}")
-        most = max(actions["forward + backward"]["memory"]["ratio"] for actions in of)
-        parts.append(f"{comparison}: {', '.join(ranges)}; memory of forward + backward at most {most:.3f}.")
+        most = max(actions["training step"]["memory"]["ratio"] for actions in of)
+        parts.append(f"{comparison}: {', '.join(ranges)}; memory of a training step at most {most:.3f}.")
     return f"Ratios of CPU time, over the models. {' '.join(part[0].upper() + part[1:] for part in parts)}"
 
 
 def draw(figures: dict, plt):
-    """Ratios by CPU time with their errors, a panel for each model, a colour for each comparison."""
-    figure, panels = plt.subplots(1, len(figures), figsize=(4 * len(figures), 3.6), layout="constrained", sharey=True)
+    """Ratios by CPU time with their errors, a row of panels for each family, a colour for each comparison."""
+    shape = len(FAMILIES), len(figures) // len(FAMILIES)
+    size = 4 * shape[1], 3 * shape[0]
+    figure, grid = plt.subplots(*shape, figsize=size, layout="constrained", sharey=True, squeeze=False)
+    panels = list(grid.T.flat)
     for panel, (model, comparisons) in zip(panels, figures.items()):
         for place, (comparison, actions) in enumerate(comparisons.items()):
             middles = [action["cpu"]["ratio"] for action in actions.values()]
@@ -335,7 +356,7 @@ def page_of(figures: dict) -> page.Page:
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512], help="hidden sizes")
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512, 576, 1024], help="hidden sizes")
     parser.add_argument("--seconds", type=float, default=60.0, help="of all actions of one comparison")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=page.RESULTS)
@@ -345,7 +366,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     sizes, seconds, least = [Size(width) for width in arguments.widths], arguments.seconds, 5
     if arguments.quick:
-        sizes, seconds, least = [Size(64, tokens=16, generated=4)], 0.0, 2
+        sizes, seconds, least = [Size(64, tokens=16, cached=32)], 0.0, 2
     models: dict[str, dict] = {}
     jobs = [(family, size, kind) for size in sizes for family in FAMILIES for kind in COMPARISONS]
     began = time.perf_counter()

@@ -7,6 +7,7 @@ import torch
 from harness import Task, pretrained
 from torch import nn
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
+from wide_values import widen_values
 
 from hf_growattn import patch_model
 from hf_growattn.growable.models import attentions
@@ -102,7 +103,8 @@ def build(task: PhoneBook, extra: int, seed: int) -> SmolLM3ForCausalLM:
     """Two SmolLM3 layers, the second without rotation, started near an induction circuit, which is slow to form.
 
     The first layer looks at the token before (its biases do) and passes it on turned; the second compares a token with
-    what is so turned, by a random projection as wide as its head. Values are as wide as the model.
+    what is so turned, by a random projection as wide as its head. Values are as wide as the model. Further queries and
+    keys are new dims from the start, since a wider head would rotate at other angles.
     """
     torch.manual_seed(seed)
     config = SmolLM3Config(
@@ -121,12 +123,11 @@ def build(task: PhoneBook, extra: int, seed: int) -> SmolLM3ForCausalLM:
         use_cache=False,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     )
-    model = patch_model(SmolLM3ForCausalLM(config))
-    before, match = layers = attentions(model)
+    model = SmolLM3ForCausalLM(config)
+    widen_values(model, task.hidden)
+    before, match = layers = attentions(patch_model(model))
     for layer in layers:
-        layer.widen(qk_dims=extra, v_dims=task.hidden - task.head_dim)
         nn.init.eye_(layer.projection_of("value").weight)
-    model.sync_config()
     turn = torch.linalg.qr(torch.randn(task.hidden, task.hidden))[0]
     size = 1.5 * task.hidden**-0.5  # next to embeddings of this size without the factor
     before.projection_of("output").weight.copy_(size * turn)
@@ -136,10 +137,17 @@ def build(task: PhoneBook, extra: int, seed: int) -> SmolLM3ForCausalLM:
     ahead = torch.cat((angles.cos(), angles.sin()))  # by one position
     for role, bias in (("query", there), ("key", ahead)):
         nn.init.normal_(before.projection_of(role).weight, std=0.02)
-        before.projection_of(role).bias[: task.head_dim] = 10 * bias
+        before.projection_of(role).bias.copy_(10 * bias)
     query = torch.randn(task.head_dim + extra, task.hidden) * 1.5 * task.hidden**-0.5
-    match.projection_of("query").weight.copy_(query)
-    match.projection_of("key").weight.copy_(query @ turn.T)
+    compared = {"query": query, "key": query @ turn.T}
+    for role, weight in compared.items():
+        match.projection_of(role).weight.copy_(weight[: task.head_dim])
+    if extra:
+        of_first, of_match = (layer.add_part("wide", qk_dims=extra, v_dims=0) for layer in layers)
+        nn.init.normal_(of_first.inside.weight, std=0.02)
+        for role, weight in compared.items():
+            of_match.weight_of(role)[0] = weight[task.head_dim :]
+        model.sync_config()
     for layer in model.model.layers:
         layer.mlp.down_proj.weight.mul_(0.1)
     return model.requires_grad_(True)

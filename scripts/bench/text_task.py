@@ -71,12 +71,8 @@ class Pretrained(Task):
         """Weights that a method may train."""
         if self.rank:
             return self.rank * Budget.near(model, 1).of_a_rank
-        before = model.num_parameters()
-        widenings = [attention.widen(self.dims, self.dims) for attention in attentions(model)]
-        added = model.num_parameters() - before
-        for widening in widenings:
-            widening.undo()
-        return added
+        parts = [attention.new_part(self.dims, self.dims) for attention in attentions(model)]
+        return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
     def loss(self, model: nn.Module, batch: dict) -> Tensor:
         """Nats a labelled token."""
