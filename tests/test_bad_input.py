@@ -21,7 +21,7 @@ def refused(model, batches, match, config=None, optimizer=None, error=ValueError
 
 def test_attention_that_new_dims_cannot_join_is_named():
     model = AlbertModel(AlbertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
-    with pytest.raises(ValueError, match="cannot join AlbertModel.*AlbertAttention"):
+    with pytest.raises(ValueError, match=r"cannot join AlbertModel.*AlbertAttention"):
         patch_model(model)
     assert type(model) is AlbertModel and type(model.config) is AlbertConfig
 
@@ -129,9 +129,8 @@ def test_config_values(arguments, match):
 
 @pytest.mark.parametrize("layer", [2, -1, 99])
 def test_layers_out_of_range(layer):
-    refused(
-        patch_model(build("llama-2")), [BATCH], f"no attention in layer {layer}.*0, 1", GrowthConfig(qk_dims=2, layers=[layer])
-    )
+    config = GrowthConfig(qk_dims=2, layers=[layer])
+    refused(patch_model(build("llama-2")), [BATCH], f"no attention in layer {layer}.*0, 1", config)
 
 
 def test_more_dims_than_a_pattern_has_rank():
