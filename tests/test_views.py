@@ -90,7 +90,7 @@ def test_new_dims_do_not_rotate():
     view, layer = attention_views(model)[0], attentions(model)[0]
     for role in ("query", "key"):
         layer.weight_of(role)[:, :16] = 0
-    assert view.pattern(0).norm > 1
+    assert view.pattern(0).dense().norm() > 1
     assert_close(view.pattern(0, 9).dense(), view.pattern(0).dense(), rtol=0, atol=0)
 
 
