@@ -130,7 +130,10 @@ def test_config_values(arguments, match):
 @pytest.mark.parametrize("layer", [2, -1, 99])
 def test_layers_out_of_range(layer):
     refused(
-        patch_model(build("llama-2")), [BATCH], f"no attention in layer {layer}.*0, 1", GrowthConfig(qk_dims=2, layers=[layer])
+        patch_model(build("llama-2")),
+        [BATCH],
+        f"no attention in layer {layer}.*0, 1",
+        GrowthConfig(qk_dims=2, layers=[layer]),
     )
 
 
