@@ -180,11 +180,6 @@ class Trial:
         """Number of weights that keeping adds."""
         return sum(parameter.numel() for part in self.parts.values() for parameter in part.parameters())
 
-    def added_to_cache(self) -> int:
-        """By how many numbers keeping widens the keys and values of a token."""
-        widths = ((attention, part.qk_dims + part.v_dims) for attention, part in self.parts.items())
-        return sum(dims * attention.shape.num_key_value_heads for attention, dims in widths if attention.caches)
-
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
     """Weights that one more dim of every head adds."""

@@ -178,7 +178,7 @@ def model_card(
         base=_format_name(base, "https://huggingface.co/"),
         dataset=_format_name(dataset, "https://huggingface.co/datasets/"),
         family=config.model_type.removeprefix(PREFIX),
-        heads=config.num_attention_heads,
+        heads=attentions(model)[0].shape.num_heads,
         stock_width=attentions(model)[0].shape.qk_head_dim,
         widths=[(attention.width_of("key"), attention.width_of("value")) for attention in attentions(model)],
         costs=costs_of(model),

@@ -165,8 +165,9 @@ class AttentionView:
         attention, heads = self._attention, self.heads
         if head not in range(heads):
             raise IndexError(f"Layer {self.layer} has {heads} heads, 0 to {heads - 1}; got head {head}.")
-        if not attention.is_known(role):
-            raise ValueError(attention.why_unreadable(role))
+        problem = attention.why_unreadable(role) if attention.is_plain(role) else None
+        if problem:
+            raise ValueError(problem)
         own = head * attention.heads_of(role) // heads
         dtype = torch.float64 if attention.empty_like(role).dtype == torch.float64 else torch.float32
         return attention.factors_of(role, dtype, adapters=False)[own].clone()
