@@ -70,7 +70,9 @@ def check_recipe(recipe: Recipe) -> FinetuneGrowth | None:
 
 
 def _check_adapters(recipe: Recipe, name: str) -> None:
-    given = [option for option in _FULL_ONLY if getattr(recipe.growth, option)] + ["use_peft"] * recipe.model.use_peft
+    given = [option for option in _FULL_ONLY if getattr(recipe.growth, option, None)] + [
+        "use_peft"
+    ] * recipe.model.use_peft
     if given:
         raise ValueError(f"{name} trains what a --budget adds at the start: leave out --{', --'.join(given)}.")
 
@@ -150,7 +152,8 @@ def race_recipe(recipe: Recipe, say: Callable[[str], object] = print) -> Race:
         rows,
         recipe.training,
         budget=recipe.growth_config(BUDGET).budget or 0,
-        **vars(recipe.race),
+        steps=recipe.growth.steps,
+        seeds=recipe.growth.seeds,
         growth_batches=recipe.growth.growth_batches,
         say=say,
     )
