@@ -15,8 +15,9 @@ from trl.trainer.utils import get_peft_config, get_quantization_config
 from ..grow.checks import growable_model
 from ..grow.growth import Grower
 from ..growable.growths import GROWTH, load_growth, save_with_adapters
+from ..growable.patching import patch_model
 from ..interop.cards import save_figures
-from ..interop.checkpoints import load_config, load_growable, load_tokenizer
+from ..interop.checkpoints import load_config, load_model, load_tokenizer
 from ..report.report import GrowthReport
 from .comparison import Race
 from .data import Prepared, draw_batches, first_rows, load_data, prepare_rows
@@ -114,7 +115,7 @@ def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTr
 def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedModel:
     """The patched model, in a precision unless the recipe names one; `dense` quantizes nothing."""
     chosen = recipe.model
-    return load_growable(
+    model = load_model(
         recipe.model_name,
         True,
         chosen.model_revision,
@@ -122,6 +123,7 @@ def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedMo
         attn_implementation=chosen.attn_implementation,
         quantization_config=None if dense else get_quantization_config(chosen),
     )
+    return patch_model(model)
 
 
 def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
