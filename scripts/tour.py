@@ -186,10 +186,10 @@ print(f"What grew and why: {output / 'growth.html'} and {output / 'growth.png'}.
 # ## Several growths, inside Trainer
 #
 # `GrowthCallback` grows at chosen steps, on batches of the training data, and logs what grew where Trainer logs. Here
-# it may grow twice, and add 6 % of the weights in all.
+# it may grow twice, by 3 % of the weights each time.
 
 # %%
-growth = GrowthCallback(GrowthConfig(budget=0.04), every=15, batches=6, max_growths=2, total_budget=0.06)
+growth = GrowthCallback(GrowthConfig(budget=0.03), every=15, batches=6, max_growths=2)
 arguments = TrainingArguments(
     output_dir=str(output / "trainer"),
     max_steps=45,

@@ -252,7 +252,7 @@ def test_a_fault_of_ours_shows_where_when_asked(monkeypatch):
     def broken(*_):
         raise RuntimeError("on\npurpose")
 
-    monkeypatch.setattr("hf_growattn.interop.checkpoints.load_growable", broken)
+    monkeypatch.setattr("hf_growattn.interop.checkpoints.load_model", broken)
     assert only_line(call("inspect", "m")) == "Error: RuntimeError: on purpose (add --debug to see where)"
     assert "Traceback" in call("inspect", "m", "--debug").err
 
