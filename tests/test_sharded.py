@@ -122,7 +122,7 @@ def test_deepspeed_is_refused(monkeypatch):
     refused("the model is DeepSpeed's", package.DeepSpeedEngine(model))
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
 def test_an_accelerator_that_shards_is_refused(kind):
     accelerator = SimpleNamespace(distributed_type=DistributedType(kind), num_processes=2)
     refused(f"accelerator.distributed_type is {kind}", patch_model(build("llama-2")), accelerator=accelerator)

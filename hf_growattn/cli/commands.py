@@ -122,11 +122,10 @@ def run_inspect(options: argparse.Namespace, words: list[str]) -> Result:
 
     The effective rank counts the directions that a head uses; it is at most the width.
     """
-    from ..growable.patching import patch_model
     from ..interop.checkpoints import load_growable
     from .inspection import format_inspection, inspect_model
 
-    figures = inspect_model(patch_model(load_growable(options.model)))
+    figures = inspect_model(load_growable(options.model))
     text = format_inspection(figures)
     return Result(figures, f"{text}Does that hold the model back on your data? growattn measure {options.model} DATA")
 

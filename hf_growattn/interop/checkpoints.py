@@ -75,7 +75,7 @@ def _load(auto_class: type, name: str, what: str, **options):
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # of transformers, safetensors, or the Hub's client: damage has many names
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}".partition("Model type should be one of")[0]  # hundreds follow
         if "trust_remote_code" in reason:
             reason = "It comes with code of its own, which is not run here."
         elif not Path(name).exists():

@@ -52,11 +52,6 @@ class FactoredMatrix:
         """Shape of the product, (a, b)."""
         return torch.Size((self.left.shape[0], self.right.shape[0]))
 
-    @property
-    def T(self) -> "FactoredMatrix":
-        """The transpose, (b, a), of the same factors."""
-        return FactoredMatrix(self.right, self.left)
-
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the thin SVD `U` (a, n), `S` (n,) descending and `V` (b, n) of it, with `n = min(a, b, k)`."""
         left_basis, left_core = torch.linalg.qr(_working(self.left))
@@ -70,11 +65,6 @@ class FactoredMatrix:
         return self.svd()[1]
 
     @property
-    def norm(self) -> Tensor:
-        """The Frobenius norm, a scalar."""
-        return self.singular_values.norm()
-
-    @property
     def effective_rank(self) -> Tensor:
         """`exp(-sum_i p_i log p_i)` with `p_i = sigma_i / sum_j sigma_j` (Roy and Vetterli 2007); 0 for zeros."""
         values = self.singular_values
@@ -84,33 +74,6 @@ class FactoredMatrix:
     def dense(self) -> Tensor:
         """Form the matrix, (a, b); for tests and small sizes."""
         return _working(self.left) @ _working(self.right).T
-
-    def __matmul__(self, other):
-        """`W @ x`, (..., b, n) or (b,) -> (..., a, n) or (a,); a product of two factored matrices is factored too."""
-        if isinstance(other, FactoredMatrix):
-            core = self.right.T @ other.left  # (k, other k); it joins the wider side, so the narrower one sets the rank
-            if core.shape[0] <= core.shape[1]:
-                return FactoredMatrix(self.left, other.right @ core.T)
-            return FactoredMatrix(self.left @ core, other.right)
-        if not isinstance(other, Tensor):
-            return NotImplemented
-        dtype = torch.promote_types(self.left.dtype, other.dtype)
-        return self.left.to(dtype) @ (self.right.to(dtype).T @ other.to(dtype))
-
-    def __rmatmul__(self, other):
-        """`x @ W`, (..., a) -> (..., b)."""
-        if not isinstance(other, Tensor):
-            return NotImplemented
-        dtype = torch.promote_types(self.left.dtype, other.dtype)
-        return (other.to(dtype) @ self.left.to(dtype)) @ self.right.to(dtype).T
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        """Let `torch.matmul` and `x @ W` of a tensor on the left reach the products above; no other function does."""
-        if func not in (torch.matmul, Tensor.matmul, Tensor.__matmul__) or kwargs:
-            return NotImplemented
-        left, right = args
-        return left.__matmul__(right) if isinstance(left, FactoredMatrix) else right.__rmatmul__(left)
 
 
 def _working(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_na
 from .seam import WideAttention, WideProjection, reaches_seam
 from .shapes import find_projections, read_shape
 
+_INNER_NORMS = ("layernorm", "layer_norm")  # children of an attention module that norms its own output
 _Model = PreTrainedModel if TYPE_CHECKING else object  # what this is mixed into
 
 
@@ -155,6 +156,8 @@ def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
         stock = not isinstance(module, WideAttention)
         if not (stock and reaches_seam(type(module)) and hasattr(module, "config")):
             continue
+        if any(name.lower() in _INNER_NORMS for name, _ in module.named_children()):
+            continue  # it returns a normalized sum with the residual stream, no output of a projection
         projections, sibling = find_projections(module), None
         if "output" not in projections:
             parent: Any = model.get_submodule(name.rpartition(".")[0])

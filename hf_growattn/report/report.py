@@ -107,13 +107,11 @@ class GrowthReport:
         figures = {
             "growth_loss_before": self.loss_before,
             "growth_loss_after": self.loss_after,
-            "growth_predicted_gain": self.predicted_gain,
             "growth_added_parameters": self.added_parameters,
         }
         for layer in (layer for layer in self.layers if layer.step_size > 0):
             name = f"growth_layer_{layer.layer}_{layer.kind}"
-            figures |= {f"{name}_width": layer.width[1], f"{name}_gain": layer.predicted_gain}
-            figures[f"{name}_step_size"] = layer.step_size
+            figures |= {f"{name}_width": layer.width[1], f"{name}_step_size": layer.step_size}
             if layer.starvation is not None:
                 figures[f"{name}_starvation"] = layer.starvation
         return figures

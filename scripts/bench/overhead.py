@@ -170,7 +170,7 @@ def load(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Call
 ACTIONS = {
     "forward": (forward, 0.25, True),
     "training step": (training_step, 0.5, True),
-    "decoding": (decoding, 0.15, True),
+    "decoding": (decoding, 0.15, False),
     "save": (save, 0.04, False),
     "load": (load, 0.06, False),
 }
