@@ -21,7 +21,7 @@ def refused(model, batches, match, config=None, optimizer=None, error=ValueError
 
 def test_attention_that_new_dims_cannot_join_is_named():
     model = AlbertModel(AlbertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
-    with pytest.raises(ValueError, match="cannot join AlbertModel.*AlbertAttention"):
+    with pytest.raises(ValueError, match=r"cannot join AlbertModel.*AlbertAttention"):
         patch_model(model)
     assert type(model) is AlbertModel and type(model.config) is AlbertConfig
 
