@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import Forks
 
 from hf_growattn import patch_model
 
@@ -25,6 +26,13 @@ torch.set_num_threads(1)  # models this small are slower on more
 def pytest_collection_modifyitems(items):
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Runs scripts in processes of their own that need not import the libraries anew."""
+    with Forks(tmp_path_factory.mktemp("forks")) as process:
+        yield process
 
 
 @pytest.fixture(autouse=True)

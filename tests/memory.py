@@ -1,4 +1,4 @@
-"""Run in a fresh process: print the peak memory of one training step or of one sketching pass at 2,048 tokens.
+"""Run in a process of its own: print the peak memory of one training step or of one sketching pass at 2,048 tokens.
 
 Usage: python memory.py training|sketch. Prints JSON in bytes: "work" is the peak of what torch allocates beyond the
 loaded model, "square" the size of one layer's T x T logits.

@@ -1,9 +1,6 @@
 """Benchmarks: short forms run and leave a page; the harness keeps runs, sweeps rates, and compares equal things."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -36,24 +33,10 @@ def models_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "MODELS", tmp_path / "models")
 
 
-@pytest.fixture(scope="module")
-def short_forms():
-    """A process that runs scripts in forks of its own."""
-    command = [sys.executable, Path(__file__).parent / "short_forms.py"]
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
-        yield process
-        process.stdin.close()
-
-
 @pytest.mark.parametrize("name", SHORT)
-def test_a_benchmark_in_its_short_form(name, short_forms, tmp_path):
-    log = tmp_path / "log"
-    job = [str(BENCH / f"{name}.py"), str(log), ["--quick", "--output", str(tmp_path)]]
-    short_forms.stdin.write(json.dumps(job) + "\n")
-    short_forms.stdin.flush()
-    assert short_forms.stdout.readline() == "0\n", log.read_text()
+def test_a_benchmark_in_its_short_form(name, forks, tmp_path):
+    done = forks.run(BENCH / f"{name}.py", "--quick", "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
     made, text = json.loads((tmp_path / f"{name}.json").read_text()), (tmp_path / f"{name}.md").read_text()
     title, claim, summary, *_ = text.split("\n\n")
     assert made["command"].startswith(f"OMP_NUM_THREADS=1 python scripts/bench/{name}.py --quick")

@@ -1,7 +1,6 @@
 """scripts/evaluate.py: what it predicts, its paired error by hand, its table, and its refusals."""
 
 import math
-import subprocess
 import sys
 
 import evaluate
@@ -25,11 +24,6 @@ def given(tmp_path_factory):
     model.save_pretrained(folder / "grown")
     word_tokenizer().save_pretrained(folder / "grown")
     return folder
-
-
-def run(*words):
-    command = [sys.executable, SCRIPT, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("bos", [None, 1])
@@ -59,8 +53,10 @@ def test_the_scores_are_those_of_the_loss_whatever_the_batch():
         assert score.item() == pytest.approx(loss, rel=1e-5)  # fp32, sums in another order
 
 
-def test_the_command_compares_a_grown_checkpoint_with_its_base(given):
-    done = run(given / "model", given / "grown", given / "text.txt", "--max_length", 16, "--batch_size", 2)
+def test_the_command_compares_a_grown_checkpoint_with_its_base(given, forks):
+    done = forks.run(
+        SCRIPT, given / "model", given / "grown", given / "text.txt", "--max_length", 16, "--batch_size", 2
+    )
     assert done.returncode == 0, done.stderr
     ids = word_tokenizer()((given / "text.txt").read_text())["input_ids"]
     blocks = evaluate.cut_blocks(ids, 16)

@@ -19,7 +19,6 @@ from hf_growattn.training.finetuning import check_recipe, finetune
 OPTIONS = (
     "--max_length 16 --growth_batches 4 --learning_rate 1e-3 --max_steps 24 --save_steps 6 --logging_steps 2".split()
 )
-TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=2"
 RELOAD = """
 import sys, torch, hf_growattn
 from transformers import AutoModelForCausalLM
@@ -41,9 +40,9 @@ def run(given: list, output: Path, *options) -> dict:
     return finetune(read_recipe("finetune", [*map(str, given), "-o", str(output), *map(str, options)]))
 
 
-def run_process(arguments: list, launcher: str = "") -> str:
+def run_process(arguments: list) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher.split(), *map(str, arguments)]
+    command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(
         command, env=environment | {"HF_HUB_OFFLINE": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -87,11 +86,13 @@ def test_a_resumed_training_ends_as_the_unbroken_one(given, grown, tmp_path, ste
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def test_two_processes_train_as_one(given, tmp_path):
+def test_two_processes_train_as_one(given, forks, tmp_path):
     """Two processes with 4 rows each are one with 8; rank 0 alone prints."""
     options = "--v_dims 4 --max_steps 6 --save_strategy no --per_device_eval_batch_size 1 --json".split()
-    words = ["-m", "hf_growattn", "finetune", *given, *options, "-o", tmp_path / "two"]
-    two = json.loads(run_process([*words, "--per_device_train_batch_size", 4], TORCHRUN))
+    words = ["finetune", *given, *options, "-o", tmp_path / "two", "--per_device_train_batch_size", 4]
+    done = forks.run("hf_growattn", *words, ranks=2, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    two = json.loads(done.stdout)
     one = run(given, tmp_path / "one", *options[:-1], "--per_device_train_batch_size", 8)
     assert two["held_out"] == [pytest.approx(pair, rel=1e-4) for pair in one["held_out"]]
     assert two["grown_at"] == one["grown_at"] == [3]

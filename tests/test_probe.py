@@ -1,8 +1,6 @@
 """The probe against attention with materialised logits, and the sketch against the whole gradient."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -308,13 +306,10 @@ def test_statistics_are_fp32_whatever_the_model():
         torch.testing.assert_close(one.sigma, other.sigma, rtol=0.3, atol=0)
 
 
-def test_memory_of_the_sketch_stays_near_a_training_step():
+def test_memory_of_the_sketch_stays_near_a_training_step(forks):
     """At T = 2,048: neither a T x T nor a per-head d x d matrix would fit into this allowance."""
     script = Path(__file__).with_name("memory.py")
-    peaks = {
-        mode: json.loads(subprocess.run([sys.executable, script, mode], check=True, capture_output=True).stdout)
-        for mode in ("training", "sketch")
-    }
+    peaks = {mode: json.loads(forks.run(script, mode).stdout) for mode in ("training", "sketch")}
     ratio = peaks["sketch"]["work"] / peaks["training"]["work"]
     print(f"training {peaks['training']['work'] / 2**20:.0f} MiB, sketch {ratio:.2f} of it")
     assert ratio <= 1.15

@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -48,16 +45,14 @@ def test_the_lowest_versions_are_those_of_the_ranges():
         assert f"{version}.".startswith(f"{ranges[name]}."), line
 
 
-def run(*arguments):
-    command = [sys.executable, *arguments]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # models this small are slower on more
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=one_thread)
+def run(forks, *words):
+    done = forks.run(*words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_demo_in_a_short_form(tmp_path):
-    out = run("scripts/demo.py", "--steps", "2", "--output", tmp_path)
+def test_the_demo_in_a_short_form(forks, tmp_path):
+    out = run(forks, "scripts/demo.py", "--steps", "2", "--output", tmp_path)
     assert "Held-out loss" in out and f"The model is in {tmp_path / 'grown'}" in out
     figures = json.loads((tmp_path / "grown" / "figures.json").read_text())
     (growth,) = figures["growths"]
@@ -71,17 +66,16 @@ def parts_of_layers(folder) -> list[list[list[int]]]:
     return [[*parts.values()] for parts in extra_dims.values()]
 
 
-def test_fine_tuning_any_model_on_any_text(tmp_path):
+def test_fine_tuning_any_model_on_any_text(forks, tmp_path):
     """A text file, then a folder, where the model that grew on the one grows on."""
     text = data_path("text", "tinyshakespeare.txt").read_text()[:30_000]
     (tmp_path / "texts").mkdir()
     file, output = tmp_path / "texts" / "play.txt", tmp_path / "out"
     file.write_text(text)
     options = ["--output_dir", output, "--max_steps", "2", *"--growth_batches 2 --qk_dims 8 --max_length 128".split()]
-    finetune = ["-m", "hf_growattn", "finetune"]
-    out = run(*finetune, data_path("models", "stories260K"), file, *options)
+    out = run(forks, "hf_growattn", "finetune", data_path("models", "stories260K"), file, *options)
     assert "Held-out loss" in out and (output / "model.safetensors").exists()
     assert parts_of_layers(output) == [[[8, 0]]] * 5
     options[1] = tmp_path / "again"
-    run(*finetune, output, file.parent, *options)
+    run(forks, "hf_growattn", "finetune", output, file.parent, *options)
     assert parts_of_layers(tmp_path / "again") == [[[8, 0], [8, 0]]] * 5

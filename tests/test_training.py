@@ -1,11 +1,9 @@
 """Growth inside real trainings: one process and two, killed and resumed, under accelerate and under Trainer."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,25 +13,15 @@ LOOPS = ["accelerate", "trainer"]
 SCRIPT = Path(__file__).with_name("training.py")
 
 
-def launch(script: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess:
-    """Run a script in one process, or in several that find each other."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [*launcher, str(script), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def run(loop: str, output: Path, *options: str, processes: int = 1) -> subprocess.CompletedProcess:
+def run(forks, loop: str, output: Path, *options: str, ranks: int = 0) -> subprocess.CompletedProcess:
     """Train in fresh processes."""
     output.mkdir(exist_ok=True)
-    return launch(SCRIPT, loop, str(output), *options, processes=processes)
+    return forks.run(SCRIPT, loop, output, *options, ranks=ranks)
 
 
-def trained(loop: str, output: Path, *options: str, processes: int = 1) -> dict[int, float]:
+def trained(forks, loop: str, output: Path, *options: str, ranks: int = 0) -> dict[int, float]:
     """Train, and return the loss of every step."""
-    done = run(loop, output, *options, processes=processes)
+    done = run(forks, loop, output, *options, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return {int(step): loss for step, loss in json.loads((output / "losses.json").read_text()).items()}
 
@@ -59,10 +47,10 @@ def assert_same(one, other):
 
 
 @pytest.fixture(scope="module", params=LOOPS)
-def unbroken(request, tmp_path_factory):
+def unbroken(request, forks, tmp_path_factory):
     """An unbroken training in one process: its loop, its folder and its losses."""
     output = tmp_path_factory.mktemp(request.param)
-    return request.param, output, trained(request.param, output)
+    return request.param, output, trained(forks, request.param, output)
 
 
 def test_the_growths_lower_the_loss_and_widen(unbroken):
@@ -74,38 +62,38 @@ def test_the_growths_lower_the_loss_and_widen(unbroken):
     print(sizes)
 
 
-def test_two_processes_train_as_one(unbroken, tmp_path):
+def test_two_processes_train_as_one(unbroken, forks, tmp_path):
     loop, _, losses = unbroken
-    together = trained(loop, tmp_path, processes=2)
+    together = trained(forks, loop, tmp_path, ranks=2)
     # fp32 sums in another order; 12 steps at a high learning rate multiply the difference
     assert max(abs(losses[step] - together[step]) for step in losses) < 1e-4
     assert_same(load(tmp_path / "weights-0.pt"), load(tmp_path / "weights-1.pt"))
     assert_same(load(tmp_path / "optimizer-0.pt"), load(tmp_path / "optimizer-1.pt"))
 
 
-def test_resumed_from_before_a_growth_killed_after_it_and_resumed(unbroken, tmp_path):
+def test_resumed_from_before_a_growth_killed_after_it_and_resumed(unbroken, forks, tmp_path):
     loop, output, losses = unbroken
     shutil.copytree(output / "checkpoint-2", tmp_path / "checkpoint-2")
-    killed = run(loop, tmp_path, "--resume", str(tmp_path / "checkpoint-2"), "--die-at", "6")
+    killed = run(forks, loop, tmp_path, "--resume", str(tmp_path / "checkpoint-2"), "--die-at", "6")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    again = trained(loop, tmp_path, "--resume", str(tmp_path / "checkpoint-6"))
+    again = trained(forks, loop, tmp_path, "--resume", str(tmp_path / "checkpoint-6"))
     assert again[12] == losses[12]
     assert_same(load(output / "weights-0.pt"), load(tmp_path / "weights-0.pt"))
     assert_same(load(output / "optimizer-0.pt"), load(tmp_path / "optimizer-0.pt"))
 
 
-def test_what_growing_together_must_bear():
+def test_what_growing_together_must_bear(forks):
     """Settings and hooks of the wrapper, accumulation, uneven and absent batches, trimming, a failure."""
-    done = launch(SCRIPT.with_name("ranks_run.py"), processes=2)
+    done = forks.run(SCRIPT.with_name("ranks_run.py"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert "uneven_batches" in done.stdout and "You've set static_graph" not in done.stderr
 
 
-def test_two_processes_resume_from_after_a_growth(unbroken, tmp_path):
+def test_two_processes_resume_from_after_a_growth(unbroken, forks, tmp_path):
     loop, output, losses = unbroken
     if loop == "trainer":
         pytest.skip("Trainer keeps random states by process: a checkpoint of one process is resumed by one")
     shutil.copytree(output / "checkpoint-8", tmp_path / "checkpoint-8")
-    again = trained(loop, tmp_path, "--resume", str(tmp_path / "checkpoint-8"), processes=2)
+    again = trained(forks, loop, tmp_path, "--resume", str(tmp_path / "checkpoint-8"), ranks=2)
     assert again[12] == pytest.approx(losses[12], abs=1e-4)
     assert_same(load(tmp_path / "weights-0.pt"), load(tmp_path / "weights-1.pt"))

@@ -9,7 +9,6 @@ import torch
 from families import build, lm_batches
 from test_growth import fingerprint, same
 from test_losses import Uneven
-from test_training import launch
 from torch.utils.data import ConcatDataset
 from user_losses import (
     CONFIG,
@@ -37,9 +36,9 @@ def test_growth_lowers_the_loss_of_the_trainer(tmp_path, make):
     trains_down(tmp_path, make)
 
 
-def test_two_processes_lower_the_loss_of_the_trainer_and_a_hand_written_one(tmp_path):
+def test_two_processes_lower_the_loss_of_the_trainer_and_a_hand_written_one(forks, tmp_path):
     save_encoder(tmp_path / "sentences")
-    done = launch(Path(__file__).with_name("user_losses.py"), str(tmp_path), processes=2)
+    done = forks.run(Path(__file__).with_name("user_losses.py"), tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert all(name in done.stdout for name in ("preferences", "sentences", "contrastive"))
 
