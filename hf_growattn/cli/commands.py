@@ -241,7 +241,7 @@ def run_export(options: argparse.Namespace, words: list[str]) -> Result:
 
     logging.set_verbosity_error()  # it would repeat what the checkpoint's own config says at each load
     model, tokenizer = load_grown(Path(options.folder))
-    report = export_model(model, options.output, options.target, tokenizer)
+    report = export_model(model, options.output, tokenizer)
     return Result(asdict(report) | {"path": str(report.path)}, str(report))
 
 

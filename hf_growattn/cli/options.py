@@ -39,13 +39,6 @@ class OutputOptions:
 
 
 @dataclass
-class ExportOptions(OutputOptions):
-    """The options of `export`."""
-
-    target: str | None = option("a stock model type; unless set, the one that most libraries read", None)
-
-
-@dataclass
 class PushOptions:
     """The options of `push`."""
 
@@ -63,7 +56,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {  # the last one of a command that reads
     "grow": (OutputOptions, GrowthOptions),
     "race": (OutputOptions, RaceOptions),
     "finetune": (OutputOptions, FinetuneOptions),
-    "export": (ExportOptions,),
+    "export": (OutputOptions,),
     "push": (PushOptions,),
 }
 

@@ -184,11 +184,3 @@ class Trial:
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
     """Weights that one more dim of every head adds."""
     return sum(attention.heads_of(role) * attention.features_of(role) for role in kind.roles)
-
-
-def dims_by_kind(parts: dict[GrowableAttention, Part]) -> dict[str, dict[int, int]]:
-    """New dims of each layer, by the name of the width: "qk_dims" or "v_dims"."""
-    return {
-        kind.width: {attention.layer: part.dims_of(kind.shared) for attention, part in parts.items()}
-        for kind in KINDS.values()
-    }

@@ -65,7 +65,7 @@ def _rotates_halves(attention: GrowableAttention) -> bool:
     return bool(attention.rotate(half, half, *quarter_turn)[0][..., 2] == 1.0)
 
 
-def find_stock_class(model: PreTrainedModel, target: str | None = None) -> type[PreTrainedModel]:
+def find_stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Return the stock class to write a model as.
 
     Raises:
@@ -83,17 +83,9 @@ def find_stock_class(model: PreTrainedModel, target: str | None = None) -> type[
             f"This grown {own} model has no exact stock form: {reason}. Save it as it is, with model.save_pretrained: "
             "transformers loads that with `import hf_growattn`."
         )
-    types = [own]
-    if own == "qwen2" and model.config.sliding_window is None:  # a Llama has none
-        types.append("llama")  # with biases; the Qwen2 of vLLM and of llama.cpp knows no head_dim
-    choice = target or (types[-1] if is_grown(model) else own)
-    if choice not in types:
-        raise ValueError(
-            f"This {own} model can be written as {' or '.join(types)}, not as {target!r}. Leave out `target` for the "
-            "best."
-        )
-    if choice == own:
+    if not is_grown(model) or own != "qwen2" or model.config.sliding_window is not None:  # a Llama has no windows
         return stock_class
+    # As a Llama with biases: the Qwen2 of vLLM and of llama.cpp knows no head_dim.
     family = stock_class.config_class.__name__.removesuffix("Config")
     return getattr(transformers, stock_class.__name__.replace(family, "Llama", 1))
 

@@ -134,7 +134,7 @@ class GrowthReport:
         pages.save_report([self], path, log_history, model, data)
 
     def plot(self) -> "Figure":
-        """Draw where the model grew, by matplotlib."""
+        """Draw where the model grew, and the line search, by matplotlib."""
         return pictures.draw_growth([self])
 
 
