@@ -12,7 +12,7 @@ from tests.test_seq_classifier import TestSequenceClassificationModels  # noqa: 
 from torch import nn
 
 import hf_growattn
-from hf_growattn.interop.peft_method import GrowAttnLayer
+from hf_growattn.interop.peft_method import GrowAttnModel
 from tests import test_decoder_models, test_seq_classifier
 
 
@@ -23,15 +23,18 @@ class GrowAttnConfig(hf_growattn.GrowAttnConfig):
     init_weights: bool = True
 
 
-def _add(layer: GrowAttnLayer, adapter_name: str, config: hf_growattn.GrowAttnConfig, add=GrowAttnLayer.add) -> None:
-    add(layer, adapter_name, config)
+_create = GrowAttnModel._create_and_replace
+
+
+def _create_with_effect(model: GrowAttnModel, config, adapter_name: str, attention, *args, **kwargs) -> None:
+    _create(model, config, adapter_name, attention, *args, **kwargs)
     if not getattr(config, "init_weights", True):
-        for held in (getattr(layer, name) for name in layer.adapter_layer_names):
-            if adapter_name in held:
-                nn.init.normal_(held[adapter_name], std=0.3)
+        part = model._layer_of(attention).part_of(adapter_name)
+        for weight in (*part.inside.parameters(), *part.outside.parameters()):
+            nn.init.normal_(weight, std=0.3)
 
 
-GrowAttnLayer.add = _add
+GrowAttnModel._create_and_replace = _create_with_effect
 # In place: the tests' own marks hold these lists. Plain LoRA comes first, as what `GrowAttnConfig` is compared with.
 for _suite, _task in ((test_decoder_models, "CAUSAL_LM"), (test_seq_classifier, "SEQ_CLS")):
     _plain = next(entry for entry in _suite.ALL_CONFIGS if entry[0] is LoraConfig)
