@@ -180,7 +180,9 @@ def frozen_and_refused(folder: Path):
     model, _ = prepared("fsdp2")
     model.requires_grad_(False)
     assert Grower(model, FIXED).grow(mine(3)).applied
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad and ".extra." not in name] == []
+    assert [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and ".extra." not in name
+    ] == []
     model, _ = prepared("fsdp2")
     try:
         Grower(model, GrowthConfig(qk_dims=2, update_existing=True)).grow(mine(3))

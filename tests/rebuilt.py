@@ -19,7 +19,7 @@ def rebuild_output(
         if attention_mask is not None:
             logits = logits + attention_mask[:, 0]
         message = view.message(head)
-        output += logits.softmax(-1) @ (features[..., : message.shape[0]] @ message)
+        output += logits.softmax(-1) @ (features[..., : message.shape[0]] @ message.left @ message.right.T)
     bias = view._attention.projection_of("output").bias
     return (output if bias is None else output + bias).to(hidden_states.dtype)
 
@@ -30,13 +30,14 @@ def compute_logits(view: AttentionView, head: int, features: Tensor, causal: boo
     logits = features.new_full((*features.shape[:2], length), -torch.inf)
     if view._attention.rotate is None:
         pattern = view.pattern(head)
-        patterns = features[..., : pattern.shape[0]] @ pattern
-        return patterns @ features[..., : pattern.shape[1]].mT + (logits.triu(1) if causal else 0)
+        queries = features[..., : pattern.shape[0]] @ pattern.left
+        keys = features[..., : pattern.shape[1]] @ pattern.right
+        return queries @ keys.mT + (logits.triu(1) if causal else 0)
     for offset in range(0 if causal else 1 - length, length):
         pattern = view.pattern(head, offset, length)
         queries = features[:, max(offset, 0) : length + min(offset, 0), : pattern.shape[0]]
         keys = features[:, max(-offset, 0) : length - max(offset, 0), : pattern.shape[1]]
-        logits.diagonal(-offset, dim1=1, dim2=2).copy_((queries @ pattern * keys).sum(-1))
+        logits.diagonal(-offset, dim1=1, dim2=2).copy_((queries @ pattern.left * (keys @ pattern.right)).sum(-1))
     return logits
 
 

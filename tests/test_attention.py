@@ -300,7 +300,7 @@ def test_gpt2_with_cross_attention():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=97, n_embd=32, n_head=4, n_layer=2, n_positions=64, add_cross_attention=True, bos_token_id=1
+        vocab_size=97, n_embd=32, n_head=4, n_layer=2, n_positions=64, add_cross_attention=True, eos_token_id=None
     )
     model = GPT2LMHeadModel(config).eval()
     encoded = torch.randn(3, 5, 32)
@@ -319,5 +319,23 @@ def test_gpt2_with_cross_attention():
     cached = model(tokens()[:, :-2], **arguments)
     for place in (-2, -1):  # the cache of cross-attention is read, not written
         one = tokens()[:, place:][:, :1]
-        cached = model(one, past_key_values=cached.past_key_values, **arguments)
+        name = "cache" if "cache" in cached else "past_key_values"  # its name before transformers 5.24
+        cached = model(one, **{name: cached[name]}, **arguments)
         torch.testing.assert_close(cached.logits[:, 0], full[:, place], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+def test_an_encoder_and_a_decoder(options):
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    small = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in small.items()}
+    config = BartConfig(vocab_size=97, d_model=32, init_std=0.3, max_position_embeddings=64, **sides)
+    model = patch_model(BartForConditionalGeneration(config)).eval()
+    stock = model(tokens(), labels=tokens(seed=4)).logits
+    for attention in attentions(model):
+        add_dims(attention, 4, 2)
+    assert len(attentions(model)) == 3 and not torch.allclose(model(tokens(), labels=tokens(seed=4)).logits, stock)
+    batch = padded() | {"max_new_tokens": 6, "do_sample": False}
+    beams = {"num_beams": options.get("num_beams", 1)}
+    assert torch.equal(model.generate(**batch, **options), model.generate(**batch, **beams, use_cache=False))

@@ -55,12 +55,8 @@ def test_inspect_counts_full_heads(tmp_path):
         attention.bias[32:48] = attention.bias[32]
     model.save_pretrained(tmp_path)
     figures = json.loads(call("inspect", tmp_path, "--json").out)
-    assert (figures["family"], figures["stock_width"], figures["grown"], len(figures["layers"])) == (
-        "gpt2",
-        16,
-        False,
-        2,
-    )
+    assert (figures["family"], figures["grown"], len(figures["layers"])) == ("gpt2", False, 2)
+    assert figures["layers"][0]["stock_widths"] == [16, 16]
     patterns = figures["layers"][1]["patterns"]
     assert patterns["width"] == 16 and patterns["effective_rank"][2] == pytest.approx(1, abs=1e-3)  # fp32 rounding
     assert 2 not in patterns["full_heads"] and min(patterns["effective_rank"][:2]) > 5
@@ -75,7 +71,7 @@ def test_inspect_takes_any_family_and_head(variant, head, tmp_path):
     build(variant, HEADS[head]).save_pretrained(tmp_path)
     done = call("inspect", tmp_path)
     assert done.code == 0, done
-    assert ("normalised" in done.out) == (variant == "qwen3")
+    assert ("normalized" in done.out) == (variant == "qwen3")
 
 
 def test_measure_changes_nothing(given):
@@ -183,7 +179,7 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
     for options, fix in {
         ("inspect", tmp_path / "empty"): "There is no checkpoint in",
         ("inspect", tmp_path / "damaged"): "cannot be loaded. SafetensorError",
-        ("inspect", tmp_path / "albert"): "does not know the model type 'albert'",
+        ("inspect", tmp_path / "albert"): "for this kind of AutoModel: AutoModelForCausalLM.",
         ("inspect", "no/such-model"): "Check the name and the network",
         ("measure", "no/such-model", given / "text.txt"): "Check the name and the network",
         ("export", given / "model", "-o", tmp_path / "out"): "which did not grow",
@@ -256,7 +252,7 @@ def test_a_fault_of_ours_shows_where_when_asked(monkeypatch):
     def broken(*_):
         raise RuntimeError("on\npurpose")
 
-    monkeypatch.setattr("hf_growattn.interop.checkpoints.load_growable", broken)
+    monkeypatch.setattr("hf_growattn.interop.checkpoints.load_model", broken)
     assert only_line(call("inspect", "m")) == "Error: RuntimeError: on purpose (add --debug to see where)"
     assert "Traceback" in call("inspect", "m", "--debug").err
 

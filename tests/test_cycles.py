@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, attention_views, patch_model
 from hf_growattn.growable.models import attentions
-from hf_growattn.measure.passes import evaluation_mode, mean_loss
+from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 CYCLES = 1000 if LONG else 24
 GROWTHS = 20 if LONG else 5
@@ -89,7 +89,7 @@ def test_grow_save_load_and_grow_again(tmp_path, record_property):
             with evaluation_mode(model):
                 # Measured with the new dims beside the weights: sums of other orders, rounded to the model's precision.
                 close = max(1e-6, torch.finfo(model.dtype).eps)
-                assert mean_loss(model, given) == pytest.approx(report.loss_after, rel=close)
+                assert mean_loss(Objective(model), given) == pytest.approx(report.loss_after, rel=close)
         model.save_pretrained(tmp_path / "m")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
         assert torch.equal(computed(again), after) and again.dtype == model.dtype, (cycle, config)

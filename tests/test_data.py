@@ -198,7 +198,7 @@ def test_a_name_of_the_hub_that_does_not_load(folder, monkeypatch):
         read_rows(read_recipe("measure", [f"{folder}/model", "me/nowhere", *SMALL]))
 
 
-def test_a_tokenizer_must_be_the_models_own_and_end_texts(folder, tmp_path):
+def test_a_tokenizer_must_be_the_models_own_end_texts_and_know_chats(folder, tmp_path):
     build("llama-2").save_pretrained(tmp_path)
     tokenizer = word_tokenizer()
     tokenizer.add_tokens(["more"])
@@ -210,3 +210,5 @@ def test_a_tokenizer_must_be_the_models_own_and_end_texts(folder, tmp_path):
     recipe = recipe_of(folder, "rows.csv")
     with pytest.raises(ValueError, match="name one that it knows by --eos_token"):
         prepare_rows(*load_data(recipe), tokenizer, recipe.training)
+    with pytest.raises(ValueError, match=r"chats\.jsonl cannot be read .* no chat template: .*--chat_template_path"):
+        read_rows(read_recipe("measure", [f"{tmp_path}", f"{folder}/chats.jsonl", *SMALL]))

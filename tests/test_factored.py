@@ -33,32 +33,12 @@ def test_factored_equals_dense(a, b, k, rank, seed):
     close = dict(rtol=1e-10, atol=1e-10 * (1 + float(dense.norm())))
     assert_close(values, torch.linalg.svdvals(dense)[:n], **close)
     assert (values.diff() <= 0).all()
-    assert_close(matrix.norm, dense.norm(), **close)
     u, s, v = matrix.svd()
     assert (u.shape, s.shape, v.shape) == ((a, n), (n,), (b, n))
     assert_close(u * s @ v.T, dense, **close)
     for basis in (u, v):
         assert_close(basis.T @ basis, torch.eye(n, dtype=torch.float64), **EXACT)
-    assert_close(matrix.T.dense(), dense.T, rtol=0, atol=close["atol"])
     assert 0 <= matrix.effective_rank <= n + 1e-9
-
-
-@settings(max_examples=100, deadline=None)
-@given(SIZES, SIZES, SIZES, st.integers(0, 15), st.integers(0, 15), st.integers(0, 99))
-def test_products(a, b, c, k, other_k, seed):
-    one, other = factored(a, b, k, seed), factored(b, c, other_k, seed + 1)
-    dense, close = one.dense(), dict(rtol=1e-9, atol=1e-9)
-    product = one @ other
-    assert isinstance(product, FactoredMatrix) and product.left.shape[1] == min(k, other_k)
-    assert_close(product.dense(), dense @ other.dense(), **close)
-    for shape in ((a,), (3, a), (2, 3, a)):
-        x = torch.randn(shape, dtype=torch.float64)
-        for found in (x @ one, torch.matmul(x, one), x.matmul(one), torch.nn.Parameter(x) @ one):
-            assert_close(found.detach(), x @ dense, **close)
-    for shape in ((b,), (b, 3), (2, b, 3)):
-        x = torch.randn(shape, dtype=torch.float64)
-        for found in (one @ x, torch.matmul(one, x)):
-            assert_close(found, dense @ x, **close)
 
 
 def test_effective_rank():
@@ -69,30 +49,23 @@ def test_effective_rank():
     expected = (-(share * share.log()).sum()).exp()
     assert_close(FactoredMatrix(torch.eye(5, 2) * values, torch.eye(6, 2)).effective_rank, expected)
     for zero in (factored(5, 6, 0), FactoredMatrix(torch.zeros(5, 2), torch.randn(6, 2))):
-        assert zero.effective_rank == zero.norm == 0
+        assert zero.effective_rank == 0
         assert torch.equal(zero.dense(), torch.zeros(5, 6).to(zero.left))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_precisions(dtype):
     matrix, working = factored(8, 6, 3, dtype=dtype), torch.float64 if dtype == torch.float64 else torch.float32
-    for found in (matrix.singular_values, matrix.norm, matrix.effective_rank, matrix.dense(), *matrix.svd()):
+    for found in (matrix.singular_values, matrix.effective_rank, matrix.dense(), *matrix.svd()):
         assert found.dtype == working
-    assert (torch.ones(2, 8, dtype=dtype) @ matrix).dtype == dtype
-    assert (torch.ones(2, 8, dtype=torch.float32) @ matrix).dtype == working
 
 
 def test_a_large_matrix_is_never_formed():
     size = 200_000  # the matrix itself would take 160 GB
     matrix = factored(size, size, 4, dtype=torch.float32)
     assert matrix.singular_values.shape == (4,) and 1 < matrix.effective_rank <= 4
-    u, s, v = matrix.svd()
+    u, _, v = matrix.svd()
     assert u.shape == v.shape == (size, 4)
-    assert_close(s.norm(), matrix.norm)
-    x = torch.randn(3, size)
-    assert (x @ matrix).shape == (3, size) and (matrix @ x.T).shape == (size, 3)
-    assert (matrix @ matrix.T).shape == (size, size)
-    assert_close((matrix @ matrix.T).norm, s.square().norm(), rtol=1e-4, atol=0)
 
 
 def test_what_it_cannot_do_is_refused():
@@ -101,12 +74,4 @@ def test_what_it_cannot_do_is_refused():
         FactoredMatrix(torch.zeros(5, 2), torch.zeros(6, 3))
     with pytest.raises(ValueError, match="FactoredMatrix needs"):
         FactoredMatrix(torch.zeros(2, 5, 2), torch.zeros(2, 6, 2))
-    with pytest.raises(TypeError):
-        torch.ones(5, 6, dtype=torch.float64) + matrix
-    with pytest.raises(TypeError):
-        matrix @ 2.0
-    with pytest.raises(TypeError):
-        2.0 @ matrix
-    with pytest.raises(RuntimeError):
-        matrix @ torch.ones(5, dtype=torch.float64)
     assert repr(matrix) == "FactoredMatrix(5 x 6, 2 columns)"

@@ -11,7 +11,6 @@ from optimizers import OPTIMIZERS, SCHEDULERS, step_scheduler
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.models import attentions
-from hf_growattn.model.extra import ROLES
 
 LR = 1e-2  # what bf16 weights still notice
 CHOICES = {
@@ -93,11 +92,10 @@ def test_training_goes_on_through_a_growth(optimizer, scheduler, precision, vari
 
     train(lm_batches(3), after=grow)
     layer = attentions(model)[0]
-    weights = [dims.weight_of(role) for dims in (layer, layer.parts[0]) for role in ROLES]
-    before = [weight.clone() for weight in weights]
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
     train(lm_batches(3))
-    for weight, old in zip(weights, before):
-        assert weight.isfinite().all() and not torch.equal(weight, old)
+    for parameter, former in zip(layer.parameters(), before):
+        assert parameter.isfinite().all() and not torch.equal(parameter, former)
     held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     assert len(held) == len(set(held)) and set(held) == set(model.parameters())
     assert set().union(*(each.state for each in optimizers)) == set(held)

@@ -188,12 +188,17 @@ def test_a_model_may_be_patched_under_its_adapters(variant):
 
 
 @pytest.mark.skipif(Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason="transformers asks for a newer peft")
-def test_adapters_that_transformers_itself_attaches():
+def test_adapters_that_transformers_itself_attaches(tmp_path):
     model = patch_model(build(LLAMA))
     model.add_adapter(lora(LLAMA))
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
     assert Grower(model, GROWTH, optimizer).grow(BATCHES).applied
     train(model, optimizer)
+    model.save_pretrained(tmp_path)
+    loaded = patch_model(build(LLAMA))
+    loaded.load_adapter(str(tmp_path))
+    load_growth(loaded, tmp_path / "growth")
+    assert torch.equal(logits(loaded.eval()), logits(model.eval()))
 
 
 def test_accelerate_and_checkpointed_activations():
@@ -324,7 +329,7 @@ def test_what_grew_under_lora_is_saved_with_the_adapter(passed, tmp_path):
         loaded = peft.PeftModel.from_pretrained(patch_model(build(LLAMA)), tmp_path / folder).eval()
         load_growth(loaded, tmp_path / folder / "growth")
         assert torch.equal(logits(loaded), logits(model))
-        loaded.save_pretrained(tmp_path / "again")
+        loaded.save_pretrained(tmp_path / "again", state_dict=loaded.state_dict())  # as Trainer does
     assert torch.equal(logits(copy.deepcopy(model)), logits(model))
 
 

@@ -112,7 +112,8 @@ def test_merging_gives_a_grown_model_that_saves_and_reloads(variant, tmp_path):
     near(logits(merged), expected)
     assert type(merged) is type(base) and all(len(attention.parts) == 1 for attention in attentions(merged))
     for old, new in zip(attentions(base), attentions(merged)):
-        assert (new.qk_head_dim, new.v_head_dim) == (old.qk_head_dim + 3, old.v_head_dim + 2)
+        for role, more in (("query", 3), ("value", 2)):
+            assert new.width_of(role) == old.width_of(role) + more
         for role in ("query", "key", "value", "output"):
             assert torch.equal(new.weight_of(role), old.weight_of(role))
     merged.save_pretrained(tmp_path)
@@ -210,7 +211,7 @@ def test_merging_for_a_while(variant):
     model = adapted(variant)
     expected = logits(model)
     model.merge_adapter()
-    assert attentions(model)[0].qk_head_dim == 19
+    assert attentions(model)[0].width_of("key") == 19
     assert model.get_base_model().config.extra_dims["0"] == {"growth_1": [3, 2]}
     near(logits(model), expected)
     model.unmerge_adapter()
@@ -307,6 +308,15 @@ def test_generation_uses_the_new_dims():
     uncached = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, use_cache=False)
     merged = model.merge_and_unload().generate(input_ids=prompt, max_new_tokens=6, do_sample=False)
     assert torch.equal(tokens, uncached) and torch.equal(tokens, merged)
+
+
+def test_adapters_compile_in_one_graph_and_load_onto_empty_weights(tmp_path):
+    model = adapted(LLAMA)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    near(logits(torch.compile(model.get_base_model(), fullgraph=True, backend="eager")), expected)
+    loaded = peft.PeftModel.from_pretrained(build(LLAMA), tmp_path, low_cpu_mem_usage=True).eval()
+    assert torch.equal(logits(loaded), expected)
 
 
 def test_a_classifier_trains_its_head_along(tmp_path):

@@ -1,4 +1,4 @@
-"""Quantized bases: new dims are found and trained beside them; what would resize their weights is refused by name."""
+"""Quantized bases: new dims are found, kept, trained and merged beside them, and none of their weights is touched."""
 
 import copy
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.bitnet import AutoBitLinear
 
-from hf_growattn import Grower, GrowthConfig, attention_views, export_model, patch_model, trim_model
+from hf_growattn import Grower, GrowthConfig, attention_views, export_model, patch_model, unpatch_model
 from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.growable.models import attentions
 
@@ -36,6 +36,7 @@ class QuantLinear(nn.Module):
         self.register_buffer("scales", linear.weight.detach().abs().max() / 127)
         self.register_buffer("qweight", (linear.weight.detach() / self.scales).round().to(torch.int8))
         self.bias = linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x):
         return nn.functional.linear(x, self.qweight * self.scales, self.bias)
@@ -103,16 +104,6 @@ def folders(tmp_path_factory):
     return folder
 
 
-def adapted(model, **dims):
-    """A quantized model under an adapter of ours that has an effect."""
-    model = peft.get_peft_model(model, GrowAttnConfig(**(dims or dict(qk_dims=3, v_dims=2)))).eval()
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in model.named_parameters():
-        if "growattn_" in name:
-            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
 def with_lora(model):
     """Under LoRA: on the queries where every version of peft knows how, and else beside them."""
     kind = type(model.model.layers[0].self_attn.q_proj)
@@ -120,46 +111,49 @@ def with_lora(model):
     return peft.get_peft_model(patch_model(model), peft.LoraConfig(target_modules=[target]))
 
 
-REFUSED = {
-    "growth": lambda model, _: Grower(patch_model(model), GrowthConfig(budget=0.1)),  # before any training
-    "growth beside LoRA": lambda model, _: Grower(with_lora(model), GROWTH).grow(BATCHES),
-    "merge_adapter": lambda model, _: adapted(model).merge_adapter(),
-    "merge_and_unload": lambda model, _: adapted(model).merge_and_unload(),
-    "export": lambda model, folder: export_model(patch_model(model), folder / "exported"),
-}
-
-
 def logits(model):
     with torch.no_grad():
         return model(**BATCHES[0]).logits
 
 
-@pytest.mark.parametrize("action", REFUSED)
+def loss_of(model):
+    with torch.no_grad():
+        return sum(model(**batch).loss.item() for batch in BATCHES) / len(BATCHES)
+
+
+@pytest.mark.parametrize("wrap", [patch_model, with_lora], ids=["alone", "beside LoRA"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_resizes_the_weights_is_refused_by_name(kind, action, folders, tmp_path):
+def test_growth_keeps_new_dims_next_to_quantized_weights(kind, wrap, folders):
+    model = wrap(KINDS[kind][0](folders / "stock")).eval()
+    report = Grower(model, GROWTH).grow(BATCHES)
+    assert report.applied and report.loss_after < report.loss_before - 0.1
+    new = {name: parameter for name, parameter in model.named_parameters() if ".extra.parts." in name}
+    assert all(parameter.dtype == torch.float32 and parameter.requires_grad for parameter in new.values())
+    optimizer = torch.optim.AdamW(new.values(), lr=1e-3)
+    for step in range(8):
+        model(**BATCHES[step % 4]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss_of(model) < report.loss_after  # bitsandbytes packs its layers now, and they give no more gradients
+    base = model.get_base_model() if wrap is with_lora else model
+    unpatch_model(base, drop_growth=True)
+    assert torch.equal(logits(model), logits(KINDS[kind][0](folders / "stock")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_model_is_not_exported(kind, folders, tmp_path):
     load, name = KINDS[kind]
-    model = load(folders / "stock")
-    before = logits(model)
     with pytest.raises(ValueError, match=rf"(q|k|v|o)_proj\b.*({name}|scales, which).*{FIX}"):
-        REFUSED[action](model, tmp_path)
+        export_model(patch_model(load(folders / "stock")), tmp_path / "exported")
     assert not list(tmp_path.iterdir())
-    for attention in attentions(model):
-        assert (attention.width_of("query"), attention.width_of("value")) == (16, 16)
-        attention.extension = None
-    assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_grown_checkpoint_loads_quantized_and_is_not_resized(kind, folders):
-    load, name = KINDS[kind]
-    model = load(folders / "grown")
-    before = logits(model)
-    assert (before - logits(build(MODEL))).abs().max() > 0
-    attention = attentions(model)[0]
-    for attempt in (lambda: trim_model(model, BATCHES), lambda: attention.widen(1, 1)):
-        with pytest.raises(ValueError, match=rf"q_proj of layer 0 is .*{name}.*{FIX}"):
-            attempt()
-    assert torch.equal(logits(model), before)
+def test_a_grown_checkpoint_loads_quantized(kind, folders):
+    model = KINDS[kind][0](folders / "grown")
+    parts = [attention.extra.parts["growth_1"] for attention in attentions(model)]
+    assert all(part.qk_dims == 16 and part.inside.weight.is_floating_point() for part in parts)
+    assert (logits(model) - logits(KINDS[kind][0](folders / "stock"))).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,23 +236,20 @@ def test_a_guided_start_on_a_quantized_base(kind, folders, tmp_path):
         assert torch.equal(logits(model), stock)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert trained == report.added_parameters
-    with torch.no_grad():
-        loss = sum(model(**batch).loss.item() for batch in BATCHES) / len(BATCHES)
-    # The adapter is what was searched; BitNet and int8 round activations, which a longer head changes.
-    assert abs(loss - report.loss_after) < 1e-3 * report.loss_after
+    # The adapter is what was searched; BitNet and int8 round activations.
+    assert abs(loss_of(model) - report.loss_after) < 1e-3 * report.loss_after
 
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(load(folders / "stock"), tmp_path).eval()
     assert torch.equal(logits(again), logits(model))
 
-    with pytest.raises(ValueError, match=rf"without quantization. Put the adapter on that \({folders / 'stock'}\)"):
-        again.merge_and_unload()
+    merged = again.merge_and_unload()  # touches no quantized weight
+    assert torch.equal(logits(merged), logits(model))
     dense = peft.PeftModel.from_pretrained(build(MODEL), tmp_path).eval()
     beside = logits(dense)
     merged = dense.merge_and_unload()
     assert (logits(merged) - beside).abs().max() < 1e-5 * beside.abs().max()
-    with torch.no_grad():
-        assert sum(merged(**batch).loss.item() for batch in BATCHES) / len(BATCHES) < report.loss_before
+    assert loss_of(merged) < report.loss_before
 
 
 def test_what_bitsandbytes_packs_for_inference_is_kept_for_training(folders):
@@ -296,24 +287,10 @@ def test_a_guided_start_falls_as_far_on_a_quantized_base():
     assert min(falls["torchao"], falls["int8"]) > 0.9 * falls["fp32"] and falls["nf4"] > 0.85 * falls["fp32"]
 
 
-def test_one_quantized_layer_is_refused_before_another_is_merged():
-    model = adapted(build(MODEL))
-    in_place(attentions(model)[1], QuantLinear)
-    before = logits(model)
-    for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(ValueError, match=f"q_proj of layer 1 is a QuantLinear.*{FIX}"):
-            merge()
-        assert torch.equal(logits(model), before)
-
-
-def test_what_does_not_touch_quantized_weights_goes_on():
+def test_a_model_of_which_a_part_is_quantized_grows():
     model = patch_model(build(MODEL))
-    grower = Grower(model, GrowthConfig(qk_dims=2))
     in_place(attentions(model)[1], QuantLinear)
-    for attempt in (grower.grow, grower.measure):
-        with pytest.raises(ValueError, match=f"q_proj of layer 1 is a QuantLinear.*{FIX}"):
-            attempt(BATCHES)
-    assert Grower(model, GrowthConfig(qk_dims=2, layers=[0])).grow(BATCHES).applied
+    assert Grower(model, GROWTH).grow(BATCHES).applied
 
     model = patch_model(build(MODEL))
     for layer in model.model.layers:

@@ -81,8 +81,9 @@ def test_runs_are_paired_by_row_and_seed():
     assert mean == 1.0 and error == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("best, tried", [(0.9, [0.1, 1.0, 3.0]), (0.2, [0.1, 1.0, 0.033])])
+@pytest.mark.parametrize("best, tried", [(4.0, [0.1, 1.0, 3.0]), (0.9, [0.1, 1.0, 3.0]), (0.0, [0.1, 1.0, 0.033])])
 def test_learning_rates_go_beyond_the_best_end(best, tried):
+    """And a second call, which has all runs, trains nothing."""
     asked = []
 
     def train(method, rate, steps, seed):
@@ -90,7 +91,8 @@ def test_learning_rates_go_beyond_the_best_end(best, tried):
         return run_of(method, [abs(rate - best), 1.0], seed, rate, steps)
 
     race = Race(STEPS, run_of("start", [9.0, 9.0], steps=0))
-    compete(race, train, {"lora": [0.1, 1.0], "growth": [0.1, 1.0], "both": [0.1, 1.0]}, seeds=3)
+    for _ in range(2):
+        compete(race, train, {"lora": [0.1, 1.0], "growth": [0.1, 1.0], "both": [0.1, 1.0]}, seeds=3)
     for method in ("lora", "growth", "both"):
         short = [rate for name, rate, steps, _ in asked if (name, steps) == (method, 2)]
         assert short == tried
@@ -157,14 +159,6 @@ def test_a_race_leaves_its_runs(finished):
     assert all(race.runs_of(method)[0].loss < race.start.loss for method in weights)
 
 
-def test_a_diverging_run_is_kept(finished, tmp_path, monkeypatch):
-    """Its line is valid JSON, and the race goes on."""
-    monkeypatch.setattr(module, "measure_rows", lambda model, rows, *_: ([math.nan] * len(rows), [1] * len(rows)))
-    race = hold(tmp_path / "out")
-    assert race.winner == "lora" and all(run.loss == math.inf for run in race.runs)
-    assert str(hold(tmp_path / "out")) == str(race)
-
-
 def test_the_given_model_does_not_change(tmp_path, monkeypatch):
     model = build("llama-2")
     before = copy.deepcopy(model.state_dict())
@@ -197,6 +191,19 @@ def test_a_killed_race_continues(finished, tmp_path):
         file.write('{"method": "lo')
     assert str(hold(killed)) == str(race)
     assert (killed / "race.jsonl").read_text() == (folder / "race.jsonl").read_text()
+
+
+def test_a_diverged_run_is_kept(finished, tmp_path, monkeypatch):
+    """The last run of the race, of which nothing is trained again."""
+    folder, race = finished
+    runs = len(race.runs)
+    diverged = copied(folder, tmp_path / "diverged", lines=2 + runs - 1)
+    monkeypatch.setattr(module, "measure_rows", lambda model, rows, *_: ([math.nan] * len(rows), [1] * len(rows)))
+    race = hold(diverged)
+    assert len(race.runs) == runs and [run.loss == math.inf for run in race.runs] == [False] * (runs - 1) + [True]
+    assert str(hold(diverged)) == str(race)
+    for line in (diverged / "race.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # of NaN and Infinity
 
 
 def test_a_finished_race_takes_more_seeds(finished, tmp_path):

@@ -10,9 +10,6 @@ from families import build, word_tokenizer
 from test_cli import call
 from test_data import CHATS, TEMPLATE, TEXTS
 
-from hf_growattn.interop.stock import TARGETS, why_not_exportable
-from hf_growattn.model.architectures import ARCHITECTURES
-
 SMALL = "--max_length 16 --growth_batches 4 --per_device_train_batch_size 5 --use_cpu".split()
 TRAINING = "--max_steps 8 --eval_steps 4 --save_strategy no --budget 5%".split()
 # What a tiny model takes, or no network gives.

@@ -40,7 +40,7 @@ def test_a_field_counts_where_the_stock_attention_reads_it(name, field):
     patch_model(model)
     assert torch.equal(model(tokens()).logits, expected) and not is_grown(model)
     for attention in attentions(model):
-        assert attention.weight_of("key").shape[:2] == (attention.heads_of("key"), attention.head_dim)
+        assert attention.is_known("query", "key", "value", "output")
     assert torch.equal(unpatch_model(model)(tokens()).logits, expected)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_model
 from hf_growattn.grow.trial import read_factors
-from hf_growattn.grow.trim import GrownDims, cut_parts, set_parts
+from hf_growattn.grow.trim import GrownDims, cut_parts, swap_parts
 from hf_growattn.growable.models import attentions
 from hf_growattn.measure.blocks import Block, Roots, measure_moments
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
@@ -160,13 +160,13 @@ def test_a_product_of_small_rank_needs_no_more_dims(variant):
                 query.copy_(torch.einsum("pr,hr...->hp...", mixing, query[:, :2]))
     before = logits(model)
     assert not trim_model(model).removed_parameters
-    patterns = [new for new in found(model, batches) if new.kind is PATTERNS]
-    assert max(new.trimmed_to(2).error for new in patterns) < 1e-10  # rounding, squared
-    set_parts(cut_parts(dict.fromkeys(patterns, 2)))
+    keep = {new: 2 if new.kind is PATTERNS else V for new in found(model, batches)}
+    assert max(new.trimmed_to(kept).error for new, kept in keep.items()) < 1e-10  # rounding, squared
+    swap_parts(cut_parts(keep))
     error = (logits(model) - before).abs().max() / before.abs().max()
     print(f"{variant}: {error:.1e}")
     assert error < 1e-4  # fp32, through roots of the moments and back
-    set_parts(cut_parts({new: 1 for new in found(model, batches) if new.kind is PATTERNS}))
+    swap_parts(cut_parts({new: 1 if new.kind is PATTERNS else V for new in found(model, batches)}))
     assert (logits(model) - before).abs().max() > 1e-2 * before.abs().max()
 
 
@@ -255,7 +255,7 @@ def test_the_directions_of_several_growths_are_found_together():
     before, every = logits(model), found(model, batches)
     keep = {new: QK if new.kind is PATTERNS else V for new in every}
     assert max(new.trimmed_to(kept).error for new, kept in keep.items()) < 1e-10
-    set_parts(cut_parts(keep))
+    swap_parts(cut_parts(keep))
     assert [[*a.extra.parts] for a in attentions(model)] == [["growth_1"]] * 2
     assert (logits(model) - before).abs().max() < 1e-4 * before.abs().max()
 
@@ -307,11 +307,11 @@ def test_a_head_with_fewer_directions_can_still_train():
     attention = attentions(model)[0]
     for dim in range(QK):
         kill(attention, "query", dim, 0)
-    (new,) = [n for n in found(model, batches) if n.attention is attention and n.kind is PATTERNS]
-    former = set_parts(cut_parts({new: QK - 1}))
+    every = [new for new in found(model, batches) if new.attention is attention]
+    former = swap_parts(cut_parts({new: QK - 1 if new.kind is PATTERNS else V for new in every}))
     assert not new_dims(attention, "query")[0].any() and not new_dims(attention, "query", "bias")[0].any()
     assert new_dims(attention, "key")[0].abs().amax(-1).min() > 0
-    set_parts(former)
+    swap_parts(former)
     assert widths(model)[0] == (STOCK + QK, STOCK + V)
 
 
@@ -373,15 +373,15 @@ def test_whitened_directions_beat_plain_ones_and_the_first_dims(grown_llama, kin
     model, batches, fresh = grown_llama, real_dicts(4, start=20), real_dicts(8, start=40)
     uncut, rise = loss(model, fresh), {}
     for name, whitened in (("whitened", True), ("plain", False)):
-        former = set_parts(cut_parts({new: 2 if new.kind is kind else 8 for new in found(model, batches, whitened)}))
+        former = swap_parts(cut_parts({new: 2 if new.kind is kind else 8 for new in found(model, batches, whitened)}))
         rise[name] = loss(model, fresh) - uncut
-        set_parts(former)
+        swap_parts(former)
     every = found(model, batches)
     for new in every:
         new.factors = read_factors(new.attention.parts[0], new.kind)
-    former = set_parts(cut_parts({new: 2 if new.kind is kind else 8 for new in every}))
+    former = swap_parts(cut_parts({new: 2 if new.kind is kind else 8 for new in every}))
     rise["the first dims"] = loss(model, fresh) - uncut
-    set_parts(former)
+    swap_parts(former)
     print(f"loss {uncut:.4f}, rises by {rise}")
     assert rise["whitened"] < 0.9 * rise["plain"] and rise["whitened"] < rise["the first dims"]
     assert loss(model, fresh) == uncut

@@ -123,10 +123,10 @@ def run_inspect(options: argparse.Namespace, words: list[str]) -> Result:
     The effective rank counts the directions that a head uses; it is at most the width.
     """
     from ..growable.patching import patch_model
-    from ..interop.checkpoints import load_growable
+    from ..interop.checkpoints import load_model
     from .inspection import format_inspection, inspect_model
 
-    figures = inspect_model(patch_model(load_growable(options.model)))
+    figures = inspect_model(patch_model(load_model(options.model)))
     text = format_inspection(figures)
     return Result(figures, f"{text}Does that hold the model back on your data? growattn measure {options.model} DATA")
 
@@ -184,7 +184,7 @@ def run_race(recipe: Any, words: list[str]) -> Result:
     LoRA on all linear layers, growth, and a third of growth with LoRA train for a short while: the same number of
     weights on the same rows, each with the best of a few learning rates. Growth wins if it leads by more than 0.01 nats
     a token and by more than two standard errors; otherwise LoRA does, which costs nothing at inference. The output
-    keeps every run as it ends, so the same command continues after an interruption, and at the end the winner's model.
+    keeps every run as it ends, so the same command continues after an interruption.
     """
     output = recipe.training.output_dir
     if not Path(output, "race.jsonl").exists():

@@ -21,8 +21,9 @@ def inspect_model(model: GrowableModelMixin) -> dict:
 
     Returns:
         JSON-ready figures. For each layer and kind: the width, the effective rank of every query head, and which heads
-        are full. Rotated heads are read at equal positions. The ranks are None where the model normalises queries and
-        keys, since their product is then no fixed matrix. `costs` holds what `costs_of` gives.
+        are full. Rotated heads are read at equal positions. The ranks are None where the model normalizes queries and
+        keys, since their product is then no fixed matrix, and where the layout of its weights is not known. `costs`
+        holds what `costs_of` gives.
     """
     config, layers = model.config, []
     for view in tqdm(attention_views(model), desc="inspecting", unit="layer", leave=False, disable=None):
@@ -42,7 +43,7 @@ def inspect_model(model: GrowableModelMixin) -> dict:
         "model": config.name_or_path,
         "family": config.model_type.removeprefix(PREFIX),
         "parameters": model.num_parameters(),
-        "hidden_size": config.hidden_size,
+        "hidden_size": config.get_text_config().hidden_size,
         "grown": is_grown(model),
         "costs": {form: asdict(cost) for form, cost in costs.items()},
         "layers": layers,
@@ -52,7 +53,7 @@ def inspect_model(model: GrowableModelMixin) -> dict:
 def _measure_ranks(matrix: Callable[[int], FactoredMatrix], heads: int, width: int) -> dict:
     try:
         ranks = [matrix(head).effective_rank.item() for head in range(heads)]
-    except ValueError:  # normalised queries and keys have no fixed product
+    except ValueError:  # the view says why there is no fixed matrix
         return {"width": width, "effective_rank": None, "full_heads": None}
     full = [head for head, rank in enumerate(ranks) if rank >= FULL * width]
     return {"width": width, "effective_rank": ranks, "full_heads": full}
@@ -63,7 +64,7 @@ def format_inspection(figures: dict) -> str:
     rows = []
     for layer in figures["layers"]:
         for stock_width, (kind, title) in zip(layer["stock_widths"], KINDS.items()):
-            used, ranks, full = layer[kind], "none: they are normalised", "-"
+            used, ranks, full = layer[kind], "none: normalized, or of unknown layout", "-"
             if used["effective_rank"]:
                 mean = sum(used["effective_rank"]) / layer["heads"]
                 ranks = f"{mean:.1f} ({min(used['effective_rank']):.1f} to {max(used['effective_rank']):.1f})"

@@ -1,4 +1,4 @@
-"""A growth from the config to the kept weights: plan, trial, search, optimizer state, and trimming.
+"""A growth from the config to new dims that are kept: plan, trial, search, and trimming.
 
-May import `measure`, `report` and `model`, and the package's `patch`.
+May import `measure`, `report`, `growable` and `model`.
 """

@@ -1,6 +1,7 @@
 """The batches that a growth or a trim is given: read once, and split in two halves that judge each other."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -36,7 +37,7 @@ def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
     tokens = getattr(model.get_input_embeddings(), "weight", None)  # images have patches, and no such weight
     counts = {"input_ids": None if tokens is None else len(tokens), "labels": getattr(head, "out_features", None)}
     for name, known in counts.items():
-        ids = batch.get(name)
+        ids: Any = batch.get(name)
         if known is None or not torch.is_tensor(ids) or ids.is_floating_point() or not ids.numel():
             continue
         lowest, highest = int(ids.min()), int(ids.max())

@@ -89,13 +89,13 @@ class Growth:
     """
 
     def __init__(self, grower: "Grower", trial: Trial, report: GrowthReport):
-        self._grower, self._trial = grower, trial
-        self.report = report
+        self._grower, self.report = grower, report
+        self._trial = trial if report.applied else None
 
     @property
     def parts(self) -> dict[GrowableAttention, Part]:
         """The new dims by attention module; empty where no step lowers the loss, and once they are dropped."""
-        return self._trial.parts if self.report.applied else {}
+        return self._trial.parts if self._trial is not None else {}
 
     def keep(self) -> GrowthReport:
         """Make the new dims parts of the model that train, in the optimizer's groups, too; returns the report.
@@ -103,16 +103,16 @@ class Growth:
         Where no step lowers the loss, nothing changes.
         """
         grower = self._grower
-        if self.parts:
+        if self._trial is not None:
             reshard(grower.model)
-            self._trial.commit()
             keep_parts(self.parts, grower.model, grower.wrapped, grower.optimizers)
+            self._trial.commit(grower.optimizers)
         self.drop()
         return replace(self.report, kept=True)
 
     def drop(self) -> GrowthReport:
         """Forget the new dims; returns the report."""
-        self._trial.parts = {}
+        self._trial = None
         return replace(self.report, kept=False)
 
 
@@ -298,8 +298,10 @@ class Grower:
             return Trial([change for change in changes if change.dims])
         from .old_dims import make_trial
 
-        with self._preserved_state():
-            return make_trial(self.config, run.objective, changes, run.halves, run.count_training_step)
+        with self._preserved_state():  # which takes off on leaving what was attached inside
+            trial = make_trial(self.config, run.objective, changes, run.halves, run.count_training_step)
+        trial.attach()
+        return trial
 
     def steps(
         self,

@@ -185,16 +185,12 @@ def _chosen(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> list[G
     return [layer for layer in layers if config.layers is None or layer.layer in config.layers]
 
 
-def cheapest_dim(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> int:
-    """Weights that one more dim adds where it adds fewest, of the layers and kinds that may grow."""
-    chosen = _chosen(config, layers)
-    return min((parameters_of_a_dim(layer, kind) for layer in chosen for kind in config.chosen_kinds), default=0)
-
-
 def check_budget(config: GrowthConfig, layers: Iterable[GrowableAttention], parameters: int) -> None:
     """Raise a ValueError if a budget, given a model's layers and number of weights, buys not even one more dim."""
     if config.budget is not None:
-        check_affordable(weights_of(config.budget, parameters), cheapest_dim(config, layers), parameters)
+        chosen = _chosen(config, layers)
+        costs = [parameters_of_a_dim(layer, kind) for layer in chosen for kind in config.chosen_kinds]
+        check_affordable(weights_of(config.budget, parameters), min(costs, default=0), parameters)
 
 
 def check_affordable(bought: int, cheapest: int, parameters: int) -> None:

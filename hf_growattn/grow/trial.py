@@ -121,9 +121,6 @@ class Write:
         """Write the new dims for a step into a part."""
         write_factors(part, self.block.kind, *self.new_factors(step, source))
 
-    def undo(self) -> None:
-        """Write the values that old dims had; new ones are dropped with their part."""
-
 
 class Trial:
     """All changes attached to the model as parts, without effect until `set_steps`.
@@ -171,24 +168,17 @@ class Trial:
         for attention in self.parts:
             set_trial(attention, None)
 
-    def commit(self) -> None:
+    def commit(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Write what does not live in the new dims; a plain trial has nothing such."""
 
     def drop(self) -> None:
         """Take everything back."""
         self.detach()
-        for write in self.writes:
-            write.undo()
         self.writes = []
 
     def added_parameters(self) -> int:
         """Number of weights that keeping adds."""
         return sum(parameter.numel() for part in self.parts.values() for parameter in part.parameters())
-
-    def added_to_cache(self) -> int:
-        """By how many numbers keeping widens the keys and values of a token."""
-        widths = ((attention, part.qk_dims + part.v_dims) for attention, part in self.parts.items())
-        return sum(dims * attention.shape.num_key_value_heads for attention, dims in widths if attention.caches)
 
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:

@@ -195,7 +195,7 @@ def cut_parts(keep: dict[GrownDims, int]) -> _Parts:
     return parts
 
 
-def set_parts(parts: _Parts) -> _Parts:
+def swap_parts(parts: _Parts) -> _Parts:
     """Give attention modules these parts, and return those that they had."""
     former: _Parts = {attention: dict(attention.make_extra().parts.items()) for attention in parts}
     for attention, own in parts.items():
@@ -206,7 +206,7 @@ def set_parts(parts: _Parts) -> _Parts:
 
 def _keep_parts(parts: _Parts, model: Any, wrapped: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
     """Give the model these parts for good, and let its config, its optimizers and DDP know."""
-    former, now = set_parts(parts), extra_parameters(model)
+    former, now = swap_parts(parts), extra_parameters(model)
     known = {parameter for own in former.values() for part in own.values() for parameter in part.parameters()}
     new, gone = [parameter for parameter in now if parameter not in known], known - {*now}
     try:
@@ -214,7 +214,7 @@ def _keep_parts(parts: _Parts, model: Any, wrapped: nn.Module, optimizers: list[
         model.sync_config()
         add_new_parameters(optimizers, model, [parameter for parameter in new if parameter.requires_grad])
     except BaseException:
-        set_parts(former)
+        swap_parts(former)
         model.sync_config()
         remove_parameters(optimizers, new)
         raise
@@ -248,11 +248,11 @@ def _least_needed(
 
     def loss_with(keep: dict[GrownDims, int]) -> float:
         bar.total += len(batches)
-        former = set_parts(cut_parts(keep))
+        former = swap_parts(cut_parts(keep))
         try:
             return mean_loss(objective, batches, bar.update)
         finally:
-            set_parts(former)
+            swap_parts(former)
 
     everything = {new: new.live for new in found}
     nothing = everything | dict.fromkeys(live, 0)

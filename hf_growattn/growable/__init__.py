@@ -1,4 +1,4 @@
-"""A living model: patched and unpatched, its attention widened and cut, saved whole or not at all, loaded if whole.
+"""A living model: patched and unpatched, old weights read by heads, optimizers that follow, saved whole or not at all.
 
 May import model.
 """

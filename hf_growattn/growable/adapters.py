@@ -44,7 +44,7 @@ def has_other_adapters(module: Any) -> bool:
 
 def quantization(module: nn.Module) -> str | None:
     """What quantizes a module's weight, and the fix; None where the module computes with the weight's own entries."""
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return None
     kind = type(module) if type(module).__module__.startswith(_QUANTIZERS) else type(weight)
@@ -111,11 +111,12 @@ def computed_weight(module: Any, inputs: int) -> torch.Tensor:
     # bitsandbytes may store its packed bytes in any type, and answers in that of its inputs.
     packed = type(inside).__module__.startswith("bitsandbytes.")
     dtype = torch.float32 if packed else next(kinds, torch.float32)
+    questions = torch.eye(inputs + 1, inputs, dtype=dtype, device=numbers[0].device)  # the last one is zero
     with torch.autocast(numbers[0].device.type, enabled=False), kept_unpacked(inside):
-        answer = inside(torch.eye(inputs, dtype=dtype, device=numbers[0].device))
-    if answer.dim() != 2 or len(answer) != inputs:
+        answer = inside(questions)
+    if answer.dim() != 2 or len(answer) != inputs + 1:
         raise ValueError(f"A {type(inside).__name__} is no linear layer, so it has no weight to be read. {_MERGE}.")
-    return (answer.float() if inside.bias is None else answer.float() - inside.bias.float()).T
+    return (answer[:-1].float() - answer[-1].float()).T
 
 
 def added_by_adapters(module: Any, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -31,18 +31,23 @@ def growable_part(model: nn.Module) -> GrowableModelMixin:
     return found
 
 
-def save_growth(model: nn.Module, folder: str | Path) -> None:
+def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
     """Save the new dims of a grown model alone, without its base: `growth.safetensors` and `growth.json`.
 
     Args:
         model: a patched model, or a peft model of one.
         folder: where to; both files are written, or none.
+        state_dict: of `model`, if all ranks of a sharded one have gathered it.
 
     Raises:
         ValueError: the model is not patched, or it has not grown.
     """
     inner = growable_part(model)
-    state = {name: whole(p.detach()).cpu().contiguous() for name, p in inner.named_parameters() if _is_new(name)}
+    start = next(name for name, module in model.named_modules() if module is inner)
+    state = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
+    if state_dict is not None:
+        state = {name: state_dict[f"{start}.{name}" if start else name] for name in state}
+    state = {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
     if not state:
         raise ValueError("This model has not grown: there are no new dims to save.")
     description = {"model_type": inner.config.model_type, "extra_dims": growable_configs(inner)[0].extra_dims}
@@ -94,7 +99,7 @@ class SavesGrowth:
         stock.save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
         model: Any = self
         if is_main_process and is_grown(model):
-            save_growth(model, Path(save_directory) / GROWTH)
+            save_growth(model, Path(save_directory) / GROWTH, kwargs.get("state_dict"))
 
 
 def save_with_adapters(model: nn.Module) -> None:
@@ -104,7 +109,8 @@ def save_with_adapters(model: nn.Module) -> None:
     for thing in gc.get_objects():  # the model does not know what is around it
         kind = type(thing)
         if issubclass(kind, nn.Module) and hasattr(kind, "get_base_model") and not issubclass(kind, SavesGrowth):
-            if thing.get_base_model() is model:
+            tuner = vars(thing).get("_modules", {}).get("base_model")  # one whose making failed has none
+            if tuner is not None and tuner._modules.get("model") is model:
                 thing.__class__ = SavesGrowth.mixed_into(kind)
 
 

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model.configuration import WideConfigMixin
+from ..model.extra import Part
 from ..model.modeling import WideModelMixin, class_by_name
 from .attention import GrowableAttention, drop_if_empty
 from .folders import loading, replacing
@@ -46,6 +47,9 @@ class GrowableModelMixin(WideModelMixin):
         hub_kwargs = {key: kwargs.pop(key) for key in list(kwargs) if key not in _SAVING}
         with replacing(target) as partial:
             super().save_pretrained(partial, is_main_process, **kwargs)
+        if getattr(self, "_hf_peft_config_loaded", False) and is_grown(self):  # those were its adapters alone
+            growths = importlib.import_module("hf_growattn.growable.growths")
+            growths.save_growth(self, target / growths.GROWTH, kwargs.get("state_dict"))
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
 
@@ -134,7 +138,8 @@ def _parts_in(model: nn.Module, state: dict[str, Any], prefix: str) -> dict[str,
 
 def _stock_entries(attention: nn.Module) -> Iterator[str]:
     """The names of a stock attention module's weights and buffers, within it; adapters may be around them."""
-    for name, child in attention.named_children():
+    children: Iterator[tuple[str, Any]] = attention.named_children()
+    for name, child in children:
         while hasattr(child, "base_layer"):
             name, child = f"{name}.base_layer", child.base_layer
         if name != "extra":
@@ -163,10 +168,17 @@ def extra_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for attention in attentions(model) for part in attention.parts for p in part.parameters()]
 
 
-def cache_bytes(model: nn.Module) -> int:
-    """Bytes of a token's keys and values in the cache, over all layers, in the weights' precision."""
-    size, cached = next(model.parameters()).element_size(), [a for a in attentions(model) if a.caches]
-    return sum(size * a.heads_of(role) * a.width_of(role) for a in cached for role in ("key", "value"))
+def cache_bytes(model: nn.Module, tried: Mapping[Any, Part] | None = None) -> int:
+    """Bytes of a token's keys and values in the cache, over all layers, in the weights' precision.
+
+    They are counted as the attention implementation keeps them. `tried` are parts that are not kept yet.
+    """
+    numbers = 0
+    for attention in (attention for attention in attentions(model) if attention.caches):
+        part = (tried or {}).get(attention)
+        parts = attention.parts if part is None else [*attention.parts, part]
+        numbers += attention.heads_of("key") * sum(attention.cached_widths(parts))
+    return next(model.parameters()).element_size() * numbers
 
 
 def __getattr__(name: str) -> type:

@@ -92,7 +92,8 @@ class _LeftOut:
         if self.done or model is None:
             return
         own = {id(parameter) for parameter in held(optimizer)}
-        alive = [id(reference()) for reference in self.new if reference() is not None]
+        new = [parameter for parameter in (reference() for reference in self.new) if parameter is not None]
+        alive = [id(parameter) for parameter in new if parameter.requires_grad]  # peft may have frozen them since
         trained = [parameter for parameter in model.parameters() if id(parameter) in own]
         self.done = bool(trained)
         if trained and alive and own.isdisjoint(alive):

@@ -80,7 +80,7 @@ def _replace_configs(model: PreTrainedModel) -> None:
     """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
     growable: dict[int, Any] = {}
     stock_class = type(model.config)
-    config_class = growable_config_class(stock_class)
+    config_class: Any = growable_config_class(stock_class)
     for module in model.modules():
         config = getattr(module, "config", None)
         if type(config) is not stock_class:
@@ -104,7 +104,7 @@ def _forget_gguf(model: PreTrainedModel) -> None:
     if all(parameter.is_floating_point() for parameter in model.parameters()):
         quantizer.remove_quantization_config(model)
         for config in growable_configs(model):
-            vars(config).pop("_is_quantized", None)
+            config.__dict__.pop("_is_quantized", None)
 
 
 def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrainedModel:
@@ -133,10 +133,10 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
     every: list[Any] = list(attentions(model))
     for attention in every:
         attention._modules.pop("extra", None)
-        for name in ("shape", "layer", "projection", "call"):
+        for name in ("shape", "layer", "output_sibling", "call"):
             vars(attention).pop(name, None)
     for module in _ours(model):
-        vars(module).pop("share", None)
+        module.__dict__.pop("share", None)
         module.__class__ = type(module).__bases__[1]
         if not isinstance(module, PreTrainedModel):
             renew_old_forward(module)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..model.configuration import PREFIX
-from ..model.shapes import find_projections
+from ..model.shapes import REGISTERED, find_projections
 
 
 @dataclass(frozen=True)
@@ -74,3 +74,4 @@ def register_architecture(model_type: str, row: Row) -> None:
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))} is no role; roles are query, key, value and output.")
     ROWS[model_type] = row
+    REGISTERED[model_type] = row.names

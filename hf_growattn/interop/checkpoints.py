@@ -8,7 +8,6 @@ import transformers
 from huggingface_hub import HfApi, get_token
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ..growable.patching import patch_model
 from ..model.configuration import PREFIX
 from .cards import CARD, FIGURES, PICTURE, model_card, push_folder, read_figures, task_of
 from .export import export_model
@@ -47,15 +46,6 @@ def load_model(name: str, causal: bool = False, revision: str = "main", **option
     return _load(chosen, name, "model", revision=revision, **options).eval()
 
 
-def load_growable(name: str, causal: bool = False, revision: str = "main", **options) -> PreTrainedModel:
-    """Load a checkpoint and patch it.
-
-    Raises:
-        ValueError: as for `load_model`, or new dims cannot join its attention.
-    """
-    return patch_model(load_model(name, causal, revision, **options))
-
-
 def load_tokenizer(name: str, revision: str = "main"):
     """Load the tokenizer of a checkpoint.
 
@@ -75,7 +65,7 @@ def _load(auto_class: type, name: str, what: str, **options):
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # of transformers, safetensors, or the Hub's client: damage has many names
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}".partition("Model type should be one of")[0]  # hundreds follow
         if "trust_remote_code" in reason:
             reason = "It comes with code of its own, which is not run here."
         elif not Path(name).exists():

@@ -5,10 +5,8 @@ attention at the same place: in `attention.extra`. Importing this file teaches p
 """
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +18,7 @@ from ..grow.checks import layers_of
 from ..grow.growth import Grower
 from ..grow.keeping import next_name
 from ..grow.plan import GrowthConfig, check_affordable, weights_of
-from ..grow.trial import dims_by_kind, parameters_of_a_dim
+from ..grow.trial import parameters_of_a_dim
 from ..growable.attention import GrowableAttention, drop_if_empty
 from ..growable.models import GrowableModelMixin, is_grown
 from ..growable.patching import patch_model, unpatch_model
@@ -36,7 +34,6 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from peft.utils import register_peft_method  # noqa: E402
 
 _NAME, PREFIX = "growattn", "growattn_"
-WIDTHS = [kind.width for kind in KINDS.values()]
 
 
 def _member_of_peft_type() -> PeftType:
@@ -62,7 +59,8 @@ class GrowAttnConfig(PeftConfig):
         v_dims: dims added to the values of each head, and to what the output projection reads (messages).
         budget: weights to add at most, or a share of the base model's such as 0.01. The adapter starts with equal
             dims everywhere; `initialize_growattn_weights` gives them to the layers and kinds that gain most, as
-            `GrowthConfig` does. `qk_dims` and `v_dims` then say what each layer has, {layer: dims}, and are saved so.
+            `GrowthConfig` does.
+        dims: what a budget has bought: by layer, as a text, the dims of queries and keys, and of values.
         layers: indices of the layers; None means every layer.
         modules_to_save: names of other modules to train and to save whole, such as the head of a classifier.
 
@@ -70,9 +68,10 @@ class GrowAttnConfig(PeftConfig):
         ValueError: an attribute is outside its range; the message names the fix.
     """
 
-    qk_dims: int | dict[int, int] = 0
-    v_dims: int | dict[int, int] = 0
+    qk_dims: int = 0
+    v_dims: int = 0
     budget: int | float | None = None
+    dims: dict[str, list[int]] | None = None
     layers: list[int] | None = None
     modules_to_save: list[str] | None = None
 
@@ -81,32 +80,16 @@ class GrowAttnConfig(PeftConfig):
         self.peft_type = GROWATTN
         self.layers = self.layers if self.layers is None else list(self.layers)
         self.target_modules = frozenset()  # peft asks for them; known once there is a model, and not saved
-        for name in WIDTHS:
-            if isinstance(dims := getattr(self, name), dict):
-                setattr(self, name, {int(layer): number for layer, number in dims.items()})  # JSON makes them texts
         _ = self.growth  # the same bounds
-
-    @property
-    def spent(self) -> bool:
-        """Whether the dims of each layer are known that the budget bought."""
-        return isinstance(self.qk_dims, dict) and isinstance(self.v_dims, dict)
 
     @property
     def growth(self) -> GrowthConfig:
         """The growth whose new dims the adapter can hold; the old ones stay frozen."""
-        spent = self.budget is not None and self.spent
-        dims = {name: getattr(self, name) for name in WIDTHS if not spent}
-        return GrowthConfig(**dims, budget=self.budget, layers=self.layers, old_dims_train=False)
-
-    def hold(self, dims: Mapping[str, Mapping[int, int]]) -> None:
-        """Note what a budget bought, {layer: dims} by the name of the width; layers without any are left out."""
-        for width, by_layer in dims.items():
-            setattr(self, width, {layer: number for layer, number in by_layer.items() if number})
+        return GrowthConfig(self.qk_dims, self.v_dims, self.budget, layers=self.layers, old_dims_train=False)
 
     def dims_at(self, layer: int) -> list[int]:
         """The dims that each head of a layer gains: of queries and keys, and of values."""
-        dims = [getattr(self, width) for width in WIDTHS]
-        return [number.get(layer, 0) if isinstance(number, dict) else number for number in dims]
+        return [self.qk_dims, self.v_dims] if self.dims is None else self.dims.get(str(layer), [0, 0])
 
 
 class AdapterPart(NamedTuple):
@@ -155,7 +138,8 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         """The adapters in use; those that are merged are among the attention's own parts."""
         if self.disable_adapters or self.merged:
             return []
-        return [part for name in self.active_adapters if (part := self.part_of(name)) is not None]
+        found = [self.part_of(name) for name in self.active_adapters]
+        return [part for part in found if part is not None]
 
     def part_of(self, adapter_name: str) -> AdapterPart | None:
         """An adapter's modules; None if it adds nothing here."""
@@ -167,15 +151,7 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         return AdapterPart(inside, outside, inside.dims[0], inside.dims[2])
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Make copies of the adapters kept parts of the attention, in its precision; no old weight is touched.
-
-        Args:
-            safe_merge: refuse adapters that are not finite.
-            adapter_names: which; None means those that are active.
-
-        Raises:
-            ValueError: an adapter is not finite.
-        """
+        """Make copies of adapters kept parts of the attention, in its precision: no old weight is touched."""
         attention, model = self._home
         for name in check_adapters_to_merge(self, adapter_names):
             adapter = self.part_of(name)
@@ -231,20 +207,16 @@ class GrowAttnModel(BaseTuner):
         return peft_config
 
     def _prepare_model(self, peft_config: GrowAttnConfig, model: PreTrainedModel) -> None:
-        """Patch the model, find the attention modules that get dims, and spend a budget evenly that is not spent yet.
-
-        Raises:
-            TypeError, ValueError: as `patch_model`, tensor parallelism, no such layer, or a budget that buys nothing.
-        """
+        """Patch the model, find the attention modules that get dims, and spend a new budget evenly."""
         was_stock = not isinstance(model, GrowableModelMixin)
         if any(map(is_sharded, model.parameters())) and not sharded_modules(model):
             raise ValueError("GrowAttnConfig does not support tensor parallelism: load the model without it.")
         patch_model(model)
         try:
             chosen = layers_of(model, peft_config.layers)
-            if peft_config.budget is not None and not peft_config.spent:
+            if peft_config.budget is not None and peft_config.dims is None:
                 with _base_alone(model):
-                    peft_config.hold(_evenly(chosen, peft_config.budget, model.num_parameters()))
+                    peft_config.dims = _evenly(chosen, peft_config.budget, model.num_parameters())
         except ValueError:
             if was_stock:
                 unpatch_model(model)
@@ -262,7 +234,8 @@ class GrowAttnModel(BaseTuner):
         self, peft_config, adapter_name, target, target_name, parent, current_key, parameter_name=None
     ) -> None:
         attention = cast(GrowableAttention, target)
-        part = attention.new_part(*cast(GrowAttnConfig, peft_config).dims_at(attention.layer))
+        qk_dims, v_dims = cast(GrowAttnConfig, peft_config).dims_at(attention.layer)
+        part = attention.new_part(qk_dims, v_dims)
         with torch.no_grad():  # without effect: the other side of each pair is zero
             for kind in KINDS.values():
                 nn.init.normal_(part.weight_of(kind.shared), std=attention.shape.in_features**-0.5)
@@ -295,19 +268,19 @@ class GrowAttnModel(BaseTuner):
         Where an adapter has other sizes, it gets new parameters; they train if the former ones did.
         """
         layers, config = adapter_layers(self.model), cast(GrowAttnConfig, self.peft_config[adapter_name])
-        former = next(part.inside.weight for layer in layers if (part := layer.part_of(adapter_name)) is not None)
+        former: Any = next(own.inside.weight for layer in layers if (own := layer.part_of(adapter_name)) is not None)
         if config.budget is not None:
-            config.hold(dims_by_kind(found))
+            config.dims = {str(attention.layer): [part.qk_dims, part.v_dims] for attention, part in found.items()}
             for layer in layers:
                 if layer.get_base_layer() not in found:
                     layer.discard(adapter_name)
-        for attention, new in found.items():
+        for attention, part in found.items():
             layer = self._layer_of(attention)
             own = layer.part_of(adapter_name)
-            if own is None or (own.qk_dims, own.v_dims) != (new.qk_dims, new.v_dims):
-                own = attention.new_part(new.qk_dims, new.v_dims, former.dtype).requires_grad_(former.requires_grad)
-                layer.add(adapter_name, own)
-            copy_weights(new, own)
+            if own is not None and (own.qk_dims, own.v_dims) == (part.qk_dims, part.v_dims):
+                copy_weights(part, own)
+            else:
+                layer.add(adapter_name, part.to(former).requires_grad_(former.requires_grad))
         self._leave_out_of_the_base()
 
     def unload(self) -> nn.Module:
@@ -340,21 +313,17 @@ def _base_alone(model: nn.Module) -> Iterator[None]:
             layer.get_base_layer()._modules["extra"] = extra
 
 
-def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> Mapping[str, Mapping[int, int]]:
-    """The dims by layer of both kinds that a budget buys if it is spread over all of them.
-
-    Raises:
-        ValueError: it buys none.
-    """
-    kinds = product(KINDS.values(), layers)
-    costs = {(kind.width, layer.layer): parameters_of_a_dim(layer, kind) for kind, layer in kinds}
-    dims: dict[str, Counter[int]] = {width: Counter() for width in WIDTHS}
-    left, cheapest = weights_of(budget, base), min(costs.values())
+def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> dict[str, list[int]]:
+    """The dims by layer that a budget buys if it is spread over all of them; a ValueError if it buys none."""
+    kinds = list(KINDS.values())
+    costs = [(layer, kind, parameters_of_a_dim(layer, kind)) for kind in kinds for layer in layers]
+    dims = {str(layer.layer): [0, 0] for layer in layers}
+    left, cheapest = weights_of(budget, base), min(cost for _, _, cost in costs)
     check_affordable(left, cheapest, base)
     while left >= cheapest:
-        for (width, layer), cost in costs.items():
+        for layer, kind, cost in costs:
             if cost <= left:
-                dims[width][layer] += 1
+                dims[str(layer.layer)][kinds.index(kind)] += 1
                 left -= cost
     return dims
 

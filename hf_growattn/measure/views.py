@@ -52,11 +52,6 @@ class FactoredMatrix:
         """Shape of the product, (a, b)."""
         return torch.Size((self.left.shape[0], self.right.shape[0]))
 
-    @property
-    def T(self) -> "FactoredMatrix":
-        """The transpose, (b, a), of the same factors."""
-        return FactoredMatrix(self.right, self.left)
-
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the thin SVD `U` (a, n), `S` (n,) descending and `V` (b, n) of it, with `n = min(a, b, k)`."""
         left_basis, left_core = torch.linalg.qr(_working(self.left))
@@ -70,11 +65,6 @@ class FactoredMatrix:
         return self.svd()[1]
 
     @property
-    def norm(self) -> Tensor:
-        """The Frobenius norm, a scalar."""
-        return self.singular_values.norm()
-
-    @property
     def effective_rank(self) -> Tensor:
         """`exp(-sum_i p_i log p_i)` with `p_i = sigma_i / sum_j sigma_j` (Roy and Vetterli 2007); 0 for zeros."""
         values = self.singular_values
@@ -84,33 +74,6 @@ class FactoredMatrix:
     def dense(self) -> Tensor:
         """Form the matrix, (a, b); for tests and small sizes."""
         return _working(self.left) @ _working(self.right).T
-
-    def __matmul__(self, other):
-        """`W @ x`, (..., b, n) or (b,) -> (..., a, n) or (a,); a product of two factored matrices is factored too."""
-        if isinstance(other, FactoredMatrix):
-            core = self.right.T @ other.left  # (k, other k); it joins the wider side, so the narrower one sets the rank
-            if core.shape[0] <= core.shape[1]:
-                return FactoredMatrix(self.left, other.right @ core.T)
-            return FactoredMatrix(self.left @ core, other.right)
-        if not isinstance(other, Tensor):
-            return NotImplemented
-        dtype = torch.promote_types(self.left.dtype, other.dtype)
-        return self.left.to(dtype) @ (self.right.to(dtype).T @ other.to(dtype))
-
-    def __rmatmul__(self, other):
-        """`x @ W`, (..., a) -> (..., b)."""
-        if not isinstance(other, Tensor):
-            return NotImplemented
-        dtype = torch.promote_types(self.left.dtype, other.dtype)
-        return (other.to(dtype) @ self.left.to(dtype)) @ self.right.to(dtype).T
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        """Let `torch.matmul` and `x @ W` of a tensor on the left reach the products above; no other function does."""
-        if func not in (torch.matmul, Tensor.matmul, Tensor.__matmul__) or kwargs:
-            return NotImplemented
-        left, right = args
-        return left.__matmul__(right) if isinstance(left, FactoredMatrix) else right.__rmatmul__(left)
 
 
 def _working(tensor: Tensor) -> Tensor:
@@ -202,8 +165,9 @@ class AttentionView:
         attention, heads = self._attention, self.heads
         if head not in range(heads):
             raise IndexError(f"Layer {self.layer} has {heads} heads, 0 to {heads - 1}; got head {head}.")
-        if not attention.is_known(role):
-            raise ValueError(attention.why_unreadable(role))
+        problem = attention.why_unreadable(role) if attention.is_plain(role) else None
+        if problem:
+            raise ValueError(problem)
         own = head * attention.heads_of(role) // heads
         dtype = torch.float64 if attention.empty_like(role).dtype == torch.float64 else torch.float32
         return attention.factors_of(role, dtype, adapters=False)[own].clone()
@@ -223,7 +187,7 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
     for module, number, sibling in [] if pairs else find_attentions(model):
         twin: Any = copy.copy(module)  # growable, and shares the projections
         twin.__class__ = GrowableAttention.mixed_into(type(module))
-        twin.shape, twin.layer, twin.projection = read_shape(module), number, (sibling,) if sibling else ()
+        twin.shape, twin.layer, twin.output_sibling = read_shape(module), number, (sibling,) if sibling else ()
         pairs.append((twin, module))
     if not pairs:
         raise ValueError(f"{type(model).__name__} has no attention that could be viewed: patch_model says why.")

@@ -56,10 +56,10 @@ class WideConfigMixin(_Config):
         leave the new dims out with no more than a warning.
         """
         fields = super().to_dict()
-        hidden_size = getattr(self, "hidden_size", None)
-        if self.extra_dims and isinstance(hidden_size, int):
-            name = self.attribute_map.get("hidden_size", "hidden_size")
-            fields["per_layer_config"] = {"0": {name: hidden_size + 1}}  # any other value will do
+        if self.extra_dims:
+            name, size = self.attribute_map.get("hidden_size", "hidden_size"), getattr(self, "hidden_size", None)
+            other = size + 1 if isinstance(size, int) else 1  # any other value will do
+            fields["per_layer_config"] = {"0": {name: other}}
         return fields
 
     @classmethod

@@ -19,6 +19,7 @@ from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_na
 from .seam import WideAttention, WideProjection, reaches_seam
 from .shapes import find_projections, read_shape
 
+_INNER_NORMS = ("layernorm", "layer_norm")  # children of an attention module that norms its own output
 _Model = PreTrainedModel if TYPE_CHECKING else object  # what this is mixed into
 
 
@@ -80,7 +81,7 @@ class WideModelMixin(_Model):
             attention.__class__ = cls.attention_mixin.mixed_into(type(attention))
             attention.shape, attention.layer = read_shape(attention), number
             if sibling is not None:
-                attention.projection = (sibling,)
+                attention.output_sibling = (sibling,)
                 if not isinstance(sibling, WideProjection):
                     sibling.__class__ = WideProjection.mixed_into(type(sibling))
             renew_old_forward(attention, sibling)
@@ -155,6 +156,8 @@ def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
         stock = not isinstance(module, WideAttention)
         if not (stock and reaches_seam(type(module)) and hasattr(module, "config")):
             continue
+        if any(name.lower() in _INNER_NORMS for name, _ in module.named_children()):
+            continue  # it returns a normalized sum with the residual stream, no output of a projection
         projections, sibling = find_projections(module), None
         if "output" not in projections:
             parent: Any = model.get_submodule(name.rpartition(".")[0])
@@ -162,9 +165,10 @@ def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
             if beside is None or not hasattr(beside, "dense"):
                 continue
             sibling = beside
-        if any(True for child in module.children() if hasattr(child, "weight")):
+        # Some quantized layers have no weight.
+        if any(hasattr(child, "weight") or hasattr(child, "in_features") for child in module.children()):
             found.append((module, sibling))
-    numbers = [getattr(module, "layer_idx", None) for module, _ in found]
+    numbers: list[Any] = [getattr(module, "layer_idx", None) for module, _ in found]
     if None in numbers or len({*numbers}) < len(numbers):
         numbers = list(range(len(found)))
     return [(module, number, sibling) for (module, sibling), number in zip(found, numbers)]
@@ -179,7 +183,7 @@ def wide_attentions(model: nn.Module) -> list[Any]:
 def renew_old_forward(*modules: Any) -> None:
     """Let hooks of accelerate call the forward of a module's class, which was just swapped."""
     for module in modules:
-        if "_old_forward" in vars(module if module is not None else object):
+        if module is not None and "_old_forward" in vars(module):
             module._old_forward = types.MethodType(type(module).forward, module)
 
 

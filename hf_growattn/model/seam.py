@@ -23,7 +23,7 @@ from .extra import ExtraDims, HeadShape, Part
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"  # the global that stock forwards take their attention function from
 # Implementations that take values of another width than the keys; all others get equal widths by zero padding.
-_UNEQUAL_WIDTHS = ("eager", "flex_attention")
+UNEQUAL_WIDTHS = ("eager", "flex_attention")
 # Keywords of a forward for its cache, the newest first: transformers 5.24 renamed the others.
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _SOURCES = ("key_value_states", "encoder_hidden_states")  # what cross-attention reads
@@ -56,6 +56,7 @@ class Call:
     Attributes:
         query, key, value: the new ones, (batch, heads, tokens, new dims).
         one_width: whether keys and values are padded to one width.
+        crosses: whether keys and values are of another input than the queries.
         joined: whether the cache has joined old and new keys and values.
         v_head_dim: width of the old values.
         read: what the heads have read through the new values, (batch, tokens, heads, new dims).
@@ -67,6 +68,7 @@ class Call:
     read: Tensor | None = None
 
     def __init__(self, parts, hidden_states: Tensor, source: Tensor | None):
+        self.crosses = source is not None
         heads = [part.inside(hidden_states, source) for part in parts]
         self.query, self.key, self.value = (
             states[0] if len(parts) == 1 else torch.cat(states, -1) for states in zip(*heads)
@@ -77,11 +79,15 @@ class Call:
         self.joined, self.v_head_dim = True, value.shape[-1]
         key, value = append(key, self.key), append(value, self.value)
         if self.one_width:
-            width = max(key.shape[-1], value.shape[-1])
-            if key.device.type != "cpu":
-                width += -width % 8  # kernels of accelerators take multiples of it
+            width = common_width(key.shape[-1], value.shape[-1], key.device)
             key, value = pad_to(key, width), pad_to(value, width)
         return key, value
+
+
+def common_width(key: int, value: int, device: torch.device) -> int:
+    """The width that keys and values are padded to; kernels of accelerators take multiples of 8."""
+    width = max(key, value)
+    return width if device.type == "cpu" else width + -width % 8
 
 
 def append(old: Tensor, new: Tensor) -> Tensor:
@@ -141,6 +147,8 @@ def _attend(function: Callable, implementation: str, module: Any, query, key, va
     call: Call = module.call
     if call.read is not None:
         raise ValueError(f"New dims cannot join {_stock_name(module)}: it calls its attention function twice.")
+    if call.crosses and value.shape[-1] + key.shape[-1] > module.shape.qk_head_dim + module.shape.v_head_dim:
+        call.joined, call.v_head_dim = True, module.shape.v_head_dim  # a filled cache, read without `update`
     if not call.joined:
         _check_shapes(module, query, key, value)
     new_query = call.query
@@ -175,6 +183,7 @@ def _stock_name(module: nn.Module) -> str:
 def names_taken(cls: type, module: nn.Module) -> set[str]:
     """The names of ours that a stock module has for something else: it cannot have new dims."""
     ours = {name for base in cls.__mro__ if issubclass(base, WideAttention) for name in vars(base)} - {*dir(nn.Module)}
+    ours |= {"shape", "layer"}  # of each module, not of the class
     return {name for name in ours if name in vars(module) or name in module._modules or hasattr(type(module), name)}
 
 
@@ -192,14 +201,14 @@ class WideAttention(nn.Module):
         shape: the stock sizes.
         layer: number of the layer, by which the config knows it.
         call: the forward call under way; None between calls.
-        projection: the module that adds this one's share to the output, where a sibling holds the output projection.
+        output_sibling: the module that adds the share of new dims, where a sibling holds the output projection.
     """
 
     shape: HeadShape
     layer: int
     config: Any
     call: Call | None = None
-    projection: tuple[Any, ...] = ()  # a tuple keeps it from being a child
+    output_sibling: tuple[Any, ...] = ()  # a tuple keeps it from being a child
     _stock_forward: Callable
     _stock_names: list[str]
 
@@ -219,9 +228,11 @@ class WideAttention(nn.Module):
         name = f"Growable{stock.__name__}"
         names = list(inspect.signature(forward).parameters)[1:]
         own = {"_stock_forward": staticmethod(same), "_stock_names": names}
-        made = type(name, (cls, stock), {"__module__": cls.__module__, **own})
-        setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
-        return made
+        return type(name, (cls, stock), {"__module__": cls.__module__, **own})
+
+    def __reduce_ex__(self, protocol) -> tuple:
+        """Let pickles name the stock class, and make ours of it where they are read."""
+        return _without_init, type(self).__bases__, *super().__reduce_ex__(protocol)[2:]
 
     @property
     def extra(self) -> ExtraDims | None:
@@ -258,7 +269,7 @@ class WideAttention(nn.Module):
         call = Call(parts, given.hidden_states, given.source)
         implementation = self.config._attn_implementation or ""
         self._check_implementation(implementation)
-        call.one_width = implementation not in _UNEQUAL_WIDTHS
+        call.one_width = implementation not in UNEQUAL_WIDTHS
         cache = given.arguments.get(given.cache)
         if cache is not None:
             given.arguments[given.cache] = _widened(cache, call)
@@ -279,8 +290,10 @@ class WideAttention(nn.Module):
         share = _share(parts, call.read)
         if share is None:
             return output
-        if self.projection:
-            self.projection[0].share = share
+        if self.output_sibling:
+            if getattr(self, "_is_replica", False):  # whose sibling is that of the original
+                raise ValueError("New dims of this family do not work under DataParallel: use DistributedDataParallel.")
+            self.output_sibling[0].share = share
             return output
         if isinstance(output, tuple):
             return output[0] + share.view(output[0].shape).to(output[0].dtype), *output[1:]
@@ -311,6 +324,11 @@ def _share(parts, read: Tensor) -> Tensor | None:
     return share
 
 
+def _without_init(mixin: Any, stock: type[nn.Module]) -> nn.Module:
+    made = mixin.mixed_into(stock)
+    return made.__new__(made)
+
+
 class WideProjection(nn.Module):
     """Mixin for the module that projects the output of a sibling attention module, as in BERT's family.
 
@@ -327,9 +345,11 @@ class WideProjection(nn.Module):
     def mixed_into(cls, stock: type[nn.Module]) -> type["WideProjection"]:
         """Return the subclass of a stock class that has this mixin."""
         name = f"Growable{stock.__name__}"
-        made = type(name, (cls, stock), {"__module__": cls.__module__})
-        setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
-        return made
+        return type(name, (cls, stock), {"__module__": cls.__module__})
+
+    def __reduce_ex__(self, protocol) -> tuple:
+        """As `WideAttention`."""
+        return _without_init, type(self).__bases__, *super().__reduce_ex__(protocol)[2:]
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         """Project, as the stock module does."""

@@ -4,6 +4,7 @@ Sizes are read from what modules note of themselves. Names of projections are th
 them new dims work all the same, and only what reads old weights does not.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ _NAMES = {
     "value": ("v_proj", "value", "v_lin", "v"),
     "output": ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "Wo", "wo", "proj", "projection_layer"),
 }
+REGISTERED: dict[str, Mapping[str, str]] = {}  # by model type, the names of families that have others
 _FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_attention_heads_per_partition")
 _WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
@@ -27,6 +29,10 @@ def find_projections(module: nn.Module) -> dict[str, str]:
 
     One name for queries, keys and values is a fused projection.
     """
+    config: Any = getattr(module, "config", None)
+    registered = REGISTERED.get(getattr(config, "model_type", "").removeprefix("growattn_"))
+    if registered is not None:
+        return dict(registered)
     children = dict(module.named_children())
     found = {role: name for role in ROLES for name in reversed(_NAMES[role]) if name in children}
     fused = next((name for name in _FUSED if name in children), None)

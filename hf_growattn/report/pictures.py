@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Points = list[tuple[float, float]]
 
 _HELD_OUT = ("growth_held_out_before", "growth_held_out_after", "eval_loss")  # such losses in a log history
-_BLUE, _ORANGE, _GREY = "#1f77b4", "#d9741a", "#8a8a8a"
+_BLUE, _GREY = "#1f77b4", "#8a8a8a"
 _PANEL_SIZE = (4.4, 3.5)  # inches
 _STYLE = {
     "font.size": 9,
@@ -35,8 +35,8 @@ def draw_growth(reports: Sequence, log_history: Iterable = ()) -> "Figure":
 
     Args:
         reports: the `GrowthReport` of each growth, at least one.
-        log_history: `trainer.state.log_history`, or pairs of step and training loss. Without losses in it, the line
-            search of the last growth is drawn.
+        log_history: `trainer.state.log_history`, or pairs of step and training loss. Without losses in it, there is
+            no picture of the loss.
 
     Raises:
         ImportError: matplotlib is not installed; the message names the fix.
@@ -72,8 +72,6 @@ def _choose_panels(reports: Sequence, history: list) -> list[Callable[["Axes"], 
     if training or held_out:
         growths = {entry["step"] for entry in history if isinstance(entry, dict) and "growth_added_parameters" in entry}
         panels.append(partial(_draw_losses, training=training, held_out=held_out, growths=sorted(growths)))
-    elif any(map(math.isfinite, reports[-1].line_search.values())):
-        panels.append(partial(_draw_line_search, report=reports[-1]))
     return panels
 
 
@@ -126,19 +124,4 @@ def _draw_losses(axes: "Axes", training: Points, held_out: Points, growths: list
     for index, step in enumerate(growths):
         axes.axvline(step, color=_GREY, linestyle=":", linewidth=1.2, label="growth" if index == 0 else None)
     axes.set(title="Loss", xlabel="step", ylabel="loss")
-    axes.legend()
-
-
-def _draw_line_search(axes: "Axes", report) -> None:
-    """Draw the loss at every common step that was tried, and that of the same batches before and as it grew."""
-    tried = sorted((step, loss) for step, loss in report.line_search.items() if math.isfinite(loss))
-    axes.plot(*zip(*tried), ".-", color=_BLUE, label="all candidates")
-    if report.validated_loss:
-        before, after = report.validated_loss
-        axes.axhline(before, color=_GREY, linestyle="--", linewidth=1, label="before")
-        axes.axhline(after, color=_ORANGE, linewidth=1, label="as grown")
-        lowest = min(loss for _, loss in tried)
-        if lowest < before:
-            axes.set_ylim(lowest - 0.2 * (before - lowest), before + (before - lowest))  # too long steps are cut off
-    axes.set(title="Line search", xscale="log", xlabel="step", ylabel="loss")
     axes.legend()

@@ -27,7 +27,8 @@ class LayerGrowth:
         validated: the same on batches that the direction was not computed from; may be negative.
         strength: for each direction the share of it that was taken, by how well its gain generalized; 0 where it was
             not grown.
-        starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims.
+        starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
+            where their weights cannot be read.
         existing_slope, existing_validated: first-order decrease of the loss per unit of step by the existing weights,
             where they are moved, on the growth batches and on unseen ones.
         quadratic_ratio: share of the taken step that is beyond first order. Only moving the existing weights makes it
@@ -42,7 +43,7 @@ class LayerGrowth:
     in_sample: tuple[float, ...]
     validated: tuple[float, ...]
     strength: tuple[float, ...]
-    starvation: float
+    starvation: float | None
     existing_slope: float = 0.0
     existing_validated: float = 0.0
     quadratic_ratio: float = 0.0
@@ -106,22 +107,21 @@ class GrowthReport:
         figures = {
             "growth_loss_before": self.loss_before,
             "growth_loss_after": self.loss_after,
-            "growth_predicted_gain": self.predicted_gain,
             "growth_added_parameters": self.added_parameters,
         }
         for layer in (layer for layer in self.layers if layer.step_size > 0):
             name = f"growth_layer_{layer.layer}_{layer.kind}"
-            figures |= {f"{name}_width": layer.width[1], f"{name}_gain": layer.predicted_gain}
-            figures |= {f"{name}_step_size": layer.step_size, f"{name}_starvation": layer.starvation}
+            figures |= {f"{name}_width": layer.width[1], f"{name}_step_size": layer.step_size}
+            if layer.starvation is not None:
+                figures[f"{name}_starvation"] = layer.starvation
         return figures
 
     def to_dict(self) -> dict:
         """The report as what `json.dumps` takes."""
-        names = ("layer", "kind", "width", "starvation", "predicted_gain", "step_size", "left")
-        figures = {"applied": self.applied}
-        for name in ("loss_before", "loss_after", "validated_loss", "added_parameters", "cache_bytes", "seconds"):
-            figures[name] = getattr(self, name)
-        return figures | {"layers": [{name: getattr(layer, name) for name in names} for layer in self.layers]}
+        of_layer = ("layer", "kind", "width", "starvation", "predicted_gain", "step_size", "left")
+        of_all = ("loss_before", "loss_after", "validated_loss", "added_parameters", "cache_bytes", "seconds")
+        layers = [_select(layer, of_layer) for layer in self.layers]
+        return {"applied": self.applied, **_select(self, of_all), "layers": layers}
 
     def __str__(self) -> str:
         return report_text(self)
@@ -134,8 +134,14 @@ class GrowthReport:
         pages.save_report([self], path, log_history, model, data)
 
     def plot(self) -> "Figure":
-        """Draw where the model grew, and the line search, by matplotlib."""
+        """Draw where the model grew, by matplotlib."""
         return pictures.draw_growth([self])
+
+
+def _select(report: GrowthReport | LayerGrowth, names: Iterable[str]) -> dict:
+    """Attributes as JSON has them, which knows no tuples."""
+    values = {name: getattr(report, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)

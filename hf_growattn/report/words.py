@@ -77,7 +77,7 @@ def rows_of(report) -> list[list[str]]:
             str(layer.layer),
             KINDS[layer.kind],
             format_width(layer.width),
-            f"{layer.starvation:.2f}",
+            "unknown" if layer.starvation is None else f"{layer.starvation:.2f}",
             layer.left or f"{layer.predicted_gain / total:.0%}",
         ]
         for layer in report.layers

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-from ..report.words import MARGIN, SURE, format_gap, format_table
+from ..report.words import MARGIN, format_gap, format_table
 from .methods import METHODS, round_rate
 
+SURE = 2  # standard errors that a lead must exceed
 SHORT = 4  # how many times shorter the trainings are that choose a learning rate
 _COLUMNS = ("trained by", "learning rate", "held-out loss", "lead over LoRA", "weights", "KV cache, bytes a token")
 
@@ -72,9 +73,9 @@ class Race:
     start: Run
     runs: list[Run] = field(default_factory=list)
 
-    def runs_of(self, method: str) -> list[Run]:
-        """The long trainings of a method, by seed."""
-        return [run for run in self.runs if run.method == method and run.steps == self.steps]
+    def runs_of(self, method: str, steps: int | None = None) -> list[Run]:
+        """The trainings of a method with a number of steps; by default the long ones, by seed."""
+        return [run for run in self.runs if run.method == method and run.steps == (steps or self.steps)]
 
     @property
     def rates(self) -> dict[str, float]:
@@ -166,29 +167,33 @@ def compete(race: Race, train: Callable[[str, float, int, int], Run | None], rat
     """Choose learning rates, train every method with the best one, then LoRA and its challenger with further seeds.
 
     Args:
-        race: gets the runs as they end.
+        race: gets the runs as they end, of which it has those of an earlier call.
         train: runs a method with a learning rate, a number of steps and a seed; None if nothing grew.
         rates: the two learning rates that each method tries first.
         seeds: how many.
     """
     short = race.steps // SHORT
     for method, first in rates.items():
-        tried = _train_all(train, [(method, rate, short, 0) for rate in first])
-        if not tried:
+        for rate in first:
+            _run(race, train, method, rate, short, 0)
+        tried = [run for run in race.runs_of(method, short) if run.rate in first]
+        if not tried:  # nothing grew
             continue
         best = _best_rate(tried)
-        further = 3 * best if best == max(first) else best / 3
-        tried += _train_all(train, [(method, round_rate(further), short, 0)])
-        race.runs += tried
-        race.runs += _train_all(train, [(method, _best_rate(tried), race.steps, 0)])
+        further = round_rate(3 * best if best == max(first) else best / 3)
+        _run(race, train, method, further, short, 0)
+        _run(race, train, method, _best_rate(race.runs_of(method, short)), race.steps, 0)
     finalists = ["lora", race.challenger] if race.challenger else []
     for seed in range(1, seeds):
-        race.runs += _train_all(train, [(name, race.rates[name], race.steps, seed) for name in finalists])
+        for method in finalists:
+            _run(race, train, method, race.rates[method], race.steps, seed)
 
 
-def _train_all(train: Callable, settings: list[tuple[str, float, int, int]]) -> list[Run]:
-    runs = [train(*setting) for setting in settings]
-    return [run for run in runs if run]
+def _run(race: Race, train: Callable, *setting) -> None:
+    """Train with a setting that the race does not have yet."""
+    if setting not in [(run.method, run.rate, run.steps, run.seed) for run in race.runs]:
+        run = train(*setting)
+        race.runs += [run] if run else []
 
 
 def _best_rate(runs: list[Run]) -> float:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from accelerate.utils import send_to_device
 from datasets import Dataset, load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from trl.data_utils import is_conversational
 from trl.scripts.utils import get_dataset
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -69,10 +70,15 @@ def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTC
     """Tokenize, mask and pack data as SFTTrainer does; without a test split, a tenth is held out.
 
     Raises:
-        ValueError: the tokenizer has no token that ends a text, or there are too few rows.
+        ValueError: the tokenizer has no token that ends a text or no template for chats, or there are too few rows.
     """
     if tokenizer.eos_token is None and training.eos_token is None:
         raise ValueError("The tokenizer has no token that ends a text: name one that it knows by --eos_token TOKEN.")
+    if is_conversational(next(iter(train), {})) and not (tokenizer.chat_template or training.chat_template_path):
+        raise ValueError(
+            "These are chats, and the tokenizer has no chat template: name a file, or a model that has one, by "
+            "--chat_template_path."
+        )
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.deprecation_warnings[_LONG] = True
     config = LlamaConfig(vocab_size=3, hidden_size=2, intermediate_size=1, num_attention_heads=1, num_hidden_layers=1)

@@ -50,18 +50,19 @@ class _Trainings:
     """Trains by any method, always on the same rows in the same order, and keeps each run in a file.
 
     Attributes:
-        bar: gets the steps of each run.
-        done: the runs so far, first that of the model before training.
+        race: the runs of earlier calls.
+        bar: gets the steps that are trained.
     """
 
     def __init__(self, load_model, tokenizer, prepared: Prepared, training: SFTConfig, budget, steps, growth_batches):
-        self.load_model, self.tokenizer, self.prepared = load_model, tokenizer, prepared
+        self.load_model, self.tokenizer, self.rows = load_model, tokenizer, prepared
         self.held_out = prepared.test.select(range(min(len(prepared.test), _HELD_OUT)))
         self.training = without_training(training)
         self.training.save_strategy, self.training.logging_strategy = "no", "no"
         self.training.eval_on_start, self.training.disable_tqdm = False, True
         self.training.train_sampling_strategy = "sequential"
         self.growth_batches = growth_batches
+        self.rows_of_a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
         self.bar: Any = None
         self._prepared: tuple = ()  # method, seed, model, report, and the weights that train as they start
         model = load_model()
@@ -78,9 +79,10 @@ class _Trainings:
         options = training.to_dict()
         identity |= {name: value for name, value in options.items() if not name.startswith(tuple(_IGNORED))}
         self.file = Path(training.output_dir, RUNS)
-        self.done = self._read_runs(json.loads(json.dumps(identity, default=str)))
-        if not self.done:
-            self._keep(Run("start", 0.0, 0, 0, *self._measure(model), 0, cache_bytes(model)))
+        runs = self._read_runs(json.loads(json.dumps(identity, default=str)))
+        if not runs:
+            runs = [self._keep(Run("start", 0.0, 0, 0, *self._measure(model), 0, cache_bytes(model)))]
+        self.race = Race(steps, runs[0], runs[1:])
 
     def _read_runs(self, identity: dict) -> list[Run]:
         """The runs of an earlier call, after a check that they are of the same race."""
@@ -101,27 +103,18 @@ class _Trainings:
         return [Run(**run) for run in runs]
 
     def _keep(self, run: Run) -> Run:
-        self.done.append(run)
         with self.file.open("a") as file:
             file.write(json.dumps(vars(run), allow_nan=False) + "\n")
         return run
 
-    def __call__(self, method: str, rate: float, steps: int, seed: int) -> Run | None:
-        """The run, from the file or trained now; None if nothing grew."""
-        for run in self.done:
-            if (run.method, run.rate, run.steps, run.seed) == (method, rate, steps, seed):
-                self.bar.update(steps)
-                return run
-        return self.train(method, rate, steps, seed)
-
     def train(self, method: str, rate: float, steps: int, seed: int) -> Run | None:
-        """Train, measure, and keep the run."""
+        """Train, measure, and keep the run; None if nothing grew."""
         model, report = self._prepare(method, seed)
         if report and not report.applied:
             return None
         training = copy.copy(self.training)
         training.learning_rate, training.max_steps, training.seed = rate, steps, seed
-        rows = self._rows_of(steps, seed), None
+        rows = first_rows(self.rows.train, steps * self.rows_of_a_step, seed), None
         trainer = make_trainer(model, self.tokenizer, rows, training, None, method=METHODS[method])
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Progress(self.bar))
@@ -137,7 +130,7 @@ class _Trainings:
             self._prepared = ()
             gc.collect()  # a Trainer refers to itself, and holds the last model
             patched = move_to_device(self.load_model(), self.training.device)
-            batches = draw_batches(self.prepared, self.training, self.growth_batches, seed)
+            batches = draw_batches(self.rows, self.training, self.growth_batches, seed)
             loss_of = partial(make_sft_loss, tokenizer=self.tokenizer, training=self.training)
             model, report = prepare_model(patched, METHODS[method], self.budget, batches, seed, loss_of)
             start = {weight: weight.detach().clone() for weight in model.parameters() if weight.requires_grad}
@@ -148,14 +141,9 @@ class _Trainings:
                 weight.copy_(value)
         return model, report
 
-    def _rows_of(self, steps: int, seed: int) -> Dataset:
-        """The rows of that number of steps, in the seed's order."""
-        of_a_step = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
-        return first_rows(self.prepared.train, steps * of_a_step, seed)
-
     def _measure(self, model: nn.Module) -> tuple[list[float], list[int]]:
         """The loss and number of tokens of each held-out row, without losses if one is not finite."""
-        nats, counts = measure_rows(model, self.held_out, self.prepared.collate, self.training)
+        nats, counts = measure_rows(model, self.held_out, self.rows.collate, self.training)
         return nats if math.isfinite(sum(nats)) else [], counts
 
 
@@ -233,14 +221,13 @@ def race(
         ValueError: the model's family is unknown, there are too few rows, or the folder holds another race.
     """
     rows = prepare_rows(train_dataset, eval_dataset, tokenizer, training)
-    load_model = partial(_copy_patched, model)
+
+    def load_model() -> PreTrainedModel:
+        return patch_model(copy.deepcopy(model))
+
     return run_race(
         load_model, tokenizer, rows, training, budget=budget, steps=steps, seeds=seeds, growth_batches=growth_batches
     )
-
-
-def _copy_patched(model: PreTrainedModel) -> PreTrainedModel:
-    return patch_model(copy.deepcopy(model))
 
 
 def run_race(
@@ -266,14 +253,15 @@ def run_race(
     if trainings.budget.rank == 1:
         methods.remove("both")
     rates = {name: [round_rate(rate / trainings.budget.width) for rate in METHODS[name].rates] for name in methods}
-    race = Race(steps, trainings.done[0])
+    race = trainings.race
     total = len(methods) * (3 * (steps // SHORT) + steps) + 2 * (seeds - 1) * steps
     too_small = " The budget is too small for a mix of both." if trainings.budget.rank == 1 else ""
     weights = trainings.budget.weights
     say(f"The race takes {total:,} training steps. Each method trains about {weights:,} weights.{too_small}")
     try:
-        with tqdm(total=total, desc="race", unit="step", disable=None) as trainings.bar:
-            compete(race, trainings, rates, seeds)
+        done = sum(run.steps for run in race.runs)
+        with tqdm(total=total, initial=done, desc="race", unit="step", disable=None) as trainings.bar:
+            compete(race, trainings.train, rates, seeds)
     except KeyboardInterrupt:
         say(race.table())
         raise KeyboardInterrupt(

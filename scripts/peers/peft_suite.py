@@ -23,18 +23,15 @@ class GrowAttnConfig(hf_growattn.GrowAttnConfig):
     init_weights: bool = True
 
 
-_create = GrowAttnModel._create_and_replace
-
-
-def _create_with_effect(model: GrowAttnModel, config, adapter_name: str, attention, *args, **kwargs) -> None:
-    _create(model, config, adapter_name, attention, *args, **kwargs)
+def _create_and_replace(tuner, config, adapter_name, target, *args, create=GrowAttnModel._create_and_replace, **kwargs):
+    create(tuner, config, adapter_name, target, *args, **kwargs)
     if not getattr(config, "init_weights", True):
-        part = model._layer_of(attention).part_of(adapter_name)
-        for weight in (*part.inside.parameters(), *part.outside.parameters()):
-            nn.init.normal_(weight, std=0.3)
+        for held in (target.extra.adapters.growattn_inside, target.extra.adapters.growattn_outside):
+            for weight in held[adapter_name].parameters() if adapter_name in held else ():
+                nn.init.normal_(weight, std=0.3)
 
 
-GrowAttnModel._create_and_replace = _create_with_effect
+GrowAttnModel._create_and_replace = _create_and_replace
 # In place: the tests' own marks hold these lists. Plain LoRA comes first, as what `GrowAttnConfig` is compared with.
 for _suite, _task in ((test_decoder_models, "CAUSAL_LM"), (test_seq_classifier, "SEQ_CLS")):
     _plain = next(entry for entry in _suite.ALL_CONFIGS if entry[0] is LoraConfig)

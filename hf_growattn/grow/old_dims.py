@@ -1,0 +1,242 @@
+"""Old weights that move with a growth: `method="refactor"` and `update_existing=True`.
+
+Nothing else in the package writes old weights, and the usual growth does not import this file. It takes plain weights
+that train and that can be read head by head: no quantized, sharded or frozen ones, and none that carry adapters. Parts
+of former growths stay as they are.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..growable.adapters import is_adapted, plain
+from ..growable.attention import GrowableAttention
+from ..growable.sharding import is_sharded
+from ..measure import functional as F
+from ..measure.blocks import Block
+from ..measure.gradients import shares
+from ..measure.kinds import PATTERNS
+from ..measure.passes import Objective, backward
+from ..measure.ranks import broadcast_from_rank0, sum_over_ranks, total
+from ..model.extra import Part
+from .plan import GrowthConfig
+from .trial import Change, Trial, Write, read_factors, write_factors
+
+
+def check_old_dims(model: nn.Module, config: GrowthConfig, chosen: list[GrowableAttention]) -> None:
+    """Make sure that old weights can move as a config says.
+
+    Raises:
+        ValueError: they are sharded, frozen, quantized or unknown, or carry adapters; or patterns shall be refactored
+            that are no product of two factors. The message names the fix.
+    """
+    setting = "update_existing=True" if config.update_existing else 'method="refactor"'
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(f"{setting} rewrites existing weights, which are sharded: grow without it.")
+    for attention in chosen:
+        for role in (role for kind in config.chosen_kinds for role in kind.roles):
+            _check_weight(attention, role, setting)
+        way = "rotates" if attention.rotate is not None else "normalizes" if attention.normalizes else None
+        if config.method == "refactor" and way and PATTERNS in config.chosen_kinds:
+            raise ValueError(
+                f"Layer {attention.layer} {way} its queries and keys, so its pattern is not one matrix and has no "
+                'factors to replace. Use method="append", or grow messages (v_dims) alone.'
+            )
+
+
+def _check_weight(attention: GrowableAttention, role: str, setting: str) -> None:
+    projection, start = attention.projection_of(role), f"{setting} rewrites existing weights, and "
+    if is_adapted(projection):
+        raise ValueError(
+            f"{start}{attention.name_of(role)} carries adapters that were trained for them. Call merge_and_unload() "
+            f"first, or do without {setting}."
+        )
+    problem = attention.why_unreadable(role)
+    if problem is not None:
+        raise ValueError(f"{start}{problem}")
+    if not all(parameter.requires_grad for parameter in projection.parameters()):
+        raise ValueError(
+            f"{start}{attention.name_of(role)} is frozen. Call requires_grad_(True) on it first, or do without "
+            f"{setting}: new dims next to frozen ones train alone."
+        )
+
+
+def make_trial(
+    config: GrowthConfig,
+    objective: Objective,
+    changes: list[Change],
+    halves: tuple[list, list],
+    tick: Callable[[], object] = lambda: None,
+) -> Trial:
+    """Return changes with the steepest step of the old weights, in place. Call inside `evaluation_mode`."""
+    steps = tangent_steps(objective, [change.gradient.block for change in changes], halves, tick)
+    for change, step in zip(changes, steps):
+        change.old_step = step
+    return OldDimsTrial(changes, partial(OldDimsWrite, refactors=config.method == "refactor"))
+
+
+@dataclass
+class OldStep:
+    """A step of size 1 of one block's old factors, as far as it holds on unseen batches.
+
+    Attributes:
+        stacked, shared: whitened changes, (G, g a, k) and (G, b, k).
+        slope: first-order decrease of the loss on the batches it comes from.
+        validated: the same on batches that it does not come from.
+        quadratic_ratio: `||dS_quad|| / ||dS_lin||`, in proportion to the size of the step.
+    """
+
+    stacked: Tensor
+    shared: Tensor
+    slope: float
+    validated: float
+    quadratic_ratio: float
+
+
+def tangent_steps(
+    objective: Objective,
+    blocks: list[Block],
+    halves: tuple[list, list],
+    tick: Callable[[], object] = lambda: None,
+) -> list[OldStep]:
+    """Return the steepest step of each block's old factors.
+
+    Read off the ordinary gradients of the weights in one pass: without rotation they are `T W_K` and `T^T W_Q`. Where
+    the old dims rotate, `T` depends on the offset; their true gradients are used, so the step descends, in a metric
+    that leaves the rotation out. The step is shortened to the share of its gain that holds when either half of the
+    batches judges what the other found. Call inside `evaluation_mode`.
+    """
+    weights = [p for block in blocks for role in block.kind.roles for p in _parameters(block.attention, role)]
+    for parameter in weights:
+        parameter.requires_grad_(True)
+    read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
+    for batches in halves:
+        backward(objective, batches, tick)
+        (count,) = total(len(batches))
+        for block, parts in zip(blocks, read):
+            parts.append(_weight_gradients(block, count))
+    for parameter in weights:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    of_halves = shares(halves)
+    return [_old_step(block, parts, of_halves) for block, parts in zip(blocks, read)]
+
+
+def _parameters(attention: GrowableAttention, role: str) -> list[nn.Parameter]:
+    return list(plain(attention.projection_of(role)).parameters())
+
+
+def _old_factors(block: Block) -> tuple[Tensor, Tensor]:
+    """Copies of the old factors, stacked (H, a, k) and shared (G, b, k), in the statistics' precision."""
+    stacked, shared = read_factors(block.attention, block.kind)
+    return stacked.to(block.roots.like.dtype, copy=True), shared.to(block.roots.like.dtype, copy=True)
+
+
+def _whitened(block: Block, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in the metric of the steps, stacked over groups: (G, g a, k) and (G, b, k)."""
+    roots = block.roots
+    return F.stack_groups(F.apply_root(roots.stacked_root, stacked), block.groups), roots.shared_root @ shared
+
+
+def _weight_gradients(block: Block, batches: float) -> tuple[Tensor, Tensor]:
+    """The whitened gradients of the mean loss in the old factors: (G, g a, k) and (G, b, k)."""
+    attention, roots = block.attention, block.roots
+
+    def gradient(role: str) -> Tensor:
+        inside = plain(attention.projection_of(role))
+        weight, biased = attention.view_of(role, inside.weight.grad), role in attention.shape.biased
+        bias = attention.view_of(role, inside.bias.grad) if biased else None
+        return F.join_bias(weight, bias).to(roots.like.dtype).contiguous() / batches
+
+    stacked, shared = map(gradient, block.kind.roles)
+    sum_over_ranks(stacked, shared)
+    return F.stack_groups(F.apply_root(roots.stacked_whitening, stacked), block.groups), roots.shared_whitening @ shared
+
+
+def _old_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[float, float]) -> OldStep:
+    factors = _whitened(block, *_old_factors(block))
+
+    def slope(gradients: Iterable[Tensor], changes: Iterable[Tensor]) -> float:
+        return -sum((gradient * change).sum().item() for gradient, change in zip(gradients, changes))
+
+    own = [F.tangent_step(*part, *factors) for part in parts]
+    validated = (slope(parts[1], own[0]) + slope(parts[0], own[1])) / 2
+    in_sample = (slope(parts[0], own[0]) + slope(parts[1], own[1])) / 2
+    strength = min(max(validated / in_sample, 0.0), 1.0) if in_sample > 0 else 0.0
+    together = [weights[0] * first + weights[1] * second for first, second in zip(*parts)]
+    stacked, shared = (strength * change for change in F.tangent_step(together[0], together[1], *factors))
+    ratio = F.quadratic_ratio(stacked, shared, *factors).item() if strength > 0 else 0.0
+    return OldStep(stacked, shared, slope(together, (stacked, shared)), strength * validated, ratio)
+
+
+class OldDimsWrite(Write):
+    """The new and the old weights of one block as a function of the step.
+
+    Args:
+        change: with its `old_step`.
+        refactors: write the best balanced factors of the whole stepped product instead of the two steps.
+
+    Attributes:
+        old: the factors before any step, stacked (H, a, k) and shared (G, b, k).
+        stepped: those of the last step that was set.
+    """
+
+    def __init__(self, change: Change, refactors: bool):
+        super().__init__(change)
+        self.refactors = refactors and change.dims > 0
+        self.old = self.stepped = _old_factors(self.block)
+
+    def set_step(self, step: float, source: int, part: Part) -> None:
+        """Write the new dims for a step into a part, and the old ones into the attention's own weights."""
+        if self.refactors:
+            width, (stacked, shared) = self.old[0].shape[-1], self._refactored(step, *self.directions[source])
+            self.stepped, new = (stacked[..., :width], shared[..., :width]), (stacked[..., width:], shared[..., width:])
+        else:
+            moved = self._unwhitened(self.change.old_step.stacked, self.change.old_step.shared)
+            self.stepped = self.old[0] + step * moved[0], self.old[1] + step * moved[1]
+            new = self.new_factors(step, source)
+        write_factors(part, self.block.kind, *new)
+        self.write_old(self.stepped)
+
+    def _refactored(self, step: float, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The best balanced factors of the product after all steps, as wide as old and new dims together."""
+        (stacked, shared), old_step = _whitened(self.block, *self.old), self.change.old_step
+        left = [stacked, -step * u * sigma.unsqueeze(-2), step * old_step.stacked, stacked]
+        right = [shared, v, shared, step * old_step.shared]
+        rank = stacked.shape[-1] + self.change.dims
+        return self._unwhitened(*F.balanced_factors(torch.cat(left, -1), torch.cat(right, -1), rank))
+
+    def _unwhitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        roots, heads = self.block.roots, self.block.heads
+        return F.apply_root(roots.stacked_whitening, F.unstack_groups(stacked, heads)), roots.shared_whitening @ shared
+
+    def write_old(self, factors: tuple[Tensor, Tensor]) -> None:
+        """Write old factors into the attention's own weights."""
+        write_factors(self.block.attention, self.block.kind, *factors)
+
+
+class OldDimsTrial(Trial):
+    """A trial in which old weights move: they go back when it is detached, and `commit` moves them for good."""
+
+    writes: list[OldDimsWrite]
+
+    def detach(self) -> None:
+        """Let the model compute without the new dims, and with the old weights."""
+        super().detach()
+        for write in self.writes:
+            write.write_old(write.old)
+        # Where a budget bought nothing, old weights moved alone.
+        self.parts = {attention: part for attention, part in self.parts.items() if part.qk_dims + part.v_dims}
+
+    def commit(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Write the last step of old weights for good; refactored ones start with a fresh optimizer state."""
+        for write in self.writes:
+            broadcast_from_rank0(*write.stepped)
+            write.write_old(write.stepped)
+            for role in write.block.kind.roles if write.refactors else ():
+                for parameter in _parameters(write.block.attention, role):
+                    for optimizer in optimizers:
+                        optimizer.state.pop(parameter, None)

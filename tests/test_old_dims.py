@@ -1,0 +1,251 @@
+"""Old weights that move with a growth: joint refactoring, and the steepest step of the existing weights."""
+
+import pytest
+import torch
+from families import build, lm_batches
+from test_growth import fingerprint, same
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.grow import old_dims
+from hf_growattn.grow.old_dims import OldDimsTrial, make_trial, tangent_steps
+from hf_growattn.grow.plan import strength_of
+from hf_growattn.grow.trial import Change, read_factors
+from hf_growattn.growable.models import attentions
+from hf_growattn.measure import functional as F
+from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.gradients import sketched_gradients, whole_gradients
+from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
+
+WAYS = [dict(update_existing=True), dict(method="refactor")]
+STOCK = 16  # width of the tiny models
+
+
+def grow(model, batches=None, optimizer=None, **config):
+    return Grower(model, GrowthConfig(**config), optimizer).grow(batches or lm_batches(6))
+
+
+def halved(batches):
+    return batches[0::2], batches[1::2]
+
+
+def sketched(model, batches, dims):
+    """The gradients of every layer and kind, as `Grower` measures them."""
+    with evaluation_mode(model):
+        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        return sketched_gradients(Objective(model), blocks, halved(batches), dims, oversampling=8, seed=0)
+
+
+def loss_of(model, batches):
+    with evaluation_mode(model):
+        return mean_loss(Objective(model), batches)
+
+
+def trial_of(model, changes, batches, **config) -> OldDimsTrial:
+    with evaluation_mode(model):
+        trial = make_trial(GrowthConfig(qk_dims=1, **config), Objective(model), changes, halved(batches))
+    trial.attach()
+    return trial
+
+
+def old_weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if ".extra." not in name}
+
+
+# Refactoring
+
+
+@pytest.mark.parametrize("variant", ["gpt2-2", "gpt2-5-scaled"])
+def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors(variant):
+    model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
+    gradients = sketched(model, batches, 4)
+    blocks = [gradient.block for gradient in gradients]
+    logits = model(**batches[0]).logits
+    norms = [F.product_norm(*block.whitened_factors()) for block in blocks]
+    changes = [Change(gradient, 4, strength_of(gradient)) for gradient in gradients]
+    trial = trial_of(model, changes, batches, method="refactor")
+    for step in (0.0, 1e-3):
+        trial.set_steps([step] * len(changes))
+        if step == 0:
+            torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-6, atol=1e-6)
+        for block, norm in zip(blocks, norms):
+            # The best of the stepped product, and balanced: both sides have the singular values as their Gram matrix.
+            old, new = read_factors(block.attention, block.kind), read_factors(trial.parts[block.attention], block.kind)
+            stacked, shared = (torch.cat(side, -1) for side in zip(old, new))
+            assert stacked.shape[-1] == STOCK + 4
+            stacked = F.stack_groups(F.apply_root(block.roots.stacked_root, stacked), block.groups)
+            shared = block.roots.shared_root @ shared
+            if step == 0:
+                torch.testing.assert_close(F.product_norm(stacked, shared), norm)
+                grams = stacked.mT @ stacked
+                diagonal = torch.diag_embed(grams.diagonal(dim1=-2, dim2=-1))
+                torch.testing.assert_close(grams, diagonal, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(stacked.mT @ stacked, shared.mT @ shared, rtol=1e-6, atol=1e-9)
+    trial.drop()
+    torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=0, atol=0)
+
+
+def test_refactored_weights_start_with_a_fresh_optimizer_state():
+    model, batches = patch_model(build("gpt2-2")), lm_batches(6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    parameters = dict(model.named_parameters())
+    report = grow(model, batches, optimizer, qk_dims=4, v_dims=2, method="refactor")
+    assert report.applied and report.loss_after < report.loss_before
+    assert loss_of(model, batches) == pytest.approx(report.loss_after, rel=1e-6)
+    for name, parameter in parameters.items():
+        assert (parameter in optimizer.state) == (".attn." not in name)
+        assert parameter is model.get_parameter(name)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("variant, reason", [("llama-2", "rotates"), ("stablelm-norms", "rotates")])
+def test_patterns_that_are_no_product_are_not_refactored(variant, reason):
+    model = patch_model(build(variant))
+    before = fingerprint(model)
+    for config in (dict(qk_dims=4), dict(budget=0.1)):
+        with pytest.raises(ValueError, match=rf"{reason} its queries and keys.*append"):
+            grow(model, method="refactor", **config)
+    assert same(fingerprint(model), before)
+    assert grow(model, v_dims=4, method="refactor").applied  # messages do not rotate
+
+
+# The existing weights
+
+
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+def test_the_steepest_step_of_the_existing_weights_descends(variant):
+    model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
+    gradients, before = sketched(model, batches, 1), loss_of(model, batches)
+    changes = [Change(gradient, 0, torch.zeros(0)) for gradient in gradients]
+    weights, trial = old_weights(model), trial_of(model, changes, batches, update_existing=True)
+    slope = sum(change.slope for change in changes)
+    assert slope > 0 and all(change.quadratic_ratio >= 0 for change in changes)
+    promise = 1e-4
+    trial.set_steps([promise / slope] * len(changes))
+    assert before - loss_of(model, batches) == pytest.approx(promise, rel=0.02)
+    trial.drop()
+    assert all(torch.equal(value, weights[name]) for name, value in old_weights(model).items())
+
+
+@pytest.mark.parametrize("variant", ["gpt2-2", "gpt2-5-scaled", "llama-5-bias", "gpt-neox"])
+def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
+    """Where nothing rotates the ordinary gradients are `T W_K` and `T^T W_Q`; messages never rotate."""
+    model, batches = patch_model(build(variant)), lm_batches()
+    with evaluation_mode(model):
+        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        steps = tangent_steps(Objective(model), blocks, (batches, batches))  # halves that agree keep the step's length
+        assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+        gradients = whole_gradients(Objective(model), blocks, (batches,))
+    for block, step, (whole,) in zip(blocks, steps, gradients):
+        assert step.slope > 0
+        if block.kind is PATTERNS and block.attention.rotate is not None:
+            continue
+        stacked, shared = block.whitened_factors()
+        tangent = whole - F.bottleneck(whole, F.column_basis(stacked), F.column_basis(shared))
+        moved = step.stacked @ shared.mT + stacked @ step.shared.mT
+        assert (moved + tangent).norm() <= 1e-3 * tangent.norm()
+        assert step.slope == pytest.approx(tangent.square().sum().item(), rel=1e-3)
+        assert step.validated == pytest.approx(step.slope, rel=1e-4)
+
+
+def test_updating_the_existing_weights_moves_them_with_the_rest():
+    model, batches = patch_model(build("llama-2")), lm_batches(6)
+    old = attentions(model)[0].weight_of("query").clone()
+    report = grow(model, batches, qk_dims=2, update_existing=True)
+    assert report.applied and not torch.equal(attentions(model)[0].weight_of("query"), old)
+    assert loss_of(model, batches) == pytest.approx(report.loss_after, rel=1e-6)
+    assert all(layer.existing_slope > 0 and layer.quadratic_ratio > 0 for layer in report.layers)
+    still = grow(patch_model(build("llama-2")), batches, qk_dims=2)
+    assert all(layer.existing_slope == layer.quadratic_ratio == 0 for layer in still.layers)
+
+
+def test_old_weights_move_alone_where_a_budget_buys_nothing():
+    model, optimizer = patch_model(build("llama-2")), None
+    before, weights = loss_of(model, lm_batches(6)), old_weights(model)
+    report = grow(model, None, optimizer, budget=10_000, update_existing=True, max_v_head_dim=16, kinds=["messages"])
+    assert report.applied and not report.added_parameters and report.loss_after < before
+    assert loss_of(model, lm_batches(6)) == pytest.approx(report.loss_after, rel=1e-6)
+    assert not any(attention.extra for attention in attentions(model)) and model.config.extra_dims == {}
+    assert any(not torch.equal(value, weights[name]) for name, value in old_weights(model).items())
+
+
+# Both
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_found_changes_nothing_until_it_is_kept(way):
+    model, batches = patch_model(build("gpt2-2", dtype=torch.bfloat16)).train(), lm_batches(6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    before = fingerprint(model, optimizer)
+    grower = Grower(model, GrowthConfig(qk_dims=2, v_dims=2, **way), optimizer)
+    dropped, growth = grower.find(batches), grower.find(batches)
+    dropped.drop()
+    dropped.keep()
+    assert same(fingerprint(model, optimizer), before)
+    report = growth.keep()
+    assert report.applied and loss_of(model, batches) == pytest.approx(report.loss_after, rel=1e-2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_of_former_growths_stay_as_they_are(way):
+    model, batches = patch_model(build("gpt2-2")), lm_batches(6)
+    grow(model, batches, qk_dims=2, v_dims=2)
+    former = {name: p.detach().clone() for name, p in model.named_parameters() if ".growth_1." in name}
+    report = grow(model, batches, qk_dims=2, v_dims=2, **way)
+    assert report.applied and loss_of(model, batches) == pytest.approx(report.loss_after, rel=1e-6)
+    assert former and all(torch.equal(model.get_parameter(name), value) for name, value in former.items())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("phase, error", [("tangent_steps", MemoryError), ("set_step", KeyboardInterrupt)])
+def test_an_exception_leaves_everything_as_it_was(way, phase, error, monkeypatch):
+    model, batches = patch_model(build("gpt2-2")).train(), lm_batches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    before, room = fingerprint(model, optimizer), old_dims if phase == "tangent_steps" else old_dims.OldDimsWrite
+    original, calls = getattr(room, phase), iter(range(1000))
+
+    def failing(*args):
+        done = original(*args)
+        if phase == "tangent_steps" or next(calls) == 9:
+            raise error("on purpose")
+        return done
+
+    monkeypatch.setattr(room, phase, failing)
+    with pytest.raises(error, match="on purpose"):
+        grow(model, batches, optimizer, qk_dims=2, v_dims=2, **way)
+    assert same(fingerprint(model, optimizer), before)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_keep_the_weights_they_were_trained_for(way):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        patch_model(build("gpt2-2")), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+    )
+    before = fingerprint(model.get_base_model())
+    with pytest.raises(ValueError, match=r"rewrites existing weights, and c_attn of layer 0 carries.*merge_and_unload"):
+        grow(model, qk_dims=2, **way)
+    assert same(fingerprint(model.get_base_model()), before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_cannot_be_written_are_refused(way):
+    model = patch_model(build("gpt2-2"))
+    attentions(model)[1].c_proj.requires_grad_(False)
+    before = fingerprint(model)
+    match = r"rewrites existing weights, and c_proj of layer 1 is frozen.*requires_grad_\(True\)"
+    with pytest.raises(ValueError, match=match):
+        grow(model, v_dims=2, **way)
+    assert same(fingerprint(model), before)
+    assert grow(model, v_dims=2, layers=[0], **way).applied
+    attentions(model)[0].c_proj = torch.nn.Sequential(attentions(model)[0].c_proj)
+    with pytest.raises(ValueError, match="rewrites existing weights, and c_proj of layer 0 is a Sequential"):
+        grow(model, v_dims=2, layers=[0], **way)

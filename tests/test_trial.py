@@ -1,0 +1,55 @@
+"""New dims on trial compute what they do once they are kept, and leave no trace when they are dropped."""
+
+import pytest
+import torch
+from families import VARIANTS, add_dims, build, lm_batches, padded, tokens
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.grow.trial import Trial
+from hf_growattn.growable.attention import set_trial
+from hf_growattn.growable.models import attentions
+
+
+@pytest.mark.parametrize(
+    "variant, qk_dims, v_dims",
+    [*((variant, 2, 5) for variant in VARIANTS), ("llama-5-bias", 3, 0), ("llama-5-bias", 0, 2), ("gpt2-2", 3, 0)],
+)
+@torch.no_grad()
+def test_kept_dims_compute_what_they_did_on_trial(variant, qk_dims, v_dims):
+    model, batch = patch_model(build(variant)), padded()
+    kept = batch["attention_mask"].bool()
+    before, state = model(**batch).logits, {name: value.clone() for name, value in model.state_dict().items()}
+    for attention in attentions(model):
+        add_dims(attention, qk_dims, v_dims)
+    model.sync_config()
+    after, drafted = model(**batch).logits, model.generate(tokens(), max_new_tokens=4, do_sample=False)
+    assert (after - before)[kept].abs().max() > 0.01
+    parts = {attention: attention.extra.parts.pop("growth_1") for attention in attentions(model)}
+    for attention, part in parts.items():
+        set_trial(attention, part)
+    assert torch.equal(model(**batch).logits, after)
+    assert torch.equal(model.generate(tokens(), max_new_tokens=4, do_sample=False), drafted)
+    for attention in parts:
+        set_trial(attention, None)
+    assert torch.equal(model(**batch).logits, before)
+    dropped = model.state_dict()
+    assert dropped.keys() == state.keys() and all(torch.equal(dropped[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
+def test_a_search_reads_the_weights_and_writes_none(variant, monkeypatch):
+    model = patch_model(build(variant))
+    weights = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    taken = []
+
+    def set_steps(trial, steps, half=None, original=Trial.set_steps):
+        original(trial, steps, half)
+        live = dict(model.named_parameters())
+        assert all(
+            live[name] is parameter and torch.equal(parameter, was) for name, (parameter, was) in weights.items()
+        )
+        taken.append(any(steps))
+
+    monkeypatch.setattr(Trial, "set_steps", set_steps)
+    assert Grower(model, GrowthConfig(budget=0.05)).grow(lm_batches(6)).applied
+    assert sum(taken) > 10
