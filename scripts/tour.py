@@ -159,8 +159,8 @@ print("With 4 new dims everywhere: loss {:.4f} -> {:.4f} on those batches.".form
 # %% [markdown]
 # ## Grow
 #
-# At most 5 % more weights go where each is worth most. `Grower` measures, widens, searches the step on forward passes,
-# and keeps it only if the loss falls; the optimizer goes on with its groups and state.
+# At most 5 % more weights go where each is worth most. `Grower` finds new dims, searches their size on forward passes,
+# and keeps them only if the loss falls. They join a group of the optimizer, and all old weights stay as they were.
 
 # %%
 before = held_out_loss(model)
@@ -221,7 +221,7 @@ print(trim_model(model, growth_batches[:8], max_loss_increase=1e-3))
 # %% [markdown]
 # ## Save, export, and load without this library
 #
-# A grown checkpoint is safetensors with the widths in its config, and carries the code that it needs. An exported one
+# A grown checkpoint is safetensors with the new dims in its config, and carries the code that it needs. An exported one
 # is a stock Llama with wider heads. Both are now loaded in a fresh process that never imports `hf_growattn`.
 
 # %%
