@@ -10,7 +10,7 @@ from torch import Tensor
 from ..growable.attention import GrowableAttention, set_trial
 from ..measure import functional as F
 from ..measure.gradients import Gradient
-from ..measure.kinds import KINDS, Kind
+from ..measure.kinds import Kind
 from ..measure.ranks import raise_on_all_ranks
 from ..model.extra import Part
 
