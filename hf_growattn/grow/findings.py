@@ -17,13 +17,8 @@ def growth_report(
 ) -> GrowthReport:
     """The report of a trial, made before anything is written into the model.
 
-    Args:
-        config: of the growth.
-        model: the model without the trial's dims.
-        changes: all that were planned, those of 0 dims too.
-        trial: holds the changes that do something.
-        steps: of each change in the trial.
-        **figures: the report's losses, line search and seconds.
+    `changes` are all that were planned, those of 0 dims too, and the trial holds those that do something, each with one
+    of the `steps`. `figures` are the report's losses, line search and seconds.
     """
     taken, weights = dict(zip(map(id, trial.changes), steps)), model.num_parameters()
     added, applied = trial.added_parameters(), sum(steps) > 0

@@ -32,20 +32,10 @@ class FactoredMatrix:
     Attributes:
         left: (a, k), for any `k`, zero included.
         right: (b, k).
-
-    Raises:
-        ValueError: the factors are not two matrices with the same number of columns.
     """
 
     def __init__(self, left: Tensor, right: Tensor):
-        if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[1]:
-            raise ValueError(
-                f"FactoredMatrix needs factors (a, k) and (b, k), not {tuple(left.shape)} and {tuple(right.shape)}."
-            )
         self.left, self.right = left, right
-
-    def __repr__(self) -> str:
-        return f"FactoredMatrix({self.shape[0]} x {self.shape[1]}, {self.left.shape[1]} columns)"
 
     @property
     def shape(self) -> torch.Size:
