@@ -159,8 +159,8 @@ print("With 4 new dims everywhere: loss {:.4f} -> {:.4f} on those batches.".form
 # %% [markdown]
 # ## Grow
 #
-# At most 5 % more weights go where each is worth most. `Grower` measures, widens, searches the step on forward passes,
-# and keeps it only if the loss falls; the optimizer goes on with its groups and state.
+# At most 5 % more weights go where each is worth most. `Grower` finds new dims, searches their size on forward passes,
+# and keeps them only if the loss falls. They join a group of the optimizer, and all old weights stay as they were.
 
 # %%
 before = held_out_loss(model)
@@ -186,10 +186,10 @@ print(f"What grew and why: {output / 'growth.html'} and {output / 'growth.png'}.
 # ## Several growths, inside Trainer
 #
 # `GrowthCallback` grows at chosen steps, on batches of the training data, and logs what grew where Trainer logs. Here
-# it may grow twice, and add 6 % of the weights in all.
+# it may grow twice, by 3 % of the weights each time.
 
 # %%
-growth = GrowthCallback(GrowthConfig(budget=0.04), every=15, batches=6, max_growths=2, total_budget=0.06)
+growth = GrowthCallback(GrowthConfig(budget=0.03), every=15, batches=6, max_growths=2)
 arguments = TrainingArguments(
     output_dir=str(output / "trainer"),
     max_steps=45,
@@ -221,7 +221,7 @@ print(trim_model(model, growth_batches[:8], max_loss_increase=1e-3))
 # %% [markdown]
 # ## Save, export, and load without this library
 #
-# A grown checkpoint is safetensors with the widths in its config, and carries the code that it needs. An exported one
+# A grown checkpoint is safetensors with the new dims in its config, and carries the code that it needs. An exported one
 # is a stock Llama with wider heads. Both are now loaded in a fresh process that never imports `hf_growattn`.
 
 # %%

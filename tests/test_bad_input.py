@@ -129,12 +129,8 @@ def test_config_values(arguments, match):
 
 @pytest.mark.parametrize("layer", [2, -1, 99])
 def test_layers_out_of_range(layer):
-    refused(
-        patch_model(build("llama-2")),
-        [BATCH],
-        f"no attention in layer {layer}.*0, 1",
-        GrowthConfig(qk_dims=2, layers=[layer]),
-    )
+    config = GrowthConfig(qk_dims=2, layers=[layer])
+    refused(patch_model(build("llama-2")), [BATCH], f"no attention in layer {layer}.*0, 1", config)
 
 
 def test_more_dims_than_a_pattern_has_rank():

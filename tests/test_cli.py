@@ -205,7 +205,7 @@ def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
         "inspect": "required: MODEL",
         "finetune m d -o out --buget 2%": "unknown: --buget 2%. Did you mean --budget?",
         "finetune m d -o out --learning_rat 1": "Did you mean --learning_rate?",
-        "export m -o out --taget llama": "Did you mean --target?",
+        "export m --outpt out": "Did you mean --output?",
         "finetune m d -o out --method growth --grow_every 5": "--grow_every",
         "measure m d --growth_batches many": "invalid int value: 'many'",
         "exprt": "Did you mean export?",
@@ -252,7 +252,7 @@ def test_a_fault_of_ours_shows_where_when_asked(monkeypatch):
     def broken(*_):
         raise RuntimeError("on\npurpose")
 
-    monkeypatch.setattr("hf_growattn.interop.checkpoints.load_growable", broken)
+    monkeypatch.setattr("hf_growattn.interop.checkpoints.load_model", broken)
     assert only_line(call("inspect", "m")) == "Error: RuntimeError: on purpose (add --debug to see where)"
     assert "Traceback" in call("inspect", "m", "--debug").err
 

@@ -66,12 +66,3 @@ def test_a_large_matrix_is_never_formed():
     assert matrix.singular_values.shape == (4,) and 1 < matrix.effective_rank <= 4
     u, _, v = matrix.svd()
     assert u.shape == v.shape == (size, 4)
-
-
-def test_what_it_cannot_do_is_refused():
-    matrix = factored(5, 6, 2)
-    with pytest.raises(ValueError, match=r"not \(5, 2\) and \(6, 3\)"):
-        FactoredMatrix(torch.zeros(5, 2), torch.zeros(6, 3))
-    with pytest.raises(ValueError, match="FactoredMatrix needs"):
-        FactoredMatrix(torch.zeros(2, 5, 2), torch.zeros(2, 6, 2))
-    assert repr(matrix) == "FactoredMatrix(5 x 6, 2 columns)"

@@ -253,7 +253,7 @@ def test_a_grown_folder_leads_to_its_base_model(tmp_path):
 def test_losses_that_are_not_finite_stay_out(tmp_path):
     history = [{"step": 0, "eval_loss": 2.0}, {"step": 4, "eval_loss": float("nan")}]
     save_figures(tmp_path, [], model="", dataset="", log_history=history)
-    assert read_figures(tmp_path)["held_out"] == [(0, 2.0)]
+    assert read_figures(tmp_path)["held_out"] == [[0, 2.0]]
 
 
 @pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])

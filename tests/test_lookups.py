@@ -22,7 +22,7 @@ def test_class_names_stand_wherever_the_stock_ones_do(variant):
     config = VARIANTS[variant]()
     patch_model(build(variant))
     tables = {name: table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")}
-    assert f"growattn_{config.model_type}" not in tables.pop("CONFIG_MAPPING_NAMES")  # these are in transformers itself
+    tables.pop("CONFIG_MAPPING_NAMES")  # of no model class
     stood = {name: table[config.model_type] for name, table in tables.items() if config.model_type in table}
     assert "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES" in stood
     for name, stock in stood.items():

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_growattn import Grower, GrowthConfig, Row, attention_views, patch_model, register_architecture
 from hf_growattn.growable.models import attentions
 from hf_growattn.growable.rows import ROWS
+from hf_growattn.model.shapes import REGISTERED
 
 NAMES = dict.fromkeys(("query", "key", "value"), "mix") | {"output": "o_proj"}
 
@@ -17,7 +18,7 @@ NAMES = dict.fromkeys(("query", "key", "value"), "mix") | {"output": "o_proj"}
 def registered():
     register_architecture("own", Row(NAMES, grouped_by_head=True, rotate="turn"))
     yield
-    del ROWS["own"]
+    del ROWS["own"], REGISTERED["own"]
 
 
 def own_model():
@@ -50,10 +51,10 @@ def test_a_row_tells_what_old_dims_can_follow(registered):
 
 def test_without_a_row_views_say_how_to_give_one(registered):
     assert attention_views(patch_model(own_model()))[0].pattern(0).shape == (48, 48)
-    row = ROWS.pop("own")
+    row, names = ROWS.pop("own"), REGISTERED.pop("own")
     with pytest.raises(ValueError, match=r"query projection of layer 0 is not known.*register_architecture"):
         attention_views(patch_model(own_model()))[0].pattern(0)
-    ROWS["own"] = row
+    ROWS["own"], REGISTERED["own"] = row, names
 
 
 def test_a_row_that_cannot_be_is_refused():

@@ -79,16 +79,6 @@ def test_a_plateau_of_the_evaluation_loss(tmp_path):
     assert all(later - earlier >= 4 for earlier, later in itertools.pairwise(grown_at(run.state)))  # two new ones first
 
 
-def test_the_total_budget_ends_growth(tmp_path):
-    model = patch_model(build("llama-2"))
-    growth = GrowthCallback(GrowthConfig(budget=0.02), every=1, batches=4, total_budget=0.03)
-    run = trainer(tmp_path, growth, model=model, max_steps=8)
-    allowed = int(0.03 * model.num_parameters())
-    run.train()
-    added = [report.added_parameters for report in growth.reports]
-    assert 0 < sum(added) <= allowed and len([a for a in added if a]) >= 2
-
-
 def test_trackers_hear_widths_gains_and_steps(tmp_path):
     run = trainer(tmp_path, GrowthCallback(CONFIG, steps=[3], batches=4))
     run.train()
@@ -179,7 +169,6 @@ def test_never_firing_is_an_error_at_the_end(tmp_path):
         (dict(at="noon"), "'epoch', 'plateau'"),
         (dict(every=0), "every must be"),
         (dict(steps=[2], batches=0), "batches must be"),
-        (dict(steps=[2], total_budget=0.1), "give GrowthConfig a budget"),
     ],
 )
 def test_bad_settings_are_refused(when, message):

@@ -60,19 +60,19 @@ def test_it_grows_and_is_saved_and_loaded(name, tmp_path):
 
 
 def grown(name: str):
-    model = patch_model(build_encoder(name) if name in ENCODERS else build(name))
+    model = patch_model(build_llava() if name == "llava" else build_encoder(name) if name in ENCODERS else build(name))
     for attention in attentions(model):
         add_dims(attention, 3, 2)
     model.sync_config()
     return model
 
 
-@pytest.mark.parametrize("name", ["bert", "vit"])
+@pytest.mark.parametrize("name", ["bert", "vit", "llava"])
 def test_a_stock_class_refuses_a_grown_checkpoint(name, tmp_path):
     """It would leave the new dims out otherwise, with no more than a warning."""
     model = grown(name)
     model.save_pretrained(tmp_path)
-    with pytest.raises(Exception, match=r"per_layer_config|hidden_size|size"):
+    with pytest.raises(Exception, match=r"per_layer_config|num_hidden_layers|hidden_size|head_dim"):
         type(model).__bases__[1].from_pretrained(tmp_path)
 
 

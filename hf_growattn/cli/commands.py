@@ -122,10 +122,11 @@ def run_inspect(options: argparse.Namespace, words: list[str]) -> Result:
 
     The effective rank counts the directions that a head uses; it is at most the width.
     """
-    from ..interop.checkpoints import load_growable
+    from ..growable.patching import patch_model
+    from ..interop.checkpoints import load_model
     from .inspection import format_inspection, inspect_model
 
-    figures = inspect_model(load_growable(options.model))
+    figures = inspect_model(patch_model(load_model(options.model)))
     text = format_inspection(figures)
     return Result(figures, f"{text}Does that hold the model back on your data? growattn measure {options.model} DATA")
 
@@ -240,7 +241,7 @@ def run_export(options: argparse.Namespace, words: list[str]) -> Result:
 
     logging.set_verbosity_error()  # it would repeat what the checkpoint's own config says at each load
     model, tokenizer = load_grown(Path(options.folder))
-    report = export_model(model, options.output, options.target, tokenizer)
+    report = export_model(model, options.output, tokenizer)
     return Result(asdict(report) | {"path": str(report.path)}, str(report))
 
 

@@ -43,7 +43,7 @@ def inspect_model(model: GrowableModelMixin) -> dict:
         "model": config.name_or_path,
         "family": config.model_type.removeprefix(PREFIX),
         "parameters": model.num_parameters(),
-        "hidden_size": config.hidden_size,
+        "hidden_size": config.get_text_config().hidden_size,
         "grown": is_grown(model),
         "costs": {form: asdict(cost) for form, cost in costs.items()},
         "layers": layers,

@@ -4,13 +4,13 @@ import argparse
 import difflib
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from ..training.options import GrowthOptions, RaceOptions
+from ..training.options import FinetuneOptions, GrowthOptions, RaceOptions, option
 
 DATA = "DATA..."  # what the commands that read data are given after the model
 _NAMES = {
@@ -31,44 +31,33 @@ class UsageError(ValueError):
     """A command line that cannot be read; the message names the fix."""
 
 
-def _option(help: str, default: Any, *aliases: str) -> Any:
-    return field(default=default, metadata={"help": help, "aliases": aliases})
-
-
 @dataclass
-class ExportOptions:
-    """The options of `export`."""
+class OutputOptions:
+    """Where a command writes."""
 
-    output: str = _option("new folder to write; required", "", "-o")
-    target: str | None = _option("a stock model type; unless set, the one that most libraries read", None)
+    output: str = option("new folder to write; required", "", "-o")
 
 
 @dataclass
 class PushOptions:
     """The options of `push`."""
 
-    form: Literal["native", "stock"] = _option(
+    form: Literal["native", "stock"] = option(
         "native: as it grew; stock: an ordinary model, which needs no hf_growattn", "native"
     )
-    base: str | None = _option("Hub id of the model that grew, if its config does not name it", None)
-    private: bool = _option("make a new repository private", False)
-    dry_run: str | None = _option("write everything into this new folder, and push nothing", None, "--dry-run")
+    base: str | None = option("Hub id of the model that grew, if its config does not name it", None)
+    private: bool = option("make a new repository private", False)
+    dry_run: str | None = option("write everything into this new folder, and push nothing", None, "--dry-run")
 
 
-def _select(kind: type, *names: str) -> list[Field]:
-    return [item for item in fields(kind) if item.name in names]
-
-
-_OUTPUT = _select(ExportOptions, "output")
-_ONE_GROWTH = _select(GrowthOptions, "budget", "qk_dims", "v_dims", "growth_batches")
-OPTIONS: dict[str, list[Field]] = {
-    "inspect": [],
-    "measure": _ONE_GROWTH,
-    "grow": [*_OUTPUT, *_ONE_GROWTH],
-    "race": [*_OUTPUT, *_select(GrowthOptions, "budget", "growth_batches"), *fields(RaceOptions)],
-    "finetune": [*_OUTPUT, *fields(GrowthOptions)],
-    "export": [*fields(ExportOptions)],
-    "push": [*fields(PushOptions)],
+OPTIONS: dict[str, tuple[type, ...]] = {  # the last one of a command that reads data is parsed along with TRL's
+    "inspect": (),
+    "measure": (GrowthOptions,),
+    "grow": (OutputOptions, GrowthOptions),
+    "race": (OutputOptions, RaceOptions),
+    "finetune": (OutputOptions, FinetuneOptions),
+    "export": (OutputOptions,),
+    "push": (PushOptions,),
 }
 
 
@@ -83,7 +72,7 @@ def make_parser(command: str, names: Sequence[str], description: str) -> argpars
     )
     for name in names:
         parser.add_argument(name.lower(), metavar=name, help=_NAMES[name])
-    for item in OPTIONS[command]:
+    for item in chain.from_iterable(map(fields, OPTIONS[command])):
         settings: dict[str, Any] = {"help": item.metadata["help"], "default": item.default}
         if item.default:
             settings["help"] += f" (default: {item.default})"
@@ -95,7 +84,7 @@ def make_parser(command: str, names: Sequence[str], description: str) -> argpars
                 settings["choices"] = get_args(kind)
             elif get_origin(kind) is list:
                 settings["nargs"] = "+"
-        parser.add_argument(*item.metadata.get("aliases", ()), f"--{item.name}", **settings)
+        parser.add_argument(*item.metadata["aliases"], f"--{item.name}", **settings)
     return parser
 
 
@@ -114,27 +103,23 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
 
     from ..training.recipe import Recipe, Training
 
-    groups = [GrowthOptions, RaceOptions, ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
+    groups = [OPTIONS[command][-1], ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
     parser = TrlParser(groups, allow_abbrev=False, usage=f"growattn {command} MODEL {DATA} [options]")
     # The data and the method choose these if nobody does.
     parser.set_defaults(packing=None, packing_strategy=None, dtype=None, learning_rate=None)
     names = list(takewhile(lambda word: not word.startswith("-"), words))
     options = list(words[len(names) :])
-    foreign = {f"--{item.name}" for item in (*fields(GrowthOptions), *fields(RaceOptions))}
-    foreign -= {f"--{item.name}" for item in OPTIONS[command]}
-    refused = [word for word in options if f"--{word[2:].partition('=')[0].replace('-', '_')}" in foreign]
     try:
         *parsed, unknown = parser.parse_args_and_config(options, return_remaining_strings=True)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-    growth, race, script, training, model, mixture = parsed
+    growth, script, training, model, mixture = parsed
     model.model_name_or_path = names[0] if names else model.model_name_or_path
     datasets = names[1:] or [script.dataset_name] * bool(script.dataset_name)
     if not model.model_name_or_path or not (datasets or mixture.datasets):
         raise UsageError("name MODEL and DATA first, then the options; or name both in a YAML file, by --config.")
-    known = {f"--{item.name}" for group in groups for item in fields(group)}
-    refuse_unknown([*refused, *unknown], known - foreign)
-    return Recipe(model.model_name_or_path, datasets, growth, race, script, training, model, mixture)
+    refuse_unknown(unknown, [f"--{item.name}" for group in groups for item in fields(group)])
+    return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture)
 
 
 def refuse_unknown(words: Sequence[str], known: Iterable[str]) -> None:

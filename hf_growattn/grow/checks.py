@@ -22,7 +22,7 @@ _CLASSES = {
 }
 # By what the libraries leave on a parameter; FSDP1 and ZeRO-3 may be met without their wrappers.
 _MARKS = {"_fsdp_flattened": "flattened by FSDP1", "ds_id": "partitioned by DeepSpeed ZeRO-3"}
-_DISTRIBUTED_TYPES = ("DEEPSPEED", "MEGATRON_LM")
+_DISTRIBUTED_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but_fsdp2: bool = False) -> None:
@@ -33,7 +33,9 @@ def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but
             `but_fsdp2`, `fully_shard` is allowed.
     """
     kind = str(getattr(getattr(accelerator, "distributed_type", None), "value", None))
-    found = f"accelerator.distributed_type is {kind}" if kind in _DISTRIBUTED_TYPES else None
+    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    allowed = but_fsdp2 and kind == "FSDP" and getattr(plugin, "fsdp_version", 1) == 2
+    found = f"accelerator.distributed_type is {kind}" if kind in _DISTRIBUTED_TYPES and not allowed else None
     parts = chain(model.named_modules(), model.named_parameters()) if isinstance(model, nn.Module) else ()
     for name, part in chain(((f"the optimizer, {type(o).__name__},", o) for o in optimizers), parts):
         how = _sharding_of(part)

@@ -17,22 +17,16 @@ def growth_report(
 ) -> GrowthReport:
     """The report of a trial, made before anything is written into the model.
 
-    Args:
-        config: of the growth.
-        model: the model without the trial's dims.
-        changes: all that were planned, those of 0 dims too.
-        trial: holds the changes that do something.
-        steps: of each change in the trial.
-        **figures: the report's losses, line search and seconds.
+    `changes` are all that were planned, those of 0 dims too, and the trial holds those that do something, each with one
+    of the `steps`. `figures` are the report's losses, line search and seconds.
     """
-    taken, cache = dict(zip(map(id, trial.changes), steps)), cache_bytes(model)
-    number, weights = next(model.parameters()).element_size(), model.num_parameters()
+    taken, weights = dict(zip(map(id, trial.changes), steps)), model.num_parameters()
     added, applied = trial.added_parameters(), sum(steps) > 0
     left = weights_of(config.budget, weights) - added
     return GrowthReport(
         layers=[_layer_growth(config, each, taken.get(id(each), 0.0), left) for each in changes],
         added_parameters=added if applied else 0,
-        cache_bytes=(cache, cache + (trial.added_to_cache() * number if applied else 0)),
+        cache_bytes=(cache_bytes(model), cache_bytes(model, trial.parts if applied else None)),
         parameters=weights,
         **figures,
     )

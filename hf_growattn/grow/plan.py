@@ -160,20 +160,16 @@ def spend(config: GrowthConfig, changes: list[Change], prices: list[float], para
     return [Change(change.gradient, n, change.strength[:n]) for change, n in zip(changes, dims)]
 
 
-def _smooth(gradient: Gradient) -> Tensor:
-    """Validated gains in order: neighbours out of order share their mean, since one alone is mostly noise."""
-    return F.decreasing(gradient.validated)
-
-
 def worth_of(gradient: Gradient) -> Tensor:
     """Decrease of the loss on unseen batches per unit of step of each dim, as it would be taken: (p,)."""
-    return _smooth(gradient) * strength_of(gradient)
+    return F.decreasing(gradient.validated) * strength_of(gradient)
 
 
 def strength_of(gradient: Gradient) -> Tensor:
     """Share of each direction's gain that holds on the half it was not chosen from, between 0 and 1, (p,)."""
     own = torch.stack([sigma.square().sum(0) for _, sigma, _ in gradient.halves]).mean(0)
-    return (_smooth(gradient) / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp(0, 1)
+    held = F.decreasing(gradient.validated)  # one gain alone is mostly noise
+    return (held / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp(0, 1)
 
 
 def weights_of(budget: int | float | None, parameters: int) -> int:
@@ -181,20 +177,11 @@ def weights_of(budget: int | float | None, parameters: int) -> int:
     return budget if isinstance(budget, int) else int((budget or 0.0) * parameters)
 
 
-def _chosen(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> list[GrowableAttention]:
-    return [layer for layer in layers if config.layers is None or layer.layer in config.layers]
-
-
-def cheapest_dim(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> int:
-    """Weights that one more dim adds where it adds fewest, of the layers and kinds that may grow."""
-    chosen = _chosen(config, layers)
-    return min((parameters_of_a_dim(layer, kind) for layer in chosen for kind in config.chosen_kinds), default=0)
-
-
 def check_budget(config: GrowthConfig, layers: Iterable[GrowableAttention], parameters: int) -> None:
-    """Raise a ValueError if a budget, given a model's layers and number of weights, buys not even one more dim."""
+    """Raise a ValueError if a budget buys not even one more dim of the layers that may grow."""
     if config.budget is not None:
-        check_affordable(weights_of(config.budget, parameters), cheapest_dim(config, layers), parameters)
+        costs = [parameters_of_a_dim(layer, kind) for layer in layers for kind in config.chosen_kinds]
+        check_affordable(weights_of(config.budget, parameters), min(costs, default=0), parameters)
 
 
 def check_affordable(bought: int, cheapest: int, parameters: int) -> None:
@@ -208,7 +195,7 @@ def check_affordable(bought: int, cheapest: int, parameters: int) -> None:
 
 def check_limits(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> None:
     """Raise a ValueError if the widths that growth shall not exceed are exceeded by every layer that may grow."""
-    chosen = _chosen(config, layers)
+    chosen = [layer for layer in layers if config.layers is None or layer.layer in config.layers]
     for name, role in (("qk_head_dim", "key"), ("v_head_dim", "value")):
         limit, width = getattr(config, f"max_{name}"), min((layer.width_of(role) for layer in chosen), default=0)
         if limit is not None and limit < width:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..growable.attention import GrowableAttention, set_trial
 from ..measure import functional as F
 from ..measure.gradients import Gradient
-from ..measure.kinds import KINDS, Kind
+from ..measure.kinds import Kind
 from ..measure.ranks import raise_on_all_ranks
 from ..model.extra import Part
 
@@ -180,20 +180,7 @@ class Trial:
         """Number of weights that keeping adds."""
         return sum(parameter.numel() for part in self.parts.values() for parameter in part.parameters())
 
-    def added_to_cache(self) -> int:
-        """By how many numbers keeping widens the keys and values of a token."""
-        widths = ((attention, part.qk_dims + part.v_dims) for attention, part in self.parts.items())
-        return sum(dims * attention.shape.num_key_value_heads for attention, dims in widths if attention.caches)
-
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
     """Weights that one more dim of every head adds."""
     return sum(attention.heads_of(role) * attention.features_of(role) for role in kind.roles)
-
-
-def dims_by_kind(parts: dict[GrowableAttention, Part]) -> dict[str, dict[int, int]]:
-    """New dims of each layer, by the name of the width: "qk_dims" or "v_dims"."""
-    return {
-        kind.width: {attention.layer: part.dims_of(kind.shared) for attention, part in parts.items()}
-        for kind in KINDS.values()
-    }

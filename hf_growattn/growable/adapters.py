@@ -130,13 +130,3 @@ def added_by_adapters(module: Any, name: str, dtype: torch.dtype) -> Iterator[to
             yield added.T if isinstance(plain(module), Conv1D) else added
         elif b.bias is not None:
             yield scale * whole(b.bias.detach()).to(dtype)
-
-
-def without_adapters(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict of a model under LoRA as the model alone would have it: no copy, base weights by their own names."""
-    own = {}
-    for name, tensor in state.items():
-        parts = name.split(".")
-        if not any(part.startswith("lora_") or part == "modules_to_save" for part in parts):
-            own[".".join(part for part in parts if part not in ("base_layer", "original_module"))] = tensor
-    return own

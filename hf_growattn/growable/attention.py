@@ -5,13 +5,14 @@ them growth works all the same: it takes the whole gradient, since nothing tells
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..model.extra import ROLES, Part
-from ..model.seam import WideAttention
+from ..model.seam import UNEQUAL_WIDTHS, WideAttention, common_width
 from .adapters import added_by_adapters, computed_weight, has_other_adapters, plain, why_not_readable
 from .rows import Row, row_of
 from .sharding import whole
@@ -40,6 +41,15 @@ class GrowableAttention(WideAttention):
     def caches(self) -> bool:
         """Whether generation keeps this module's keys and values: no encoder's."""
         return getattr(self, "is_causal", True)
+
+    def cached_widths(self, parts: Sequence[Part]) -> tuple[int, int]:
+        """Widths of a head's keys and values with these parts, as a cache keeps them: for most kernels equal ones."""
+        key = self.shape.qk_head_dim + sum(part.qk_dims for part in parts)
+        value = self.shape.v_head_dim + sum(part.v_dims for part in parts)
+        if not parts or self.config._attn_implementation in UNEQUAL_WIDTHS:
+            return key, value
+        width = common_width(key, value, self.empty_like().device)
+        return width, width
 
     @property
     def trial(self) -> nn.Module | None:

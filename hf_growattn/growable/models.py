@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model.configuration import WideConfigMixin
+from ..model.extra import Part
 from ..model.modeling import WideModelMixin, class_by_name
 from .attention import GrowableAttention, drop_if_empty
 from .folders import loading, replacing
@@ -167,10 +168,17 @@ def extra_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for attention in attentions(model) for part in attention.parts for p in part.parameters()]
 
 
-def cache_bytes(model: nn.Module) -> int:
-    """Bytes of a token's keys and values in the cache, over all layers, in the weights' precision."""
-    size, cached = next(model.parameters()).element_size(), [a for a in attentions(model) if a.caches]
-    return sum(size * a.heads_of(role) * a.width_of(role) for a in cached for role in ("key", "value"))
+def cache_bytes(model: nn.Module, tried: Mapping[Any, Part] | None = None) -> int:
+    """Bytes of a token's keys and values in the cache, over all layers, in the weights' precision.
+
+    They are counted as the attention implementation keeps them. `tried` are parts that are not kept yet.
+    """
+    numbers = 0
+    for attention in (attention for attention in attentions(model) if attention.caches):
+        part = (tried or {}).get(attention)
+        parts = attention.parts if part is None else [*attention.parts, part]
+        numbers += attention.heads_of("key") * sum(attention.cached_widths(parts))
+    return next(model.parameters()).element_size() * numbers
 
 
 def __getattr__(name: str) -> type:

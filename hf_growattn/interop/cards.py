@@ -104,26 +104,15 @@ def _find_path(name: str) -> str:
 
 
 def read_figures(folder: Path) -> dict[str, Any]:
-    """Return the figures of a checkpoint: names as text, numbers as numbers.
+    """Return the figures of a checkpoint.
 
     Raises:
         ValueError: the file does not hold such figures; the message names the fix.
     """
     try:
         figures = json.loads((folder / FIGURES).read_bytes())
-        growths = []
-        for growth in figures["growths"]:
-            before, after = map(float, growth["growth_batches"])
-            step = None if growth["step"] is None else int(growth["step"])
-            added = int(growth["added_parameters"])
-            growths.append({"step": step, "growth_batches": [before, after], "added_parameters": added})
-        return {
-            "base_model": str(figures["base_model"]),
-            "dataset": str(figures["dataset"]),
-            "held_out": [(int(step), float(loss)) for step, loss in figures["held_out"]],
-            "growths": growths,
-        }
-    except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        return {name: figures[name] for name in ("base_model", "dataset", "held_out", "growths")}
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
             f"{folder / FIGURES} does not hold the figures of a growth. Put back what was written there, or delete it: "
             f"a model card can do without. ({type(error).__name__}: {error})"
@@ -178,12 +167,12 @@ def model_card(
         base=_format_name(base, "https://huggingface.co/"),
         dataset=_format_name(dataset, "https://huggingface.co/datasets/"),
         family=config.model_type.removeprefix(PREFIX),
-        heads=config.num_attention_heads,
+        heads=attentions(model)[0].shape.num_heads,
         stock_width=attentions(model)[0].shape.qk_head_dim,
         widths=[(attention.width_of("key"), attention.width_of("value")) for attention in attentions(model)],
         costs=costs_of(model),
         growths=figures["growths"],
-        losses=list(dict.fromkeys(figures["held_out"][:1] + figures["held_out"][-1:])),
+        losses=figures["held_out"][:1] + figures["held_out"][1:][-1:],
         picture=PICTURE if picture else None,
     )
 

@@ -8,7 +8,6 @@ import transformers
 from huggingface_hub import HfApi, get_token
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ..growable.patching import patch_model
 from ..model.configuration import PREFIX
 from .cards import CARD, FIGURES, PICTURE, model_card, push_folder, read_figures, task_of
 from .export import export_model
@@ -45,15 +44,6 @@ def load_model(name: str, causal: bool = False, revision: str = "main", **option
         )
     chosen = getattr(transformers, _CAUSAL if causal else auto_class)
     return _load(chosen, name, "model", revision=revision, **options).eval()
-
-
-def load_growable(name: str, causal: bool = False, revision: str = "main", **options) -> PreTrainedModel:
-    """Load a checkpoint and patch it.
-
-    Raises:
-        ValueError: as for `load_model`, or new dims cannot join its attention.
-    """
-    return patch_model(load_model(name, causal, revision, **options))
 
 
 def load_tokenizer(name: str, revision: str = "main"):

@@ -56,12 +56,13 @@ class ExportReport:
         return "\n".join(lines)
 
 
-def export_model(model: PreTrainedModel, directory, target: str | None = None, tokenizer=None) -> ExportReport:
+def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportReport:
     """Write a patched model, grown or not, as a checkpoint that plain transformers loads, with the same outputs.
 
     The stock class reloads it and is compared with the model on random tokens, at once and through the cache, before
     it takes its place at `directory`. The model stays as it is. Of several processes, call it in one.
 
+    Llama, and Qwen2 without a window, become a stock Llama; other models keep their own type.
     All heads become as wide as the widest, rounded up to a multiple of 8 for flash kernels; the report gives the bytes
     of the KV cache that this costs. transformers 4 reads the same rotation, except in Gemma 3. llama.cpp runs Llama,
     Mistral without a window and a few more with the same tokens: scripts/to_gguf.py converts and compares, and mends a
@@ -71,8 +72,6 @@ def export_model(model: PreTrainedModel, directory, target: str | None = None, t
     Args:
         model: a patched model, with any head; adapters merged.
         directory: where to write; other files that lie there stay.
-        target: a stock model type; by default the one that most readers know: "llama" for Llama and Qwen2 without a
-            window, and the model's own type for the others.
         tokenizer: saved along, if given. The generation config travels anyway.
 
     Returns:
@@ -80,8 +79,7 @@ def export_model(model: PreTrainedModel, directory, target: str | None = None, t
 
     Raises:
         TypeError: `model` is not patched.
-        ValueError: no stock class can hold it, it is quantized, or the target is unknown; the message says why and what
-            to do.
+        ValueError: no stock class can hold it, or it is quantized; the message says why and what to do.
         OSError: `directory` cannot be written; what was there is as it was.
         RuntimeError: the reloaded checkpoint computes something else, and was removed.
     """
@@ -91,7 +89,7 @@ def export_model(model: PreTrainedModel, directory, target: str | None = None, t
             "model needs no export: use its save_pretrained."
         )
     refuse_sharded(model, [])
-    target_class = find_stock_class(model, target)
+    target_class = find_stock_class(model)
     directory = Path(directory).resolve()
     with replacing(directory) as partial:
         stock = stock_model(model, target_class)

@@ -40,6 +40,10 @@ def why_not_exportable(model: PreTrainedModel) -> str | None:
             return "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
         if attention.rotate is not None and not _rotates_halves(attention):
             return "its stock class rotates neighbouring dims in pairs"
+    for parameters in _rope_parameters(model.config).values():
+        if parameters["rope_type"] in ("dynamic", "longrope"):
+            kind = parameters["rope_type"]
+            return f"it rotates by frequencies that follow the length of the text ({kind})"
     config = copy.deepcopy(model.config)
     config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
     config.head_dim = wider = 2 * every[0].shape.qk_head_dim
@@ -61,7 +65,7 @@ def _rotates_halves(attention: GrowableAttention) -> bool:
     return bool(attention.rotate(half, half, *quarter_turn)[0][..., 2] == 1.0)
 
 
-def find_stock_class(model: PreTrainedModel, target: str | None = None) -> type[PreTrainedModel]:
+def find_stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Return the stock class to write a model as.
 
     Raises:
@@ -79,17 +83,9 @@ def find_stock_class(model: PreTrainedModel, target: str | None = None) -> type[
             f"This grown {own} model has no exact stock form: {reason}. Save it as it is, with model.save_pretrained: "
             "transformers loads that with `import hf_growattn`."
         )
-    types = [own]
-    if own == "qwen2" and model.config.sliding_window is None:  # a Llama has none
-        types.append("llama")  # with biases; the Qwen2 of vLLM and of llama.cpp knows no head_dim
-    choice = target or (types[-1] if is_grown(model) else own)
-    if choice not in types:
-        raise ValueError(
-            f"This {own} model can be written as {' or '.join(types)}, not as {target!r}. Leave out `target` for the "
-            "best."
-        )
-    if choice == own:
+    if not is_grown(model) or own != "qwen2" or model.config.sliding_window is not None:  # a Llama has no windows
         return stock_class
+    # As a Llama with biases: the Qwen2 of vLLM and of llama.cpp knows no head_dim.
     family = stock_class.config_class.__name__.removesuffix("Config")
     return getattr(transformers, stock_class.__name__.replace(family, "Llama", 1))
 
@@ -146,11 +142,7 @@ class Rope:
 
 
 def padded_config(model: PreTrainedModel, target_class) -> tuple[PreTrainedConfig, dict[str | None, Rope]]:
-    """The config of a stock class with one width for all heads, and how these rotate, by layer type if that matters.
-
-    Raises:
-        ValueError: no stock class rotates so.
-    """
+    """The config of a stock class with one width for all heads, and how these rotate, by layer type if that matters."""
     config_class, values = target_class.config_class, stock_fields(model.config)
     own = model.config.model_type.removeprefix(PREFIX)
     if config_class.model_type != own:
@@ -170,11 +162,15 @@ def padded_config(model: PreTrainedModel, target_class) -> tuple[PreTrainedConfi
     return config_class(**values), ropes
 
 
+def _rope_parameters(config: PreTrainedConfig) -> dict[str | None, dict]:
+    """How a config says that heads rotate, by layer type; by None where all layers share it."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return {None: parameters} if "rope_type" in parameters else parameters
+
+
 def _ropes(model: PreTrainedModel, width: int) -> dict[str | None, Rope]:
     """The rotation of each type of layer; by None where all layers share it."""
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    if "rope_type" in parameters:
-        parameters = {None: parameters}
+    parameters = _rope_parameters(model.config)
     dims = max(attention.width_of("query") for attention in attentions(model))
     rotaries = [fresh_rotary(module.rotary_emb) for module in model.modules() if hasattr(module, "rotary_emb")]
     return {layer_type: _rope(rotaries[0], layer_type, of, dims, width) for layer_type, of in parameters.items()}
@@ -198,11 +194,6 @@ def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: in
     frequencies = getattr(rotary, f"{prefix}inv_freq").double()  # (rotated / 2,)
     rotated, kind, theta = 2 * len(frequencies), parameters["rope_type"], parameters["rope_theta"]
     ones = torch.ones(dims).double()
-    if kind in ("dynamic", "longrope"):
-        raise ValueError(
-            f"This model rotates by frequencies that follow the length of the text ({kind}), which has no exact stock "
-            "form once it grew. Save it as it is, with model.save_pretrained."
-        )
     if rotary.config.model_type.removeprefix(PREFIX) == "phi3":  # rotates the first dims alone
         # Readers cut `factor * width` down to a whole number.
         exported = parameters | {"partial_rotary_factor": math.nextafter(rotated / width, 1)}

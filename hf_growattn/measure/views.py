@@ -32,20 +32,10 @@ class FactoredMatrix:
     Attributes:
         left: (a, k), for any `k`, zero included.
         right: (b, k).
-
-    Raises:
-        ValueError: the factors are not two matrices with the same number of columns.
     """
 
     def __init__(self, left: Tensor, right: Tensor):
-        if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[1]:
-            raise ValueError(
-                f"FactoredMatrix needs factors (a, k) and (b, k), not {tuple(left.shape)} and {tuple(right.shape)}."
-            )
         self.left, self.right = left, right
-
-    def __repr__(self) -> str:
-        return f"FactoredMatrix({self.shape[0]} x {self.shape[1]}, {self.left.shape[1]} columns)"
 
     @property
     def shape(self) -> torch.Size:
@@ -165,8 +155,9 @@ class AttentionView:
         attention, heads = self._attention, self.heads
         if head not in range(heads):
             raise IndexError(f"Layer {self.layer} has {heads} heads, 0 to {heads - 1}; got head {head}.")
-        if not attention.is_known(role):
-            raise ValueError(attention.why_unreadable(role))
+        problem = attention.why_unreadable(role) if attention.is_plain(role) else None
+        if problem:
+            raise ValueError(problem)
         own = head * attention.heads_of(role) // heads
         dtype = torch.float64 if attention.empty_like(role).dtype == torch.float64 else torch.float32
         return attention.factors_of(role, dtype, adapters=False)[own].clone()

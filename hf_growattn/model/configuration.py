@@ -16,17 +16,6 @@ from transformers.models.auto import modeling_auto, tokenization_auto
 PREFIX = "growattn_"
 CODE_FOLDER = "growattn"  # in a checkpoint: the files of this folder, which load it without the library
 _FORM = '{"0": {"growth_1": [2, 4]}}'  # of `extra_dims`, for messages
-_AUTO_CLASSES = {
-    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
-    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    "AutoModelForMultipleChoice": modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    "AutoModelForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-}
 _Config = PreTrainedConfig if TYPE_CHECKING else object  # what this is mixed into
 
 
@@ -56,10 +45,10 @@ class WideConfigMixin(_Config):
         leave the new dims out with no more than a warning.
         """
         fields = super().to_dict()
-        hidden_size = getattr(self, "hidden_size", None)
-        if self.extra_dims and isinstance(hidden_size, int):
-            name = self.attribute_map.get("hidden_size", "hidden_size")
-            fields["per_layer_config"] = {"0": {name: hidden_size + 1}}  # any other value will do
+        if self.extra_dims:
+            name, size = self.attribute_map.get("hidden_size", "hidden_size"), getattr(self, "hidden_size", None)
+            other = size + 1 if isinstance(size, int) else 1  # any other value will do
+            fields["per_layer_config"] = {"0": {name: other}}
         return fields
 
     @classmethod
@@ -97,9 +86,12 @@ def check_extra_dims(extra_dims: Any) -> None:
 
 def auto_map(model_type: str) -> dict[str, str]:
     """Where a checkpoint of a type of ours keeps the classes that the Auto classes may load it by."""
-    stock_type = model_type.removeprefix(PREFIX)
-    names = {auto_name: table[stock_type] for auto_name, table in _AUTO_CLASSES.items() if stock_type in table}
-    names = {auto_name: name if isinstance(name, str) else name[0] for auto_name, name in names.items()}
+    stock_type, names = model_type.removeprefix(PREFIX), {}
+    for auto_name, auto_class in vars(modeling_auto).items():
+        table = getattr(getattr(auto_class, "_model_mapping", None), "_model_mapping", {})
+        if auto_name.startswith("AutoModel") and stock_type in table:
+            name = table[stock_type]
+            names[auto_name] = name if isinstance(name, str) else name[0]
     names["AutoConfig"] = CONFIG_MAPPING[stock_type].__name__
     return {auto_name: f"{CODE_FOLDER}/modeling.GrowAttn{name}" for auto_name, name in names.items()}
 

@@ -23,7 +23,7 @@ from .extra import ExtraDims, HeadShape, Part
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"  # the global that stock forwards take their attention function from
 # Implementations that take values of another width than the keys; all others get equal widths by zero padding.
-_UNEQUAL_WIDTHS = ("eager", "flex_attention")
+UNEQUAL_WIDTHS = ("eager", "flex_attention")
 # Keywords of a forward for its cache, the newest first: transformers 5.24 renamed the others.
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _SOURCES = ("key_value_states", "encoder_hidden_states")  # what cross-attention reads
@@ -79,11 +79,15 @@ class Call:
         self.joined, self.v_head_dim = True, value.shape[-1]
         key, value = append(key, self.key), append(value, self.value)
         if self.one_width:
-            width = max(key.shape[-1], value.shape[-1])
-            if key.device.type != "cpu":
-                width += -width % 8  # kernels of accelerators take multiples of it
+            width = common_width(key.shape[-1], value.shape[-1], key.device)
             key, value = pad_to(key, width), pad_to(value, width)
         return key, value
+
+
+def common_width(key: int, value: int, device: torch.device) -> int:
+    """The width that keys and values are padded to; kernels of accelerators take multiples of 8."""
+    width = max(key, value)
+    return width if device.type == "cpu" else width + -width % 8
 
 
 def append(old: Tensor, new: Tensor) -> Tensor:
@@ -265,7 +269,7 @@ class WideAttention(nn.Module):
         call = Call(parts, given.hidden_states, given.source)
         implementation = self.config._attn_implementation or ""
         self._check_implementation(implementation)
-        call.one_width = implementation not in _UNEQUAL_WIDTHS
+        call.one_width = implementation not in UNEQUAL_WIDTHS
         cache = given.arguments.get(given.cache)
         if cache is not None:
             given.arguments[given.cache] = _widened(cache, call)

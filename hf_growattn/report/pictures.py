@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 Points = list[tuple[float, float]]
 
-_HELD_OUT = ("growth_held_out_before", "growth_held_out_after", "eval_loss")  # such losses in a log history
 _BLUE, _ORANGE, _GREY = "#1f77b4", "#d9741a", "#8a8a8a"
 _PANEL_SIZE = (4.4, 3.5)  # inches
 _STYLE = {
@@ -111,7 +110,8 @@ def _read_losses(history: Iterable) -> tuple[Points, Points]:
         entry = each if isinstance(each, dict) else {"step": each[0], "loss": each[1]}
         if math.isfinite(entry.get("loss", math.nan)):
             training.append((entry["step"], entry["loss"]))
-        held_out += [(entry["step"], entry[name]) for name in _HELD_OUT if math.isfinite(entry.get(name, math.nan))]
+        if math.isfinite(entry.get("eval_loss", math.nan)):
+            held_out.append((entry["step"], entry["eval_loss"]))
     return training, held_out
 
 

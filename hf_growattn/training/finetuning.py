@@ -15,8 +15,9 @@ from trl.trainer.utils import get_peft_config, get_quantization_config
 from ..grow.checks import growable_model
 from ..grow.growth import Grower
 from ..growable.growths import GROWTH, load_growth, save_with_adapters
+from ..growable.patching import patch_model
 from ..interop.cards import save_figures
-from ..interop.checkpoints import load_config, load_growable, load_tokenizer
+from ..interop.checkpoints import load_config, load_model, load_tokenizer
 from ..report.report import GrowthReport
 from .comparison import Race
 from .data import Prepared, draw_batches, first_rows, load_data, prepare_rows
@@ -70,7 +71,9 @@ def check_recipe(recipe: Recipe) -> FinetuneGrowth | None:
 
 
 def _check_adapters(recipe: Recipe, name: str) -> None:
-    given = [option for option in _FULL_ONLY if getattr(recipe.growth, option)] + ["use_peft"] * recipe.model.use_peft
+    given = [option for option in _FULL_ONLY if getattr(recipe.growth, option, None)] + [
+        "use_peft"
+    ] * recipe.model.use_peft
     if given:
         raise ValueError(f"{name} trains what a --budget adds at the start: leave out --{', --'.join(given)}.")
 
@@ -112,7 +115,7 @@ def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTr
 def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedModel:
     """The patched model, in a precision unless the recipe names one; `dense` quantizes nothing."""
     chosen = recipe.model
-    return load_growable(
+    model = load_model(
         recipe.model_name,
         True,
         chosen.model_revision,
@@ -120,6 +123,7 @@ def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedMo
         attn_implementation=chosen.attn_implementation,
         quantization_config=None if dense else get_quantization_config(chosen),
     )
+    return patch_model(model)
 
 
 def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
@@ -150,7 +154,8 @@ def race_recipe(recipe: Recipe, say: Callable[[str], object] = print) -> Race:
         rows,
         recipe.training,
         budget=recipe.growth_config(BUDGET).budget or 0,
-        **vars(recipe.race),
+        steps=recipe.growth.steps,
+        seeds=recipe.growth.seeds,
         growth_batches=recipe.growth.growth_batches,
         say=say,
     )

@@ -151,13 +151,7 @@ def prepare_model(
 
 
 def scale_grown_rates(optimizer: Optimizer, model: nn.Module, share: float) -> None:
-    """Give all weights but adapters a smaller learning rate, in groups of their own.
-
-    Args:
-        optimizer: changed in place, before its first step.
-        model: peft's wrapper of a grown model.
-        share: of the optimizer's learning rate; at 1 nothing changes.
-    """
+    """Give all weights but adapters a share of the learning rate, in groups of their own, before the first step."""
     if share == 1:
         return
     adapters = {parameter for name, parameter in model.named_parameters() if "lora_" in name}

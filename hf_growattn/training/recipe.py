@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
@@ -12,7 +12,7 @@ from trl.trainer.model_config import ModelConfig
 from trl.trainer.sft_config import SFTConfig
 
 from ..grow.plan import GrowthConfig
-from .options import GrowthOptions, RaceOptions, parse_budget
+from .options import parse_budget
 
 
 @dataclass
@@ -42,12 +42,15 @@ class Training(SFTConfig):
 
 
 class Recipe(NamedTuple):
-    """A model, data, and the options of a command by groups."""
+    """A model, data, and the options of a command by groups.
+
+    Attributes:
+        growth: the command's own options, one of the classes in `options`.
+    """
 
     model_name: str
     datasets: list[str]
-    growth: GrowthOptions
-    race: RaceOptions
+    growth: Any
     script: ScriptArguments
     training: Training
     model: ModelConfig
@@ -64,11 +67,11 @@ class Recipe(NamedTuple):
         Raises:
             ValueError: a value is out of its range.
         """
-        growth = self.growth
-        unset = growth.budget is None and not (growth.qk_dims or growth.v_dims)
-        budget = default if unset else growth.budget
+        budget, qk_dims, v_dims = (getattr(self.growth, name, 0) for name in ("budget", "qk_dims", "v_dims"))
+        if budget is None and not (qk_dims or v_dims):
+            budget = default
         chosen = None if budget is None else parse_budget(str(budget))
-        return GrowthConfig(budget=chosen, qk_dims=growth.qk_dims, v_dims=growth.v_dims, seed=self.training.seed)
+        return GrowthConfig(budget=chosen, qk_dims=qk_dims, v_dims=v_dims, seed=self.training.seed)
 
 
 def last_checkpoint(folder: Path) -> str | None:

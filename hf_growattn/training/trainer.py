@@ -6,7 +6,6 @@ import random
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -17,16 +16,15 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
-from transformers import AutoConfig, PreTrainedModel, Trainer, TrainerCallback
+from transformers import AutoConfig, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..grow.checks import growable_model
 from ..grow.growth import Grower
-from ..grow.plan import GrowthConfig, cheapest_dim, check_budget, weights_of
+from ..grow.plan import GrowthConfig
 from ..grow.provenance import name_kept
 from ..growable.adapters import is_adapted
 from ..growable.growths import GROWTH, load_growth
-from ..growable.models import attentions
 from ..growable.sharding import sharded_modules
 from ..report.report import GrowthReport
 
@@ -49,9 +47,7 @@ class GrowthCallback(TrainerCallback):
         every: grow each time after this number of optimizer steps.
         at: "epoch" for the end of each epoch, or "plateau" for when the evaluation loss stops falling.
         batches: growth batches of a device's batch size, on each device.
-        max_growths: growths at most.
-        total_budget: weights to add at most in all growths together: a whole number, or a share of the model's
-            parameters before the first one. For a config with a budget.
+        max_growths: growths at most, which together add at most that many budgets.
 
     Attributes:
         reports: what happened at each growth of this run.
@@ -70,23 +66,18 @@ class GrowthCallback(TrainerCallback):
         at: str | None = None,
         batches: int = 16,
         max_growths: int | None = None,
-        total_budget: int | float | None = None,
     ):
         if sum(given is not None for given in (steps, every, at)) != 1:
             raise ValueError('Say when to grow by one of steps=[500, 1000], every=500, at="epoch" and at="plateau".')
         if at is not None and at not in _MOMENTS:
             raise ValueError(f"at must be one of {', '.join(map(repr, _MOMENTS))}; got {at!r}.")
-        if total_budget is not None and config.budget is None:
-            raise ValueError("total_budget bounds what budgets buy: give GrowthConfig a budget, not fixed widths.")
-        if total_budget is not None:
-            replace(config, budget=total_budget)  # the same range
         counts = {"every": every, "batches": batches, "max_growths": max_growths}
         counts |= {f"steps[{index}]": step for index, step in enumerate(steps or ())}
         for name, value in counts.items():
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number, at least 1; got {value!r}.")
         self.config, self.steps, self.every, self.at = config, steps, every, at
-        self.batches, self.max_growths, self.total_budget = batches, max_growths, total_budget
+        self.batches, self.max_growths = batches, max_growths
         self.reports: list[GrowthReport] = []
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
@@ -107,25 +98,14 @@ class GrowthCallback(TrainerCallback):
         self._trainer = _trainer_of(state)
         wrapped: Any = self._trainer.model_wrapped
         self._grower = Grower(wrapped, self.config, self._trainer.optimizer, self._trainer.accelerator)
-        self.check_budgets(self._grower.model)
         if state.global_step == 0:
             self._grower.loss = loss_of(self._trainer)
             self._grower.check(self._growth_batches(args, state, 2))
-        self._cheapest = cheapest_dim(self.config, attentions(self._grower.model))
-
-    def check_budgets(self, model: PreTrainedModel) -> None:
-        """Check what is checked when training starts, that the budgets buy something, of a patched model.
-
-        Raises:
-            ValueError: one of them does not.
-        """
-        for budget in {self.config.budget, self.total_budget} - {None}:
-            check_budget(replace(self.config, budget=budget), attentions(model), model.num_parameters())
 
     def on_step_end(self, args, state, control, **kwargs):
         """Grow, if it is time."""
         if self.is_time(state):
-            self._grower.config, self._grower.loss = self._config(state), loss_of(self._trainer)
+            self._grower.loss = loss_of(self._trainer)
             with name_kept(self._grower.model):  # Trainer's model card says what the run was started from
                 report = self._grower.grow(self._growth_batches(args, state, self.batches))
             self.reports.append(report)
@@ -158,8 +138,6 @@ class GrowthCallback(TrainerCallback):
         growths = _growths(state)
         if state.global_step >= state.max_steps or (self.max_growths and len(growths) >= self.max_growths):
             return False
-        if self.total_budget is not None and self._left(state) < self._cheapest:
-            return False
         if self.steps is not None:
             return state.global_step in self.steps
         if self.every is not None:
@@ -170,17 +148,6 @@ class GrowthCallback(TrainerCallback):
         losses = [_evaluation_loss(entry) for entry in state.log_history if entry["step"] > since]
         losses = [loss for loss in losses if loss is not None]
         return len(losses) > 1 and losses[-1] >= min(losses[:-1])
-
-    def _left(self, state) -> int:
-        """What the total budget still holds."""
-        added = int(sum(growth[_ADDED] for growth in _growths(state)))
-        return weights_of(self.total_budget, self._grower.model.num_parameters() - added) - added
-
-    def _config(self, state) -> GrowthConfig:
-        if self.total_budget is None:
-            return self.config
-        budget = weights_of(self.config.budget, self._grower.model.num_parameters())
-        return replace(self.config, budget=min(budget, self._left(state)))
 
     def _growth_batches(self, args, state, count: int) -> list[dict]:
         """This rank's part of `count` batches for each rank, which are the same for any number of ranks."""

@@ -11,6 +11,7 @@ first comparison, a stock model and its twin, shows the noise of the method itse
 import argparse
 import contextlib
 import gc
+import inspect
 import statistics
 import tempfile
 import time
@@ -24,7 +25,7 @@ import torch
 from peak_memory import peak_of_tensors
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers import logging as transformers_logging
 from transformers.pytorch_utils import Conv1D
 
@@ -146,11 +147,15 @@ def training_step(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int
 @torch.no_grad()
 def decoding(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
     """One token, after a number of tokens that are in the cache."""
-    cache = model(input_ids=torch.randint(VOCABULARY, (BATCH, cached)), use_cache=True).past_key_values
+    # The keyword for a cache has another name since transformers 5.24.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = DynamicCache(config=model.config)
+    given = {name: cache, "use_cache": True}
+    model(input_ids=torch.randint(VOCABULARY, (BATCH, cached)), **given)
 
     @torch.no_grad()
     def decode() -> None:
-        model(input_ids=ids[:, :1], past_key_values=cache)
+        model(input_ids=ids[:, :1], **given)
         cache.crop(-1)
 
     return decode

@@ -8,13 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from hf_growattn.model.configuration import growable_config_class, stock_head_dim
+from hf_growattn.model.configuration import growable_config_class
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from families import VARIANTS as FAMILIES
 from families import word_tokenizer
 
 VARIANTS = ("stock", "patched", "grown")
+NEW_DIMS = (3, 2)  # of the queries and keys, and of the values, of each head that grew
 MODELS = {
     "hf-internal-testing/tiny-random-Gemma3ForCausalLM": "gemma3",
     "hf-internal-testing/tiny-random-MistralForCausalLM": "mistral",
@@ -29,20 +30,14 @@ CLASSIFIERS = {"trl-internal-testing/tiny-LlamaForSequenceClassification-3.2": "
 QUOTES = "ybelkada/english_quotes_copy"
 
 
-def grown_widths(config: PretrainedConfig) -> dict[int, dict[str, int]]:
-    """Return a `per_layer_config` with other widths in every layer, of queries and keys and of values."""
-    width = stock_head_dim(config)
-    layers = range(config.num_hidden_layers)
-    return {layer: {"qk_head_dim": width + 3 + layer, "v_head_dim": width + 2 * layer} for layer in layers}
-
-
 def config_of(stock: PretrainedConfig, variant: str) -> PretrainedConfig:
     """Return a stock config itself, or ours of the same fields: "patched" or "grown"."""
     if variant == "stock":
         return stock
     fields = {name: value for name, value in stock.to_dict().items() if name != "model_type"}
-    widths = grown_widths(stock) if variant == "grown" else None
-    return growable_config_class(stock.model_type)(**fields, per_layer_config=widths)
+    layers = range(stock.num_hidden_layers) if variant == "grown" else ()
+    extra_dims = {str(layer): {"growth_1": list(NEW_DIMS)} for layer in layers}
+    return growable_config_class(type(stock))(**fields, extra_dims=extra_dims)
 
 
 def make_models(folder: Path) -> None:

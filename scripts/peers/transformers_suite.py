@@ -8,7 +8,7 @@ import unittest
 
 import torch
 import transformers
-from models import VARIANTS, config_of
+from models import NEW_DIMS, VARIANTS, config_of
 from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_configuration_common import ConfigTester
 from tests.test_modeling_common import ModelTesterMixin, global_rng, ids_tensor
@@ -44,7 +44,7 @@ class Tester:
         self.config_class = self._stock_config_class
         if variant != "stock":
             classes = {name: GrowableModelMixin.mixed_into(stock) for name, stock in classes.items()}
-            self.config_class = growable_config_class(model_type)
+            self.config_class = growable_config_class(self._stock_config_class)
         self.all_model_classes = tuple(classes.values())
         for attribute, auto_name in CLASSES.items():
             setattr(self, attribute, classes.get(auto_name))
@@ -77,10 +77,14 @@ class CommonTests(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin):
         self._torch_compile_train_cls = self.model_tester.causal_lm_class
 
     def _get_attention_shape(self, batch_size, seq_length, config):
-        """Return the shapes of one layer's cached keys and values; transformers passes the config of that layer."""
-        keys, values = super()._get_attention_shape(batch_size, seq_length, config)
-        width = keys[-1]
-        return (*keys[:-1], getattr(config, "qk_head_dim", width)), (*values[:-1], getattr(config, "v_head_dim", width))
+        """Return the shapes of one layer's cached keys and values; most implementations take one width for both."""
+        shapes = super()._get_attention_shape(batch_size, seq_length, config)
+        if self.variant != "grown":
+            return shapes
+        widths = [shape[-1] + new for shape, new in zip(shapes, NEW_DIMS)]
+        if config._attn_implementation not in ("eager", "flex_attention"):
+            widths = [max(widths)] * 2
+        return tuple((*shape[:-1], width) for shape, width in zip(shapes, widths))
 
     def test_config(self):
         """Run transformers' tests of a config."""
