@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ..model.extra import Part
+from .attention import GrowableAttention
 from .folders import replacing
 from .models import GrowableModelMixin, growable_configs, is_grown
 from .sharding import whole
@@ -72,14 +74,21 @@ def load_growth(model: nn.Module, folder: str | Path) -> None:
         raise ValueError(
             f"{folder} holds a growth of a {description.get('model_type')}, and this is a {inner.config.model_type}."
         )
+    sizes = {}
+    for name, attention in inner.named_modules():
+        if isinstance(attention, GrowableAttention):
+            for part_name, dims in description["extra_dims"].get(str(attention.layer), {}).items():
+                part = Part(attention.shape, *dims, device="meta")
+                place = f"{name}.extra.parts.{part_name}."
+                sizes |= {place + own: parameter.shape for own, parameter in part.named_parameters()}
+    if sizes != {name: tensor.shape for name, tensor in state.items()}:
+        raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
     inner.set_parts(description["extra_dims"])
     save_with_adapters(inner)
-    own = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
-    if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
-        raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
     with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(state[name])
+        for name, parameter in inner.named_parameters():
+            if _is_new(name):
+                parameter.copy_(state[name])
 
 
 class SavesGrowth:
