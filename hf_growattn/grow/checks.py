@@ -14,11 +14,10 @@ from ..growable.sharding import is_sharded, sharded_modules
 from .loss import unwrapped
 from .plan import GrowthConfig, check_budget
 
-# By package and class ("" is any class of the package), so that nothing has to be imported or even installed.
+# By the name of the class, so that nothing has to be imported or even installed.
 _CLASSES = {
-    ("torch.distributed", "FullyShardedDataParallel"): "wrapped by FSDP1",
-    ("torch.distributed", "ZeroRedundancyOptimizer"): "torch's ZeroRedundancyOptimizer",
-    ("deepspeed", ""): "DeepSpeed's",
+    "FullyShardedDataParallel": "wrapped by FSDP1",
+    "ZeroRedundancyOptimizer": "torch's ZeroRedundancyOptimizer",
 }
 # By what the libraries leave on a parameter; FSDP1 and ZeRO-3 may be met without their wrappers.
 _MARKS = {"_fsdp_flattened": "flattened by FSDP1", "ds_id": "partitioned by DeepSpeed ZeRO-3"}
@@ -54,14 +53,12 @@ def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but
 
 def _sharding_of(part) -> str | None:
     """What shards a module, a parameter or an optimizer, by its marks and its classes; None if nothing does."""
-    known = [what for mark, what in _MARKS.items() if hasattr(part, mark)]
     for cls in type(part).__mro__:
-        known += [
-            what
-            for (package, name), what in _CLASSES.items()
-            if f"{cls.__module__}.".startswith(f"{package}.") and name in ("", cls.__name__)
-        ]
-    return next(iter(known), None)
+        if cls.__name__ in _CLASSES:
+            return _CLASSES[cls.__name__]
+        if cls.__module__.partition(".")[0] == "deepspeed":
+            return "DeepSpeed's"
+    return next((what for mark, what in _MARKS.items() if hasattr(part, mark)), None)
 
 
 def growable_model(model: Any) -> GrowableModelMixin:

@@ -22,44 +22,33 @@ class Roots:
     The ranks of a sharded model keep some rows each, and gather a root together whenever they read it.
     """
 
-    def __init__(
-        self,
-        stacked_root: Tensor | Rows,
-        stacked_whitening: Tensor | Rows,
-        shared_root: Tensor | Rows,
-        shared_whitening: Tensor | Rows,
-    ):
-        self._stacked, self._shared = (stacked_root, stacked_whitening), (shared_root, shared_whitening)
+    def __init__(self, stacked: list[Rows], shared: list[Rows]):
+        self._stacked, self._shared = stacked, shared
 
     @property
     def like(self) -> Tensor:
         """An empty tensor in the statistics' precision and on their device."""
-        shared = self._shared[0]
-        return shared.like if isinstance(shared, Rows) else shared.new_empty(0)
+        return self._shared[0].like
 
     @property
     def stacked_root(self) -> Tensor:
         """(a, a), or a scalar."""
-        return _whole(self._stacked[0])
+        return self._stacked[0].whole()
 
     @property
     def stacked_whitening(self) -> Tensor:
         """(a, a), or a scalar."""
-        return _whole(self._stacked[1])
+        return self._stacked[1].whole()
 
     @property
     def shared_root(self) -> Tensor:
         """(b, b)."""
-        return _whole(self._shared[0])
+        return self._shared[0].whole()
 
     @property
     def shared_whitening(self) -> Tensor:
         """(b, b)."""
-        return _whole(self._shared[1])
-
-
-def _whole(matrix: Tensor | Rows) -> Tensor:
-    return matrix.whole() if isinstance(matrix, Rows) else matrix
+        return self._shared[1].whole()
 
 
 @dataclass
@@ -206,10 +195,10 @@ def measure_moments(
         for kind in kinds:
             shared = roots[kind.shared in attention.shape.biased]
             if kind.stacked == "output":
-                stacked = 1 / size, size
+                stacked = [Rows(1 / size, False), Rows(size, False)]
             else:
                 stacked = roots[kind.stacked in attention.shape.biased]
-            blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
+            blocks.append(Block(attention, kind, Roots(stacked, shared)))
     return blocks, losses
 
 

@@ -67,8 +67,9 @@ class Rows:
     def __init__(self, matrix: Tensor, spread: bool):
         self.spread = spread
         self._shape = matrix.shape
-        first, last = (len(matrix) * number // count() for number in (rank(), rank() + 1))
-        self._rows = slice(first, last)
+        if spread:
+            first, last = (len(matrix) * number // count() for number in (rank(), rank() + 1))
+            self._rows = slice(first, last)
         self._own = matrix[self._rows].clone() if spread else matrix
 
     @property

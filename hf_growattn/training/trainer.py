@@ -190,7 +190,11 @@ def _has_adapters(model: nn.Module) -> bool:
 
 def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
     """The loss of a Trainer on a collated batch, the mean over it, as `compute_loss` gives it."""
-    twin = twin_of(trainer)
+    twin = copy.copy(trainer)  # which leaves the metrics that the trainer keeps for its logs as they are
+    for name, value in vars(trainer).items():
+        if name not in ("train_dataset", "eval_dataset"):
+            setattr(twin, name, _own(value))
+    twin.log = lambda *_, **__: None
     twin.args = copy.copy(trainer.args)
     twin.args.average_tokens_across_devices = False  # growth itself takes the mean over the ranks
 
@@ -201,16 +205,6 @@ def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
             return twin.compute_loss(model, inputs, num_items_in_batch=items)
 
     return loss
-
-
-def twin_of(trainer: Any) -> Any:
-    """A copy of a Trainer to compute losses with, which leaves the metrics that it keeps for its logs as they are."""
-    twin = copy.copy(trainer)
-    for name, value in vars(trainer).items():
-        if name not in ("train_dataset", "eval_dataset"):
-            setattr(twin, name, _own(value))
-    twin.log = lambda *_, **__: None
-    return twin
 
 
 def _own(value: Any) -> Any:
