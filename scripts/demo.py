@@ -1,17 +1,18 @@
 """The whole job in three minutes, without a download: `bash scripts/demo.sh`.
 
 A byte-level BPE and a small Llama with narrow heads are made from the English that every CPython carries, its own
-documentation. `growattn finetune` then trains all weights, and widens heads half-way.
+documentation. `growattn finetune` then trains all weights, and widens heads half-way; more of its options may follow.
 """
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from texts import english, train_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_growattn.cli.commands import main as growattn
 
 OPTIONS = """
 --max_length 128 --per_device_train_batch_size 16 --per_device_eval_batch_size 16 --learning_rate 3e-3
@@ -25,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default="scripts/output/demo", help="new folder for all that is made")
     parser.add_argument("--steps", type=int, default=120, help="training steps, growth half-way")
-    arguments = parser.parse_args()
+    arguments, more = parser.parse_known_args()
     texts = english()
     tokenizer = train_tokenizer(texts, 1024)
     config = LlamaConfig(
@@ -48,8 +49,8 @@ def main() -> None:
     model.save_pretrained(base)
     tokenizer.save_pretrained(base)
     text.write_text("\n\n".join(texts), encoding="utf-8")
-    command = ["hf_growattn", "finetune", base, text, "-o", grown, "--max_steps", arguments.steps, *OPTIONS.split()]
-    subprocess.run([sys.executable, "-m", *map(str, command)], check=True)
+    words = ["finetune", base, text, "-o", grown, "--max_steps", arguments.steps, *OPTIONS.split(), *more]
+    sys.exit(growattn([*map(str, words)]))
 
 
 if __name__ == "__main__":

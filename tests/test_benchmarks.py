@@ -10,14 +10,15 @@ import page
 import pytest
 import results
 import torch
-from conftest import ROOT
+from conftest import LONG, ROOT
 from recall_task import PhoneBook
 
 from hf_growattn.growable.models import attentions, cache_bytes
 
 BENCH = ROOT / "scripts" / "bench"
-# One of each kind: a task from nothing, read-in vectors, a causal LM from a folder, an encoder, and timings.
-SHORT = ("recall_map", "in_context_regression", "real_model", "encoder", "growth_cost", "overhead")
+# A task from nothing, and timings; then also read-in vectors, a causal LM from a folder, and an encoder.
+SHORT = ("recall_map", "growth_cost", "overhead")
+SHORT += ("in_context_regression", "real_model", "encoder") if LONG else ()
 BOOK = PhoneBook(
     steps=3, growth_batches=2, hidden=16, head_dim=2, names=16, numbers=4, few=(2,), many=4, pretraining=2, pairs=8,
     dims=2, asked=(2,), held_out=4,
