@@ -35,7 +35,7 @@ def test_the_dense_model_is_saved_with_the_trained_weights(method, option, given
 def test_a_race_of_the_methods_that_train_quantized_models(given, tmp_path):
     words = [*given, "-o", str(tmp_path / "race"), *OPTIONS, "--load_in_4bit", "--steps", "8", "--seeds", "1"]
     race = race_recipe(read_recipe("race", words), say=lambda text: None)
-    assert {run.method for run in race.runs} == {"growth", "lora"}
+    assert {run.method for run in race.runs} >= {"growth", "lora"}
     assert race.runs_of("growth")[0].cache > race.runs_of("lora")[0].cache
 
 
@@ -44,9 +44,7 @@ def test_quantized_weights_do_not_grow_by_themselves(given):
         prepare_growth(read_recipe("measure", [*given, *OPTIONS, "--load_in_4bit"]))
 
 
-@pytest.mark.parametrize(
-    "options", ["", "--max_growths 0", "--use_peft --lora_target_modules all-linear", "--method both"]
-)
+@pytest.mark.parametrize("options", ["", "--max_growths 0"])
 def test_quantized_weights_do_not_train_or_grow_with_others(given, tmp_path, options):
     words = [*given, "-o", str(tmp_path), *OPTIONS, "--load_in_4bit", *options.split()]
     with pytest.raises(ValueError, match=r"[Qq]uantized"):

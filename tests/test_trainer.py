@@ -155,9 +155,9 @@ def test_lora_is_resumed_with_the_growth_of_its_base(tmp_path):
     assert losses == unbroken
 
 
-def test_never_firing_is_an_error_at_the_end(tmp_path):
+def test_never_firing_is_said_at_the_end(tmp_path):
     run = trainer(tmp_path, GrowthCallback(CONFIG, at="plateau"), eval_strategy="steps", eval_steps=5)
-    with pytest.raises(RuntimeError, match=r"never fired.*never stopped falling"):
+    with pytest.warns(UserWarning, match=r"never fired.*never stopped falling"):
         run.train()
 
 

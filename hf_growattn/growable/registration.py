@@ -59,7 +59,7 @@ def register_families() -> None:
         for mapping in (CONFIG_MAPPING, *mappings):
             mapping._modules[model_type_to_module_name(ours)] = library
         for mapping in mappings:
-            mapping._reverse_config_mapping.setdefault(f"GrowAttn{name}", ours)
+            mapping._reverse_config_mapping[f"GrowAttn{name}"] = ours  # of several types the last, as in the stock one
 
 
 def register(stock: type) -> None:

@@ -36,16 +36,13 @@ _FULL_ONLY = ("qk_dims", "v_dims", "grow_steps", "grow_every", "grow_at", "max_g
 
 
 class FinetuneGrowth(GrowthCallback):
-    """Growth, by default half-way; a training that ends before its growth is due is no error."""
+    """Growth, by default half-way."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Find the middle of the training, and check that growth will be possible."""
         if self.steps is _HALF_WAY:
             self.steps = [max(state.max_steps // 2, 1)]
         super().on_train_begin(args, state, control, **kwargs)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        """Leave it to the summary to say that nothing grew."""
 
 
 def check_recipe(recipe: Recipe) -> FinetuneGrowth | None:
@@ -209,10 +206,10 @@ def _prepare_start(
 ) -> tuple[nn.Module, GrowthReport | None]:
     """The model as its training starts, and the report of a growth before it."""
     training, method = recipe.training, METHODS[recipe.growth.method]
+    move_to_device(model, training.device)
     if method.base:
         return model, None
     budget = Budget.near(model, recipe.growth_config(BUDGET).budget or 0)
-    move_to_device(model, training.device)
     batches = draw_batches(rows, training, recipe.growth.growth_batches, training.seed)
     loss_of = partial(make_sft_loss, tokenizer=tokenizer, training=training)
     untrained, report = prepare_model(model, method, budget, batches, training.seed, loss_of)

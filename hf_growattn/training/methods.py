@@ -129,25 +129,21 @@ def prepare_model(
         ValueError: the model is quantized, and the method trains its weights.
     """
     weights, rank = budget.split(method)
-    report = None
     if is_quantized(model) and method.base:
         raise ValueError("Quantized weights do not train: choose growth, LoRA or both.")
     model.requires_grad_(method.base)
     if weights and not rank and is_quantized(model):  # which Trainer trains by adapters alone
         return grow_quantized(model, weights, batches, seed, loss_of)
-    if weights:
-        # LoRA moves the old dims too, so the new ones need not do their work.
-        config = GrowthConfig(budget=weights, seed=seed, old_dims_train=rank > 0)
-        report = Grower(model, config, loss=loss_of and loss_of(model)).grow(batches)
-    if not rank:
-        return model, report
-    task = "CAUSAL_LM" if model.can_generate() else None  # peft knows no task of a bare encoder
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
-    grown = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    wrapped = add_adapter(config, model, seed)
-    for parameter in grown:
-        parameter.requires_grad_(True)  # peft has frozen the new dims with the base
-    return wrapped, report
+    trained: nn.Module = model
+    if rank:
+        task = "CAUSAL_LM" if model.can_generate() else None  # peft knows no task of a bare encoder
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task)
+        trained = add_adapter(lora, model, seed)
+    if not weights:
+        return trained, None
+    # LoRA moves the old dims too, so the new ones need not do their work.
+    config = GrowthConfig(budget=weights, seed=seed, old_dims_train=rank > 0)
+    return trained, Grower(trained, config, loss=loss_of and loss_of(trained)).grow(batches)
 
 
 def scale_grown_rates(optimizer: Optimizer, model: nn.Module, share: float) -> None:
