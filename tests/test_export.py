@@ -205,7 +205,7 @@ def test_scaled_rotation_is_kept(kind, tmp_path):
     model = widened(llama(rope_parameters=dict(ROPES[kind]), initializer_range=0.1))
     rotary = model.model.rotary_emb
     before = {name: value.clone() for name, value in rotary.named_buffers()}
-    export_model(model, tmp_path / "m", "llama")
+    export_model(model, tmp_path / "m")
     assert model.model.rotary_emb is rotary
     assert all(torch.equal(value, before[name]) for name, value in rotary.named_buffers())
     for length in (20, 120):
@@ -245,7 +245,7 @@ def test_layers_without_rotation_carry_no_scaling_of_it(tmp_path):
 def test_qwen2_without_windows_becomes_a_llama(tmp_path):
     assert export_model(patch_model(without_windows("qwen2")), tmp_path / "not grown").model_type == "qwen2"
     model = widened(without_windows("qwen2"))
-    assert export_model(model, tmp_path / "llama", "llama").model_type == "llama"
+    assert export_model(model, tmp_path / "llama").model_type == "llama"
     config = json.loads((tmp_path / "llama" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["attention_bias"]
     assert not any("window" in key for key in config)
