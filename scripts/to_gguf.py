@@ -6,7 +6,7 @@
     python scripts/to_gguf.py exported --llama-cpp llama.cpp  # leaves exported.gguf, if both agree
 
 llama.cpp's converter needs the sentencepiece package, and a tokenizer that it knows in the checkpoint:
-`export_model(model, "exported", "llama", tokenizer)`. A C compiler builds `greedy.c` against llama.cpp's library.
+`export_model(model, "exported", tokenizer)`. A C compiler builds `greedy.c` against llama.cpp's library.
 Both sides compute in fp32; quantize the file with llama.cpp's own tools afterwards. Of SmolLM2-135M, converting and
 comparing 40 tokens after each of four prompts takes 50 seconds of processor time.
 

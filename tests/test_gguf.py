@@ -31,7 +31,7 @@ def run(checkpoint) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("kind", [None, "llama3"])
 def test_llama_cpp_generates_the_same_tokens(kind, tokenizer, tmp_path):
     model = widened(llama(vocab_size=len(tokenizer), **({"rope_parameters": dict(ROPES[kind])} if kind else {})))
-    export_model(model, tmp_path / "m", "llama", tokenizer)
+    export_model(model, tmp_path / "m", tokenizer)
     done = run(tmp_path / "m")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("equal") == 4 and (tmp_path / "m.gguf").exists()
@@ -39,7 +39,7 @@ def test_llama_cpp_generates_the_same_tokens(kind, tokenizer, tmp_path):
 
 def test_what_llama_cpp_reads_otherwise_leaves_no_file(tokenizer, tmp_path):
     model = widened(llama(vocab_size=len(tokenizer), rope_parameters=dict(ROPES["llama3"])))
-    export_model(model, tmp_path / "m", "llama", tokenizer)
+    export_model(model, tmp_path / "m", tokenizer)
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     for rope in (config["rope_parameters"], config["rope_scaling"]):
         rope["rope_theta"] = 1.5  # not what export_model writes, so the script leaves it to the converter
