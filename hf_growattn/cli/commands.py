@@ -126,7 +126,8 @@ def run_inspect(options: argparse.Namespace, words: list[str]) -> Result:
     from ..interop.checkpoints import load_model
     from .inspection import format_inspection, inspect_model
 
-    figures = inspect_model(patch_model(load_model(options.model)))
+    model: Any = patch_model(load_model(options.model))
+    figures = inspect_model(model)
     text = format_inspection(figures)
     return Result(figures, f"{text}Does that hold the model back on your data? growattn measure {options.model} DATA")
 

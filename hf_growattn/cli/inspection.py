@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -27,14 +28,15 @@ def inspect_model(model: GrowableModelMixin) -> dict:
     """
     config, layers = model.config, []
     for view in tqdm(attention_views(model), desc="inspecting", unit="layer", leave=False, disable=None):
+        attention: Any = view.module
         layers.append(
             {
                 "layer": view.layer,
                 "heads": view.heads,
                 "key_value_heads": view.groups,
-                "stock_widths": [view.module.shape.qk_head_dim, view.module.shape.v_head_dim],
-                "patterns": _measure_ranks(view.pattern, view.heads, view.module.width_of("query")),
-                "messages": _measure_ranks(view.message, view.heads, view.module.width_of("value")),
+                "stock_widths": [attention.shape.qk_head_dim, attention.shape.v_head_dim],
+                "patterns": _measure_ranks(view.pattern, view.heads, attention.width_of("query")),
+                "messages": _measure_ranks(view.message, view.heads, attention.width_of("value")),
             }
         )
     present = {"native": Cost(cache_bytes(model), model.num_parameters())}

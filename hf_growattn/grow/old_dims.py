@@ -8,6 +8,7 @@ of former growths stay as they are.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +147,7 @@ def _weight_gradients(block: Block, batches: float) -> tuple[Tensor, Tensor]:
     attention, roots = block.attention, block.roots
 
     def gradient(role: str) -> Tensor:
-        inside = plain(attention.projection_of(role))
+        inside: Any = plain(attention.projection_of(role))
         weight, biased = attention.view_of(role, inside.weight.grad), role in attention.shape.biased
         bias = attention.view_of(role, inside.bias.grad) if biased else None
         return F.join_bias(weight, bias).to(roots.like.dtype).contiguous() / batches

@@ -91,7 +91,7 @@ class GrowableModelMixin(WideModelMixin):
                     del parts[name]
             for name, dims in wanted.items():
                 if name not in parts:
-                    parts[name] = attention.new_part(*dims)
+                    parts[name] = attention.new_part(dims[0], dims[1])
             drop_if_empty(attention)
         now = extra_parameters(self)
         if {*map(id, now)} != {*map(id, before)}:

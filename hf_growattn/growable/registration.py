@@ -43,7 +43,7 @@ def register_families() -> None:
     """
     from transformers.models.auto.configuration_auto import (
         CONFIG_MAPPING,
-        CONFIG_MAPPING_NAMES,
+        CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
         model_type_to_module_name,
     )
 

@@ -98,12 +98,12 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
             _add_older_names(partial / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        head_dim = read_shape(find_attentions(stock)[0][0]).qk_head_dim
+        model_type, head_dim = stock.config.model_type, read_shape(find_attentions(stock)[0][0]).qk_head_dim
         del stock  # what is new in it makes room for what is reloaded
         difference = _verify(model, target_class, partial)
     return ExportReport(
         path=directory,
-        model_type=target_class.config_class.model_type,
+        model_type=model_type,
         head_dim=head_dim,
         widest=widest_head(model),
         difference=difference,
@@ -138,7 +138,8 @@ def _verify(model: PreTrainedModel, stock_class: type[PreTrainedModel], path: Pa
         finer = torch.float64 if stock.dtype in (torch.float32, torch.float64) else torch.float32
         if stock._can_set_experts_implementation():
             stock.set_experts_implementation("eager")  # the grouped product of experts takes no fp64
-        precise = _outputs(nn.Module.to(stock, finer), inputs)
+        nn.Module.to(stock, finer)
+        precise = _outputs(stock, inputs)
         allowed = max(TOLERANCE, TIMES_ROUNDING * _difference(precise, found))
     if not difference <= allowed:  # which NaN is not, either
         raise RuntimeError(

@@ -156,6 +156,8 @@ class ExtraDims(nn.Module):
     which takes the place of a part while it is measured.
     """
 
+    parts: Any  # an nn.ModuleDict of `Part`
+
     def __init__(self):
         super().__init__()
         self.parts = nn.ModuleDict()

@@ -38,6 +38,8 @@ def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
     kinds = [(_LOADERS[suffix], _OPTIONS.get(suffix, {})) for suffix in suffixes]
     if any(kind != kinds[0] for kind in kinds):  # datasets would read the most frequent kind alone
         raise ValueError("files of several kinds cannot be read together; list them in a YAML file, under datasets")
+    loader: str
+    options: dict[str, Any]
     loader, options = kinds[0] if kinds else ("", {})
     if not names:
         set_seed(training.seed)  # by which TRL splits a mixture
@@ -74,7 +76,8 @@ def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTC
     """
     if tokenizer.eos_token is None and training.eos_token is None:
         raise ValueError("The tokenizer has no token that ends a text: name one that it knows by --eos_token TOKEN.")
-    if is_conversational(next(iter(train), {})) and not (tokenizer.chat_template or training.chat_template_path):
+    first: Any = next(iter(train), {})
+    if is_conversational(first) and not (tokenizer.chat_template or training.chat_template_path):
         raise ValueError(
             "These are chats, and the tokenizer has no chat template: name a file, or a model that has one, by "
             "--chat_template_path."
@@ -124,5 +127,6 @@ def draw_batches(rows: Prepared, training: SFTConfig, count: int, seed: int) -> 
     size = training.per_device_train_batch_size
     drawn: list[Any] = list(first_rows(rows.train, count * size, seed))
     size = min(size, -(-len(drawn) // 2) or 1)
-    batches = [rows.collate(drawn[start : start + size]) for start in range(0, len(drawn), size)]
-    return [send_to_device(batch, training.device) for batch in batches]
+    batches: list[Any] = [rows.collate(drawn[start : start + size]) for start in range(0, len(drawn), size)]
+    moved: list[Any] = [send_to_device(batch, training.device) for batch in batches]
+    return moved

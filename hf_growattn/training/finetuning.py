@@ -1,7 +1,7 @@
 """What the commands that read data do: fine-tune by TRL's SFTTrainer with growth, measure, and race."""
 
 import logging
-import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -84,9 +84,9 @@ def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTr
     datasets_logging.set_verbosity(logging.CRITICAL)  # its errors are raised as well
     name, training, revision = recipe.model_name, recipe.training, recipe.model.model_revision
     config, tokenizer = load_config(name, revision=revision), load_tokenizer(name, revision=revision)
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     if training.max_length == type(training).max_length:  # TRL's default: nobody chose it
-        training.max_length = min(training.max_length, longest)
+        training.max_length = min(training.max_length or longest, longest)
     if (training.max_length or 0) > longest:
         raise ValueError(f"This model reads {longest:,} tokens at once: choose --max_length {longest} or less.")
     try:

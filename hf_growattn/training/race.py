@@ -78,7 +78,7 @@ class _Trainings:
         }
         options = training.to_dict()
         identity |= {name: value for name, value in options.items() if not name.startswith(tuple(_IGNORED))}
-        self.file = Path(training.output_dir, RUNS)
+        self.file = Path(training.output_dir or ".", RUNS)
         runs = self._read_runs(json.loads(json.dumps(identity, default=str)))
         if not runs:
             runs = [self._keep(Run("start", 0.0, 0, 0, *self._measure(model), 0, cache_bytes(model)))]
@@ -152,7 +152,8 @@ def _hash_model(model: PreTrainedModel) -> str:
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())
         if torch.is_tensor(value):
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            content: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            digest.update(content)
     return digest.hexdigest()
 
 
@@ -173,7 +174,8 @@ def measure_rows(model: nn.Module, rows: Dataset, collate, training: SFTConfig) 
     move_to_device(model.eval(), training.device)
     nats: list[float] = []
     counts: list[int] = []
-    for batch in DataLoader(rows, training.per_device_eval_batch_size, collate_fn=collate):
+    dataset: Any = rows
+    for batch in DataLoader(dataset, training.per_device_eval_batch_size, collate_fn=collate):
         inputs = {key: value.to(training.device) for key, value in batch.items() if torch.is_tensor(value)}
         labels = inputs.pop("labels")[:, 1:]
         logits = model(**inputs, use_cache=False).logits[:, :-1]

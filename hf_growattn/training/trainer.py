@@ -119,7 +119,7 @@ class GrowthCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         """Save the config where Trainer saves shards alone."""
         if state.is_world_process_zero and self._trainer.is_fsdp_enabled:
-            self._grower.model.config.save_pretrained(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+            self._grower.model.config.save_pretrained(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
 
     def on_train_end(self, args, state, control, **kwargs):
         """Give the best model its own new dims, and warn if nothing ever grew."""
