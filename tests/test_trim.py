@@ -16,6 +16,7 @@ from hf_growattn.growable.models import attentions
 from hf_growattn.measure.blocks import Block, Roots, measure_moments
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
+from hf_growattn.measure.ranks import Rows
 
 STOCK, QK, V = 16, 4, 3  # widths of the tiny models, and what they grow by here
 ROLES = ("query", "key", "value", "output")
@@ -322,8 +323,8 @@ def found(model, batches, whitened=True):
     every = []
     for block in blocks:
         if not whitened:
-            one, plain = torch.tensor(1.0), torch.eye(len(block.roots.shared_root))
-            block = Block(block.attention, block.kind, Roots(one, one, plain, plain))
+            one, plain = Rows(torch.tensor(1.0), False), Rows(torch.eye(len(block.roots.shared_root)), False)
+            block = Block(block.attention, block.kind, Roots([one, one], [plain, plain]))
         every.append(GrownDims(block.attention, block.kind))
         every[-1].refactor(block)
     return every
