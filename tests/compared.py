@@ -1,6 +1,6 @@
-"""Other ways to choose directions than the engine's, for tests: the drafts' own, the plain gradient, and chance.
+"""The engine's gradients, for tests, and other ways to choose directions: the drafts' own, the plain one, and chance.
 
-All of them look at the whole gradient, so they are for small models; none projects out what the old dims can do. In
+The others all look at the whole gradient, so they are for small models; none projects out what the old dims can do. In
 one process only.
 """
 
@@ -11,13 +11,23 @@ import torch
 from torch import Tensor
 
 from hf_growattn import Grower, GrowthConfig
+from hf_growattn.grow.batches import halves_of
 from hf_growattn.grow.search import StepSearch
+from hf_growattn.growable.models import attentions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import Block, measure_moments
-from hf_growattn.measure.gradients import Gradient, beyond_old_dims, shares, whole_gradients
-from hf_growattn.measure.passes import Objective
+from hf_growattn.measure.gradients import Gradient, beyond_old_dims, shares, sketched_gradients, whole_gradients
+from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.measure.passes import Objective, evaluation_mode
 
 ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
+
+
+def sketched(model, batches, dims):
+    """The gradients of every layer and kind, as `Grower` measures them."""
+    with evaluation_mode(model):
+        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        return sketched_gradients(Objective(model), blocks, halves_of(batches), dims, oversampling=8, seed=0)
 
 
 class ComparedGrower(Grower):

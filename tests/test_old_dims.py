@@ -2,18 +2,20 @@
 
 import pytest
 import torch
+from compared import sketched
 from families import build, lm_batches
 from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import old_dims
+from hf_growattn.grow.batches import halves_of
 from hf_growattn.grow.old_dims import OldDimsTrial, make_trial, tangent_steps
 from hf_growattn.grow.plan import strength_of
 from hf_growattn.grow.trial import Change, read_factors
 from hf_growattn.growable.models import attentions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import measure_moments
-from hf_growattn.measure.gradients import sketched_gradients, whole_gradients
+from hf_growattn.measure.gradients import whole_gradients
 from hf_growattn.measure.kinds import MESSAGES, PATTERNS
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
@@ -25,17 +27,6 @@ def grow(model, batches=None, optimizer=None, **config):
     return Grower(model, GrowthConfig(**config), optimizer).grow(batches or lm_batches(6))
 
 
-def halved(batches):
-    return batches[0::2], batches[1::2]
-
-
-def sketched(model, batches, dims):
-    """The gradients of every layer and kind, as `Grower` measures them."""
-    with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        return sketched_gradients(Objective(model), blocks, halved(batches), dims, oversampling=8, seed=0)
-
-
 def loss_of(model, batches):
     with evaluation_mode(model):
         return mean_loss(Objective(model), batches)
@@ -43,7 +34,7 @@ def loss_of(model, batches):
 
 def trial_of(model, changes, batches, **config) -> OldDimsTrial:
     with evaluation_mode(model):
-        trial = make_trial(GrowthConfig(qk_dims=1, **config), Objective(model), changes, halved(batches))
+        trial = make_trial(GrowthConfig(qk_dims=1, **config), Objective(model), changes, halves_of(batches))
     trial.attach()
     return trial
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from compared import ComparedGrower, compared_gradients
+from compared import ComparedGrower, compared_gradients, sketched
 from conftest import LONG, data_path, real_batches, real_model
 from families import add_dims, build, lm_batches
 from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.grow.batches import halves_of
 from hf_growattn.grow.plan import candidates, strength_of
 from hf_growattn.grow.trial import Change, Trial, read_factors
 from hf_growattn.growable.models import attentions
@@ -23,17 +24,6 @@ DIM = {"patterns": 6 * (48 + 1), "messages": 4 * 48 + 2 * (48 + 1)}
 
 def grow(model, batches=None, **config):
     return Grower(model, GrowthConfig(**config)).grow(batches or lm_batches(6))
-
-
-def halved(batches):
-    return batches[0::2], batches[1::2]
-
-
-def sketched(model, batches, dims):
-    """The gradients of every layer and kind, as `Grower` measures them."""
-    with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        return sketched_gradients(Objective(model), blocks, halved(batches), dims, oversampling=8, seed=0)
 
 
 def added(report):
@@ -189,7 +179,7 @@ def test_random_dims_change_nothing_yet():
 def test_whitened_directions_gain_most_in_their_metric(estimator):
     """At equal length in the metric no estimator promises more than the whitened one."""
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
-    halves = halved(batches)
+    halves = halves_of(batches)
     with evaluation_mode(model):
         blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
         whole = whole_gradients(Objective(model), blocks, halves)
@@ -223,7 +213,7 @@ def test_promised_gains_are_those_of_fresh_batches():
     for draw in range(draws):
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(draw))[:8]
         batches = [pool[i] for i in order]
-        halves = halved(batches)
+        halves = halves_of(batches)
         with evaluation_mode(model):
             blocks, _ = measure_moments(Objective(model), attentions(model), kinds, batches, 0.05)
             gradients = sketched_gradients(Objective(model), blocks, halves, dims, oversampling=16, seed=draw)

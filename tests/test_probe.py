@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from hf_growattn import patch_model
+from hf_growattn.grow.batches import halves_of
 from hf_growattn.growable.attention import set_trial
 from hf_growattn.growable.models import attentions
 from hf_growattn.measure import functional as F
@@ -65,10 +66,6 @@ def crosses(model, batches):
     return {"patterns": patterns, "messages": messages}
 
 
-def halved(batches):
-    return batches[0::2], batches[1::2]
-
-
 def cut(cross, block):
     """A materialised cross without the constant features that the block's projections lack."""
     stacked, shared = block.old_factors()
@@ -117,7 +114,7 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_exact_directions_are_those_of_the_whitened_gradient(variant):
     batches = [*lm_batches(), *lm_batches(seed=31)]  # the halves are lists of three
-    halves = halved(batches)
+    halves = halves_of(batches)
     parts = [crosses(patch_model(build(variant)), half) for half in halves]
     model = patch_model(build(variant))
     with evaluation_mode(model):
@@ -174,7 +171,7 @@ def test_moments_leave_padding_out():
 )
 def test_sketch_keeps_the_gain(name, every, old_dims_train):
     model = patch_model(real_model(name))
-    halves = halved([{"input_ids": x, "labels": x} for x in real_batches(4, name, size=4)])
+    halves = halves_of([{"input_ids": x, "labels": x} for x in real_batches(4, name, size=4)])
     with evaluation_mode(model):
         blocks, _ = measured(model, halves[0] + halves[1])
         blocks = [replace(block, old_dims_train=old_dims_train) for block in blocks]
@@ -200,9 +197,9 @@ def test_beside_old_dims_that_train_new_ones_leave_out_what_those_can_follow():
     model, batches = patch_model(build("llama-5-bias")), lm_batches(4)
     with evaluation_mode(model):
         blocks, _ = measured(model, batches)
-        beyond = exact_gradients(Objective(model), blocks, halved(batches), dims=4)
+        beyond = exact_gradients(Objective(model), blocks, halves_of(batches), dims=4)
         frozen = [replace(block, old_dims_train=False) for block in blocks]
-        alone = exact_gradients(Objective(model), frozen, halved(batches), dims=4)
+        alone = exact_gradients(Objective(model), frozen, halves_of(batches), dims=4)
     for block, one, other in zip(blocks, beyond, alone):
         old = F.column_basis(block.whitened_factors()[1])
         follows = [(old.mT @ gradient.v).norm() / gradient.v.norm() for gradient in (one, other)]
@@ -216,7 +213,7 @@ def test_sketched_gain_is_what_the_exact_gradient_gives_its_directions():
     expected = crosses(patch_model(build("llama-5-bias")), batches)
     with evaluation_mode(model):
         blocks, _ = measured(model, batches)
-        sketched = sketched_gradients(Objective(model), blocks, halved(batches), 4, oversampling=4, seed=0)
+        sketched = sketched_gradients(Objective(model), blocks, halves_of(batches), 4, oversampling=4, seed=0)
     for gradient in sketched:
         block = gradient.block
         roots, layer = block.roots, attentions(model).index(block.attention)
@@ -232,7 +229,7 @@ def test_sketched_gain_is_what_the_exact_gradient_gives_its_directions():
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
 def test_activation_checkpointing_changes_no_statistic(variant, checkpointing):
     model = patch_model(build(variant)).train()
-    layers, halves = attentions(model), halved(lm_batches())
+    layers, halves = attentions(model), halves_of(lm_batches())
     if checkpointing is not None:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": checkpointing})
@@ -293,7 +290,7 @@ def test_nothing_is_disturbed(variant, fails):
 
 
 def test_statistics_are_fp32_whatever_the_model():
-    halves = halved(lm_batches())
+    halves = halves_of(lm_batches())
     model, reference = patch_model(build("llama-2", dtype=torch.bfloat16)), patch_model(build("llama-2"))
     gradients = []
     for one in (model, reference):
