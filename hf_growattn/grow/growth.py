@@ -132,8 +132,8 @@ class Grower:
     Where torch.distributed runs, all ranks grow together, each on batches of its own: statistics and losses are summed
     over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
     Under FSDP2 (`fully_shard`, or accelerate's plugin with `fsdp_version=2`) new dims are sharded likewise; ranks with
-    fewer batches repeat one without weight. An error in one rank's forward pass or loss is raised on all of them (under
-    FSDP2 where the loss runs the model once).
+    fewer batches repeat one without weight. An error in one rank's forward pass or loss is raised on all of them; under
+    FSDP2, where the ranks run the model together, only a loss that is not finite is.
 
     Raises:
         ValueError: the model is not patched, model or optimizer are sharded in other ways, adapters add prompts, or no

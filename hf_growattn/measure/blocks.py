@@ -12,8 +12,8 @@ from ..growable.attention import GrowableAttention
 from ..growable.sharding import sharded_modules
 from . import functional as F
 from .kinds import Kind
-from .passes import Objective, batch_loss, batch_on_all_ranks, in_step
-from .ranks import Rows, raise_on_all_ranks, sum_over_ranks
+from .passes import Objective, batch_loss, failing_together, in_step
+from .ranks import Rows, sum_over_ranks
 
 
 class Roots:
@@ -140,7 +140,7 @@ def measure_moments(
         sums[attention] = Rows(like.new_zeros([attention.shape.in_features + 1] * 2, dtype=dtype), spread)
         outputs[attention] = like.new_zeros((), dtype=_statistics_dtype(like))
     mask: Tensor | None = None
-    counted, seen = True, set()
+    counted = True
 
     def note_mask(module, args, kwargs):  # a loss may run the model several times, with another one each time
         nonlocal mask
@@ -157,12 +157,7 @@ def measure_moments(
             moment = F.moment_sum(F.augment(inputs), mask).to(sums[module].like) if counted else None
             if counted:
                 outputs[module] += F.square_sum(attended, mask)
-        seen.add(module)
         sums[module].add(moment)
-
-    def add_nothing(module):  # on a rank where the pass has failed: the others add theirs
-        if spread and module in sums and module not in seen:
-            sums[module].add(None)
 
     hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
     for module in model.modules():  # some heads call a part of their base model
@@ -170,11 +165,9 @@ def measure_moments(
             hooks.append(module.register_forward_pre_hook(note_mask, with_kwargs=True))
     losses = []
     try:
-        with torch.no_grad(), raise_on_all_ranks():
+        with torch.no_grad(), failing_together(model):
             for index, batch, counted in in_step(model, batches):
-                seen.clear()
-                with batch_on_all_ranks(model, add_nothing):
-                    loss = batch_loss(objective, batch, index).item()
+                loss = batch_loss(objective, batch, index).item()
                 if counted:
                     losses.append(loss)
                     tick()

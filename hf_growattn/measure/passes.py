@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..growable.adapters import check_unpacked, kept_unpacked
 from ..growable.attention import GrowableAttention, set_trial
-from ..growable.sharding import forget_pass, gathering_to_the_end, loss_unrounded, own_part, reshard, sharded_modules
+from ..growable.sharding import own_part, reshard, sharded_modules
 from .ranks import of_all, raise_on_all_ranks, several, total
 
 
@@ -54,6 +54,31 @@ def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> It
                 set_trial(attention, trial)
 
 
+@contextlib.contextmanager
+def loss_unrounded(model: nn.Module) -> Iterator[None]:
+    """Let FSDP2 leave the outputs of a whole model as they are where no gradients are wanted.
+
+    A mixed precision of bf16 would round the loss to three digits, and the search compares losses.
+    """
+    if model not in sharded_modules(model):
+        yield
+        return
+    outputs: list[Any] = []
+
+    def note(module, args, output) -> None:
+        outputs[:] = [output]
+
+    def give_back(module, args, output) -> Any:
+        return output if torch.is_grad_enabled() else outputs[0]
+
+    handles = model.register_forward_hook(note, prepend=True), model.register_forward_hook(give_back)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class Objective:
     """The loss that is lowered: the model's own, or a function of a batch, in the autocast of the caller.
 
@@ -90,21 +115,22 @@ def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
         ValueError: the model returns no loss, or a NaN or infinite one; the message names the batch and a fix.
     """
     loss = objective(batch, index)
-    if not torch.isfinite(loss):
-        raise ValueError(
-            f"The loss of batch {index} is {loss.item()}. Look for labels that are all -100, for inputs that are not "
-            "finite, or for a diverged model, and leave that batch out."
-        )
+    # Between two passes the ranks of a sharded model can tell each other.
+    with raise_on_all_ranks() if sharded_modules(objective.model) else contextlib.nullcontext():
+        if not torch.isfinite(loss):
+            raise ValueError(
+                f"The loss of batch {index} is {loss.item()}. Look for labels that are all -100, for inputs that are "
+                "not finite, or for a diverged model, and leave that batch out."
+            )
     return loss
 
 
 def mean_loss(objective: Objective, batches: list, tick: Callable[[], object] = lambda: None) -> float:
     """Return the mean of the batches' losses over all ranks, finite or not. Call inside `evaluation_mode`."""
     losses = []
-    with torch.no_grad(), raise_on_all_ranks():
+    with torch.no_grad(), failing_together(objective.model):
         for index, batch, counts in in_step(objective.model, batches):
-            with batch_on_all_ranks(objective.model):
-                loss = objective(batch, index).item()
+            loss = objective(batch, index).item()
             if counts:
                 losses.append(loss)
                 tick()
@@ -128,20 +154,14 @@ def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
 
 
 @contextlib.contextmanager
-def batch_on_all_ranks(model: nn.Module, missed: Callable[[nn.Module], None] = lambda module: None) -> Iterator[None]:
-    """Around one batch's way forward: the ranks of a sharded model stop at the same one if one of them fails.
+def failing_together(model: nn.Module) -> Iterator[None]:
+    """`raise_on_all_ranks` around passes over batches, but not of a sharded model.
 
-    `missed` is called for each module then, in order, to take part in what its own hooks do on the other ranks.
+    Its ranks gather weights together, so one that fails amid a pass cannot tell the others, which are waiting for it.
+    As in any training under FSDP2, its process ends, and torchrun ends the others.
     """
-    if not sharded_modules(model):
+    with contextlib.nullcontext() if sharded_modules(model) else raise_on_all_ranks():
         yield
-        return
-    try:
-        with raise_on_all_ranks(), gathering_to_the_end(model, missed):
-            yield
-    except Exception:
-        forget_pass(model)
-        raise
 
 
 def mean_of(losses: list[float]) -> float:
@@ -188,14 +208,11 @@ def backward(objective: Objective, batches: list, tick: Callable[[], object] = l
     while scale >= 2.0**-16:
         for parameter in asked:
             parameter.grad = None
-        with torch.enable_grad(), _recomputing(model), raise_on_all_ranks():
+        with torch.enable_grad(), _recomputing(model), failing_together(model):
             for index, batch, counts in in_step(model, batches):
-                with batch_on_all_ranks(model):
-                    loss = batch_loss(objective, batch, index)
-                    if not loss.requires_grad:
-                        raise ValueError(
-                            f"The loss of batch {index} has no gradient: compute it outside torch.no_grad()."
-                        )
+                loss = batch_loss(objective, batch, index)
+                if not loss.requires_grad:
+                    raise ValueError(f"The loss of batch {index} has no gradient: compute it outside torch.no_grad().")
                 (loss * (scale if counts else 0.0)).backward()
                 if counts:
                     tick()
