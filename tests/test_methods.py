@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig
 
 from hf_growattn import patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 from hf_growattn.training.methods import METHODS, Budget, Method, count_trained_weights, prepare_model
 from hf_growattn.training.sft import make_trainer
 
@@ -45,7 +45,7 @@ def test_a_mix_leaves_alone_what_grew_before(variant):
     model = patch_model(families.build(variant))
     for attention in attentions(model):
         attention.add_part("growth_1", qk_dims=2, v_dims=6)
-    model.sync_config()
+    sync_config(model)
     budget, base = Budget.near(model, 0.3), model.num_parameters()
     ids = torch.randint(0, model.config.vocab_size, (4, 4, 16), generator=torch.Generator().manual_seed(0))
     mix, report = prepare_model(model, METHODS["both"], budget, [{"input_ids": r, "labels": r} for r in ids], seed=0)

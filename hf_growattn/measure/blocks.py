@@ -9,11 +9,72 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.sharding import sharded_modules
+from ..growable.training_state import count, rank, sharded_modules, sum_over_ranks
 from . import functional as F
-from .kinds import Kind
 from .passes import Objective, batch_loss, failing_together, in_step
-from .ranks import Rows, sum_over_ranks
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of a head's two bottlenecks.
+
+    Attributes:
+        name: "patterns" or "messages".
+        stacked, shared: the roles of its two sides; the second one is shared by the query heads of a group.
+        width: what a number of its dims is called.
+    """
+
+    name: str
+    stacked: str
+    shared: str
+    width: str
+
+    @property
+    def roles(self) -> tuple[str, str]:
+        """The roles of both sides, the stacked one first."""
+        return self.stacked, self.shared
+
+
+PATTERNS = Kind("patterns", "query", "key", "qk_dims")
+MESSAGES = Kind("messages", "output", "value", "v_dims")
+KINDS = {kind.name: kind for kind in (PATTERNS, MESSAGES)}
+
+
+class Rows:
+    """A matrix of which each rank keeps some rows if it is `spread`, and all of it otherwise."""
+
+    def __init__(self, matrix: Tensor, spread: bool):
+        self.spread = spread
+        self._shape = matrix.shape
+        if spread:
+            first, last = (len(matrix) * number // count() for number in (rank(), rank() + 1))
+            self._rows = slice(first, last)
+        self._own = matrix[self._rows].clone() if spread else matrix
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor in the matrix's precision and on its device."""
+        return self._own.new_empty(0)
+
+    def add(self, matrix: Tensor | None) -> None:
+        """Add a matrix to it, that of all ranks where it is spread; they call this together then, with None for zeros.
+
+        The matrix is used up.
+        """
+        if self.spread:
+            matrix = self._own.new_zeros(self._shape) if matrix is None else matrix
+            sum_over_ranks(matrix)
+        if matrix is not None:
+            self._own += matrix[self._rows] if self.spread else matrix
+
+    def whole(self) -> Tensor:
+        """All of the matrix; ranks that have some rows call this together, and keep no more than those."""
+        if not self.spread:
+            return self._own
+        matrix = self._own.new_zeros(self._shape)
+        matrix[self._rows] = self._own
+        sum_over_ranks(matrix)
+        return matrix
 
 
 class Roots:

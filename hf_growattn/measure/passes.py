@@ -1,17 +1,29 @@
-"""Passes over batches that leave the model as it was."""
+"""Batches that are read once, the loss that is lowered, and passes that leave the model as it was."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..growable.adapters import check_unpacked, kept_unpacked
-from ..growable.attention import GrowableAttention, set_trial
-from ..growable.sharding import own_part, reshard, sharded_modules
-from .ranks import of_all, raise_on_all_ranks, several, total
+from ..growable.attention import is_adapted, kept_unpacked, set_trial
+from ..growable.growths import attentions
+from ..growable.training_state import (
+    held,
+    of_all,
+    own_part,
+    raise_on_all_ranks,
+    rank,
+    reshard,
+    several,
+    sharded_modules,
+    total,
+    unsynchronized,
+)
 
 
 @contextlib.contextmanager
@@ -26,8 +38,7 @@ def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> It
     training = [(module, module.training) for module in model.modules()]
     every = dict.fromkeys((*model.parameters(), *others))
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in every]
-    attentions = [module for module in model.modules() if isinstance(module, GrowableAttention)]
-    trials = [(module, module.trial) for module in attentions]
+    trials = [(module, module.trial) for module in attentions(model)]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     # Probes would recompile a compiled model for a few passes; what attention itself compiles goes on being compiled.
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
@@ -247,3 +258,123 @@ def _recomputing(model: PreTrainedModel) -> Iterator[None]:
         hook.remove()
         for module in checkpointed:
             module.training = False
+
+
+def check_unpacked(model: nn.Module) -> None:
+    """Raise a ValueError if an evaluation has packed weights, so that they give no gradients."""
+    for name, module in model.named_modules():
+        if getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False):
+            raise ValueError(
+                f"{name} was packed for inference by bitsandbytes, as its first evaluation does on this CPU, and gives "
+                "no gradients since. Load the model again and grow before you evaluate it, or use a GPU."
+            )
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile."""
+    while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
+@contextlib.contextmanager
+def lowering(loss: Callable | None, model: PreTrainedModel, wrapped: nn.Module) -> Iterator[Objective]:
+    """The user's loss, or the model's, of the model as the user wraps it; all else runs without autocast."""
+    objective = Objective(model, loss and partial(loss, unwrapped(wrapped)))
+    with adapters_stay(model), without_autocast(model):
+        yield objective
+
+
+@contextlib.contextmanager
+def preserved_state(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
+    """`evaluation_mode` for the wrapped model and for other parameters that its optimizers train."""
+    trained = [parameter for optimizer in optimizers for parameter in held(optimizer)]
+    with unsynchronized(wrapped), evaluation_mode(unwrapped(wrapped), trained):
+        yield
+
+
+@contextlib.contextmanager
+def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
+    """Refuse a loss whose reference is the model itself under other adapters: that would grow too.
+
+    Raises:
+        ValueError: from inside such a loss.
+    """
+    adapted = [module for module in model.modules() if is_adapted(module)]
+
+    def active(module: Any) -> tuple:
+        return module.disable_adapters, *module.active_adapters
+
+    before = [active(module) for module in adapted]
+
+    def check(*_) -> None:
+        if [active(module) for module in adapted] != before:
+            raise ValueError(
+                "The loss compares the model with itself under other adapters or none, and growth would change both: "
+                "new dims go into the base. Compute the reference before (in TRL precompute_ref_log_probs=True), or "
+                "give it a model of its own."
+            )
+
+    handle = attentions(model)[0].register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
+    """Read the batches once: tensors of input_ids become causal LM batches.
+
+    Raises:
+        ValueError: the list is empty, or this model cannot read a batch; the message names it and the fix.
+    """
+    listed = []
+    for index, batch in enumerate(batches):
+        if torch.is_tensor(batch):
+            batch = {"input_ids": batch, "labels": batch}
+        if not hasattr(batch, "keys"):
+            raise ValueError(
+                f"Batch {index} is a {type(batch).__name__}; growth takes dicts for model(**batch), or tensors of "
+                "input_ids."
+            )
+        _check_tokens(index, batch, model)
+        listed.append(dict(batch))
+    if not listed and not several():
+        raise ValueError("There are no batches; pass a few dozen of your training batches.")
+    return listed
+
+
+def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
+    """Refuse tokens that a model does not know: it would fail by an index, or on a GPU lose all that is in memory."""
+    head = model.get_output_embeddings()  # only where there is one are labels tokens
+    tokens = getattr(model.get_input_embeddings(), "weight", None)  # images have patches, and no such weight
+    counts = {"input_ids": None if tokens is None else len(tokens), "labels": getattr(head, "out_features", None)}
+    for name, known in counts.items():
+        ids: Any = batch.get(name)
+        if known is None or not torch.is_tensor(ids) or ids.is_floating_point() or not ids.numel():
+            continue
+        lowest, highest = int(ids.min()), int(ids.max())
+        if highest >= known or (lowest < 0 and name == "input_ids"):  # a negative label is one to ignore
+            raise ValueError(
+                f"Batch {index} has {name} from {lowest} to {highest}, and the tokens of this model go from 0 to "
+                f"{known - 1}: tokenize with its own tokenizer, or resize_token_embeddings first."
+            )
+
+
+def halves_of(batches: list, whole: bool = False) -> tuple[list, list]:
+    """Split the batches in two, every other one; a single batch, unless `whole`, by its rows, if it has several."""
+    if len(batches) != 1:
+        return batches[0::2], batches[1::2]
+    batch, rows = batches[0], 0
+    if not whole:
+        rows = max((len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()), default=0)
+    if rows < 2:
+        return (batches, []) if rank() % 2 == 0 else ([], batches)
+
+    def part(start: int, stop: int) -> dict:
+        return {
+            key: value[start:stop] if torch.is_tensor(value) and value.dim() and len(value) == rows else value
+            for key, value in batch.items()
+        }
+
+    return [part(0, rows // 2)], [part(rows // 2, rows)]

@@ -12,10 +12,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
-from ..grow.checks import growable_model
 from ..grow.growth import Grower
-from ..growable.growths import GROWTH, load_growth, save_with_adapters
-from ..growable.patching import patch_model
+from ..growable.growths import GROWTH, growable_model, load_growth, save_with_adapters
+from ..growable.models import patch_model
 from ..interop.cards import save_figures
 from ..interop.checkpoints import load_config, load_model, load_tokenizer
 from ..report.report import GrowthReport

@@ -9,9 +9,9 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..growable.adapters import keep_unpacked
-from ..growable.growths import load_growth, save_growth
-from ..growable.models import GrowableModelMixin, is_grown
+from ..growable.attention import keep_unpacked
+from ..growable.growths import is_grown, load_growth, save_growth
+from ..growable.models import GrowableModelMixin
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
 from ..report.report import GrowthReport
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, set_seed
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from ..growable.models import is_grown
-from ..growable.patching import unpatch_model
+from ..growable.growths import is_grown
+from ..growable.models import unpatch_model
 from .data import without_training
 from .methods import scale_grown_rates
 from .quantized import is_quantized, merge_adapters
