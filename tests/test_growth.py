@@ -155,7 +155,6 @@ def test_report_holds_and_prints_what_happened():
         assert layer.predicted_gain == pytest.approx(layer.step_size * gain)
     assert report.predicted_gain == pytest.approx(sum(layer.predicted_gain for layer in report.layers))
     assert report.loss_after < report.loss_before and report.cache_bytes[1] == cache_bytes(model)
-    assert set(report.seconds) == {"moments", "probe", "solving", "line search"}
     text = " ".join(str(report).split())
     assert (
         "16 -> 20" in text

@@ -208,7 +208,7 @@ def test_an_exception_leaves_everything_as_it_was(call, error, monkeypatch):
     with pytest.raises(error, match="on purpose"):
         trim_model(model, batches, 0.01, optimizer)
     assert same(fingerprint(model, optimizer), before)
-    monkeypatch.setattr(trim, "add_new_parameters", failing)
+    monkeypatch.setattr("hf_growattn.growable.growths.add_new_parameters", failing)
     calls = iter([call])
     kill_some(model)
     before = fingerprint(model, optimizer)

@@ -168,7 +168,7 @@ def replace_parts(
     if new and not optimizers:
         warn_if_left_out(model, new)
     if new or gone:
-        after_change(model, wrapped or model)
+        after_change(model, model if wrapped is None else wrapped)
         save_with_adapters(model)
 
 
