@@ -5,14 +5,16 @@ import os
 import shutil
 import tracemalloc
 
+import encoders
 import pytest
 import torch
 from families import tokens
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import load_file, save_file
 from test_saving import grown
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hf_growattn import patch_model
 from hf_growattn.growable.growths import attentions
 
 VARIANTS = ["llama-2", "gpt2-2"]
@@ -209,6 +211,19 @@ def test_a_task_head_may_be_new_or_of_another_size(saved, tmp_path):
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
     assert again.score.weight.shape[0] == 5
     assert torch.equal(attentions(again)[0].parts[0].inside.weight, attentions(grown(4))[0].parts[0].inside.weight)
+
+
+@pytest.mark.parametrize(
+    "name, head", [("bert", AutoModelForSequenceClassification), ("bert", AutoModel), ("vit", AutoModel)]
+)
+def test_a_pooler_may_be_new(name, head, tmp_path):
+    """Masked language models and image classifiers save none, and models of other tasks have one."""
+    model = patch_model(encoders.build(name))
+    model.save_pretrained(tmp_path)
+    again = head.from_pretrained(tmp_path).base_model
+    assert again.pooler is not None
+    for key, tensor in model.base_model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor)
 
 
 def test_a_family_that_nobody_knows(checkpoint):

@@ -42,19 +42,27 @@ def build_llava():
 
 
 @torch.no_grad()
+def change_by_reloading(model, folder) -> float:
+    """How far the logits are from those of the saved model; more than 0 in stock, too, where a kernel's order of sums
+    follows from where weights lie in memory."""
+    model.save_pretrained(folder)
+    loaded = type(model).from_pretrained(folder).eval()
+    return (loaded(tokens()).logits - model(tokens()).logits).abs().max().item()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", [*TYPES, "llava"])
 def test_it_grows_and_is_saved_and_loaded(name, tmp_path):
     model = build_llava() if name == "llava" else build_type(name)
     before = model(tokens()).logits
+    rounding = change_by_reloading(model, tmp_path / "stock")
     assert torch.equal(patch_model(model)(tokens()).logits, before)
     layers = [attention.layer for attention in attentions(model) if "vision" not in type(attention).__name__.lower()]
     report = Grower(model, GrowthConfig(qk_dims=2, v_dims=3, layers=layers[-1:])).grow(lm_batches(4))
     assert report.applied and report.loss_after < report.loss_before
     expected = model(tokens()).logits
     assert not torch.equal(expected, before)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
-    assert torch.equal(loaded(tokens()).logits, expected)
+    assert change_by_reloading(model, tmp_path / "grown") <= 4 * rounding
     drafted = model.generate(tokens(), max_new_tokens=6, do_sample=False)
     assert torch.equal(drafted, model.generate(tokens(), max_new_tokens=6, do_sample=False, use_cache=False))
 
@@ -74,6 +82,14 @@ def test_a_stock_class_refuses_a_grown_checkpoint(name, tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(Exception, match=r"per_layer_config|num_hidden_layers|hidden_size|head_dim"):
         type(model).__bases__[1].from_pretrained(tmp_path)
+
+
+def test_a_model_inside_another_is_patched_with_it():
+    model = build_llava()
+    inner = model.model.language_model
+    with pytest.raises(ValueError, match="inside a Llava.*Pass the whole model"):
+        patch_model(inner)
+    assert type(inner) is transformers.LlamaModel
 
 
 def test_a_growth_is_saved_and_loaded_alone(tmp_path):

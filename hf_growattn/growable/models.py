@@ -1,6 +1,7 @@
 """Model classes of living models, saved whole or not at all, and `patch_model`, which gives a model such a class."""
 
 import copy
+import gc
 import importlib
 import inspect
 import tempfile
@@ -123,9 +124,9 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
-        ValueError: none of its attention modules takes its attention function from transformers' table, one runs a
-            forward that other code has put there, or the model runs the code that came with its checkpoint. The model
-            is as it was then.
+        ValueError: it is a part of another transformers model; none of its attention modules takes its attention
+            function from transformers' table; one runs a forward that other code has put there; or the model runs the
+            code that came with its checkpoint. The model is as it was then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -134,6 +135,12 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
         )
     if isinstance(model, GrowableModelMixin):
         return model
+    holder = _find_holder(model)
+    if holder is not None:
+        raise ValueError(
+            f"This {type(model).__name__} is inside a {type(holder).__name__}, whose config would not know its new "
+            "dims. Pass the whole model: patch_model finds the attention in it."
+        )
     if any(cls.__name__ == WideModelMixin.__name__ for cls in type(model).__mro__):
         raise ValueError(
             "This model runs the code that its checkpoint carries, which cannot grow. Import hf_growattn first, then "
@@ -145,6 +152,15 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
     GrowableModelMixin.adopt(model)
     _forget_gguf(model)
     return model
+
+
+def _find_holder(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The transformers model that another one is a part of; a model does not know what is around it."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), PreTrainedModel) and thing is not model:
+            if any(module is model for module in thing.modules()):
+                return thing
+    return None
 
 
 def _check(model: PreTrainedModel) -> None:
