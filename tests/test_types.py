@@ -87,7 +87,7 @@ def test_a_stock_class_refuses_a_grown_checkpoint(name, tmp_path):
 def test_a_model_inside_another_is_patched_with_it():
     model = build_llava()
     inner = model.model.language_model
-    with pytest.raises(ValueError, match="inside a Llava.*Pass the whole model"):
+    with pytest.raises(ValueError, match=r"inside a Llava.*Pass the whole model"):
         patch_model(inner)
     assert type(inner) is transformers.LlamaModel
 

@@ -294,8 +294,8 @@ class Grower:
             tried = (measured.search or search).tried
             losses = {"loss_before": measured.loss, "loss_after": loss, "line_search": tried}
             losses["validated_loss"] = _validated_loss(search, steps)
-            report = growth_report(self.config, self.model, changes, trial, steps, **losses)
             trial.detach()
+            report = growth_report(self.config, self.model, changes, trial, steps, **losses)
         except BaseException:
             trial.drop()
             raise
