@@ -120,8 +120,8 @@ class GrowthReport:
         """The report as what `json.dumps` takes."""
         of_layer = ("layer", "kind", "width", "starvation", "predicted_gain", "step_size", "left")
         of_all = ("loss_before", "loss_after", "validated_loss", "added_parameters", "cache_bytes", "seconds")
-        layers = [_select(layer, of_layer) for layer in self.layers]
-        return {"applied": self.applied, **_select(self, of_all), "layers": layers}
+        layers = [{name: getattr(layer, name) for name in of_layer} for layer in self.layers]
+        return {"applied": self.applied, **{name: getattr(self, name) for name in of_all}, "layers": layers}
 
     def __str__(self) -> str:
         return report_text(self)
@@ -136,12 +136,6 @@ class GrowthReport:
     def plot(self) -> "Figure":
         """Draw where the model grew, and the line search, by matplotlib."""
         return pictures.draw_growth([self])
-
-
-def _select(report: GrowthReport | LayerGrowth, names: Iterable[str]) -> dict:
-    """Attributes as JSON has them, which knows no tuples."""
-    values = {name: getattr(report, name) for name in names}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
