@@ -1,4 +1,4 @@
-"""Checkpoints as command lines handle them: load with errors that name the fix, write whole, push to the Hub."""
+"""Checkpoints as command lines handle them: load with errors that name the fix, and push to the Hub."""
 
 import shutil
 import tempfile

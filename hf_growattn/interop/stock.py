@@ -6,6 +6,7 @@ with frequency zero, which is not at all; and queries carry `s / s'`, the scale 
 computes.
 """
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -82,21 +83,21 @@ def empty_stock(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str | Non
     values = {name: value for name, value in model.config.to_dict().items() if name not in ours}
     if not is_grown(model):
         return _build(stock_class, values), {}
-    ropes: dict[str | None, Rope] = {}
     reason = _why_not_exportable(model)
     if reason is None:
         if stock_class.config_class.model_type == "qwen2" and model.config.sliding_window is None:
             stock_class, values = _as_llama(model, values)
         values["head_dim"] = width = padded_width(model)
-        ropes = _ropes(model, width)
-        if ropes:
-            written = {layer_type: rope.parameters for layer_type, rope in ropes.items()}
-            values["rope_parameters"] = written.get(None, written)
-            values.pop("partial_rotary_factor", None)
-        stock = _build(stock_class, values)
-        if all(attention.shape.qk_head_dim == width for attention in attentions(stock)):
-            return stock, ropes
-        reason = "the width of its heads is no field of its config"
+        with contextlib.suppress(Exception):  # a config that refuses this width or this rotation
+            ropes = _ropes(model, width)
+            if ropes:
+                written = {layer_type: rope.parameters for layer_type, rope in ropes.items()}
+                values["rope_parameters"] = written.get(None, written)
+                values.pop("partial_rotary_factor", None)
+            stock = _build(stock_class, values)
+            if all(attention.shape.qk_head_dim == width for attention in attentions(stock)):
+                return stock, ropes
+        reason = "its config takes no other width of heads"
     raise ValueError(
         f"This grown {stock_class.config_class.model_type} model has no exact stock form: {reason}. Save it as it is, "
         "with model.save_pretrained: transformers loads that with `import hf_growattn`."
@@ -157,8 +158,8 @@ def _rope_parameters(config: PreTrainedConfig) -> dict[str | None, dict]:
 def _ropes(model: PreTrainedModel, width: int) -> dict[str | None, Rope]:
     """The rotation of each type of layer; by None where all layers share it."""
     parameters = _rope_parameters(model.config)
-    rotaries = [fresh_rotary(module.rotary_emb) for module in model.modules() if hasattr(module, "rotary_emb")]
-    return {layer_type: _rope(rotaries[0], layer_type, of, width) for layer_type, of in parameters.items()}
+    rotaries = [module.rotary_emb for module in model.modules() if hasattr(module, "rotary_emb")]
+    return {kind: _rope(fresh_rotary(rotaries[0]), kind, of, width) for kind, of in parameters.items()}
 
 
 def fresh_rotary(rotary) -> nn.Module:
@@ -179,7 +180,7 @@ def _rope(rotary, layer_type: str | None, parameters: dict, width: int) -> Rope:
     frequencies = getattr(rotary, f"{prefix}inv_freq").double()  # (rotated / 2,)
     rotated, kind, theta = 2 * len(frequencies), parameters["rope_type"], parameters["rope_theta"]
     places, ones = torch.arange(width), torch.ones(width).double()
-    if "partial_rotary_factor" in parameters:  # rotates the first dims alone
+    if "partial_rotary_factor" in (type(rotary.config)().rope_parameters or {}):  # of a family: the first dims rotate
         # Readers cut `factor * width` down to a whole number.
         exported = parameters | {"partial_rotary_factor": math.nextafter(rotated / width, 1)}
         return Rope(exported, places, ones)

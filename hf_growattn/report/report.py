@@ -159,12 +159,6 @@ class LayerTrim:
     error: float
     removed_parameters: int
 
-    def cells(self) -> list[str]:
-        """The row of the table of a `TrimReport`."""
-        worth = "-" if self.worth is None else f"{self.worth:.4f}"
-        cut = (f"{self.error:.1%}", f"{self.removed_parameters:,}")
-        return [str(self.layer), self.kind, format_width(self.width), worth, *cut]
-
 
 @dataclass(frozen=True)
 class TrimReport:
@@ -187,8 +181,13 @@ class TrimReport:
         return sum(layer.removed_parameters for layer in self.layers)
 
     def __str__(self) -> str:
+        rows = []
+        for layer in self.layers:
+            worth = "-" if layer.worth is None else f"{layer.worth:.4f}"
+            cut = (f"{layer.error:.1%}", f"{layer.removed_parameters:,}")
+            rows.append([str(layer.layer), layer.kind, format_width(layer.width), worth, *cut])
         columns = ("layer", "kind", "width", "worth", "error", "parameters removed")
-        return format_table(columns, [layer.cells() for layer in self.layers]) + wrap_line(self._outcome())
+        return format_table(columns, rows) + wrap_line(self._outcome())
 
     def _outcome(self) -> str:
         if not self.layers:
