@@ -250,8 +250,8 @@ def run_export(options: argparse.Namespace, words: list[str]) -> Result:
 def run_push(options: argparse.Namespace, words: list[str]) -> Result:
     """Push a grown model with its card to the Hub, in one commit.
 
-    The card is the README.md in the folder, which grow and finetune write: look at it first, and edit it. The name of
-    the repository is put in the place of you/your-model.
+    The card is the README.md in the folder, which grow and finetune write. You may edit it first. The push replaces
+    you/your-model in it with the name of the repository.
     """
     from ..interop.checkpoints import publish
 
