@@ -30,7 +30,6 @@ _PLACES = {
     "export_model": "interop.export",
     "initialize_growattn_weights": "interop.peft_method",
     "load_growth": "growable.growths",
-    "model_card": "interop.cards",
     "patch_model": "growable.models",
     "race": "training.race",
     "register_architecture": "growable.attention",
@@ -38,6 +37,7 @@ _PLACES = {
     "save_report": "report.pages",
     "trim_model": "grow.trim",
     "unpatch_model": "growable.models",
+    "write_card": "interop.cards",
 }
 # Of these, `from hf_growattn import *` takes all but those that need peft or TRL.
 __all__ = [name for name, place in _PLACES.items() if place not in ("interop.peft_method", "training.race")]

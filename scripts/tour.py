@@ -39,10 +39,10 @@ from hf_growattn import (
     attention_views,
     export_model,
     initialize_growattn_weights,
-    model_card,
     patch_model,
     save_report,
     trim_model,
+    write_card,
 )
 
 transformers_logging.disable_progress_bar()
@@ -287,13 +287,12 @@ print(f"Merged, a {type(merged).__name__} of {merged.num_parameters():,} paramet
 # %% [markdown]
 # ## A card, and the Hub
 #
-# The card says what grew, where and why. `model.push_to_hub("you/your-model", reports=reports)` writes it and pushes
-# all in one commit; the tour only shows the folder, and pushes to nothing but a stand-in for the Hub on this machine.
+# The card says what grew, and where. `model.push_to_hub("you/your-model", reports=reports)` writes it and pushes all in
+# one commit; the tour only shows the folder, and pushes to nothing but a stand-in for the Hub on this machine.
 
 # %%
 reports = [report, *growth.reports]
-card = model_card(model, "you/your-model", reports=reports)
-card.save(output / "grown" / "README.md")
+write_card(model, output / "grown", reports)
 print("This is what would be pushed to you/your-model:")
 for path in sorted(path for path in (output / "grown").rglob("*") if path.is_file()):
     print(f"{path.stat().st_size:>10,}  {path.relative_to(output / 'grown')}")

@@ -90,7 +90,7 @@ def test_measure_changes_nothing(given):
 def test_grow_leaves_a_model_that_loads(given, grown):
     stock, wide = (AutoModelForCausalLM.from_pretrained(folder) for folder in (given / "model", grown))
     assert 0 < wide.num_parameters() - stock.num_parameters() <= 0.05 * stock.num_parameters()
-    assert {"model.safetensors", "tokenizer.json", "figures.json"} <= {path.name for path in grown.iterdir()}
+    assert {"model.safetensors", "tokenizer.json", "README.md"} <= {path.name for path in grown.iterdir()}
     assert [path.name for path in grown.parent.iterdir()] == ["out"]
     figures = json.loads(call("inspect", grown, "--json").out)
     widths = [layer[kind]["width"] for layer in figures["layers"] for kind in ("patterns", "messages")]
@@ -157,15 +157,8 @@ def test_race_prints_the_commands_that_continue(given, tmp_path):
     assert json.loads(call(*words, "--json").out)["winner"]
 
 
-def test_push_dry_run_writes_all_files(grown, tmp_path):
-    figures = json.loads(call("push", grown, "me/grown", "--dry-run", tmp_path / "look", "--json").out)
-    written = {path.name for path in (tmp_path / "look").iterdir()}
-    assert written >= {"README.md", "model.safetensors", "config.json", "tokenizer.json"}
-    assert "figures.json" not in written and figures == {"repo": "me/grown", "folder": str(tmp_path / "look")}
-
-
 def test_push_without_a_token_names_the_fix(grown, monkeypatch):
-    monkeypatch.setattr("hf_growattn.interop.checkpoints.get_token", lambda: None)
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
     assert "hf auth login" in only_line(call("push", grown, "me/grown"))
 
 
@@ -183,7 +176,7 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
         ("inspect", "no/such-model"): "Check the name and the network",
         ("measure", "no/such-model", given / "text.txt"): "Check the name and the network",
         ("export", given / "model", "-o", tmp_path / "out"): "which did not grow",
-        ("push", tmp_path / "nowhere", "me/grown", "--dry-run", tmp_path / "look"): "Check the name",
+        ("push", tmp_path / "nowhere", "me/grown"): "Check the name",
     }.items():
         assert fix in only_line(call(*options)), options
 
@@ -199,7 +192,6 @@ def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
         "grow m d": "--output",
         "push m grown": "you/your-model",
         "push m a/b/c": "you/your-model",
-        f"push m me/m --dry-run {tmp_path}": "not empty",
         "finetune m d": "--output",
         "finetune --budget 2% m d -o out": "name MODEL and DATA first",
         "inspect": "required: MODEL",
@@ -242,7 +234,7 @@ def test_an_interrupted_save_leaves_nothing(given, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_growattn.interop.cards.save_figures", interrupt)  # the weights are written by then
+    monkeypatch.setattr("hf_growattn.interop.cards.write_card", interrupt)  # the weights are written by then
     done = call("grow", given / "model", given / "text.txt", "-o", tmp_path / "out", "--budget", "5%", *SMALL)
     assert done.code == 130 and "nothing was written" in done.err, done
     assert not list(tmp_path.iterdir())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from encoders import ENCODERS, SEES, batches, build, inputs
 from families import add_dims
+from huggingface_hub import ModelCard
 from rebuilt import rebuild_output
 from transformers import AutoModelForImageClassification, AutoModelForMaskedLM
 
@@ -18,10 +19,10 @@ from hf_growattn import (
     GrowthConfig,
     attention_views,
     export_model,
-    model_card,
     patch_model,
     trim_model,
     unpatch_model,
+    write_card,
 )
 from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
@@ -150,18 +151,19 @@ def test_stock_forms(grown, name, tmp_path):
     if name not in WITH_STOCK_FORM:
         with pytest.raises(ValueError, match=r"no exact stock form: .*model\.save_pretrained"):
             export_model(model, tmp_path / "m")
-        assert [*costs_of(model)] == ["before growth", "native"]
+        assert [*costs_of(model)] == ["before growth", "grown"]
     else:
         report = export_model(model, tmp_path / "m")
         stock = auto_class(name).from_pretrained(tmp_path / "m").eval()
         assert type(stock) is type(build(name))
         ours, theirs = outputs(model, name), outputs(stock, name)
         assert (ours - theirs).abs().max() / ours.abs().max() < TOLERANCE
-        assert report.costs["padded"].parameters == stock.num_parameters()
+        assert report.costs["exported"].parameters == stock.num_parameters()
     assert {cost.cache_bytes for cost in costs_of(model).values()} == {0}
-    assert inspect_model(patch_model(build(name)))["costs"]["native"]["cache_bytes"] == 0
+    assert inspect_model(patch_model(build(name)))["costs"]["stock"]["cache_bytes"] == 0
     task = "image-classification" if name in SEES else "fill-mask"
-    assert model_card(grown(name), "me/m").data.pipeline_tag == task
+    write_card(grown(name), tmp_path)
+    assert ModelCard.load(tmp_path / "README.md").data.pipeline_tag == task
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,11 +14,10 @@ from conftest import ROOT
 from families import add_dims, build, lm_batches, tokens, word_tokenizer
 from hub_server import Hub, Repository, card_errors
 from huggingface_hub import HfApi, ModelCard
-from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, model_card, patch_model
+from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, write_card
 from hf_growattn.growable.growths import attentions, sync_config
-from hf_growattn.interop.cards import FIGURES, read_figures, save_figures
+from hf_growattn.report.words import summary_of
 
 TOKEN = "hf_neverToBeSeenAnywhere"
 
@@ -39,8 +39,8 @@ def checkpoint(grown, tmp_path_factory):
     word_tokenizer().save_pretrained(folder)
     model.save_pretrained(folder)
     history = [{"step": 0, "eval_loss": 3.0}, {"step": 4, **report.figures()}, {"step": 8, "eval_loss": 2.0}]
-    save_figures(folder, [report], model="someone/base", dataset="someone/words", log_history=history)
-    (folder / "growth.png").write_bytes(b"\x89PNG")
+    write_card(model, folder, [report], "someone/base", "someone/words", history)
+    (folder / "growth.png").write_bytes(b"\x89PNG")  # matplotlib may be missing
     (folder / "checkpoint-8").mkdir()
     (folder / "checkpoint-8" / "optimizer.pt").write_bytes(b"not to be pushed")
     return folder
@@ -151,15 +151,14 @@ def test_the_command_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown,
     files = hub.files("me/your-model")
     assert "/me/your-model/commit/" in done.stdout and len(hub.repositories["me/your-model"].commits) == 2
     assert set(files) >= {"config.json", "model.safetensors", "tokenizer.json", "README.md", "growth.png"}
-    assert "figures.json" not in files and not any("checkpoint" in name for name in files)
+    assert not any("checkpoint" in name for name in files)
     assert hub.repositories["me/your-model"].private
     assert TOKEN.encode() not in b"".join(files.values()) and str(tmp_path).encode() not in b"".join(files.values())
     card = card_of(hub, "me/your-model")
     assert (card.data.base_model, card.data.datasets) == ("someone/base", ["someone/words"])
     assert "| step 0 | 3.0000 |" in card.text and "| step 8 | 2.0000 |" in card.text
-    (growth,) = read_figures(checkpoint)["growths"]
-    assert f"At step 4, {growth['added_parameters']:,} weights were added" in card.text
-    assert "](growth.png)" in card.text
+    assert f"Growth 1, at step 4. {' '.join(summary_of(grown[1]))}" in card.text
+    assert card.text.count('from_pretrained("me/your-model"') == 2
     assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/your-model"), logits(grown[0]))
 
 
@@ -172,15 +171,6 @@ def here(hub, tmp_path, monkeypatch):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return hub
-
-
-def test_the_stock_form(here, checkpoint, grown):
-    assert push(checkpoint, "me/stock", "--form", "stock").code == 0
-    card = card_of(here, "me/stock")
-    assert "import hf_growattn" not in card.text and "trust_remote_code" not in card.text
-    stock = AutoModelForCausalLM.from_pretrained("me/stock")
-    assert not stock.config.model_type.startswith("growattn")
-    assert (logits(stock) - logits(grown[0])).abs().max() < 2e-4  # rescaled weights: equal but for fp32's rounding
 
 
 def test_loaded_by_the_code_that_travels_along(here, grown, tmp_path):
@@ -201,74 +191,79 @@ def test_a_card_that_is_there_is_kept_unless_there_is_more_to_tell(here, grown):
     assert card.data.license == "mit" and "My own words." in card.text
     model.push_to_hub("me/grown", reports=[report])
     text = card_of(here, "me/grown").text
-    assert "My own words." not in text and f"loss of the growth batches was {report.loss_before:.4f}" in text
+    assert "My own words." not in text and summary_of(report)[0] in text
+
+
+def test_an_edited_card_is_pushed_as_it_is_and_a_missing_one_is_written(here, checkpoint, tmp_path):
+    folder = tmp_path / "edited"
+    shutil.copytree(checkpoint, folder)
+    edited = b"---\nlicense: mit\ntags: [mine]\n---\nMy own words: from_pretrained('you/your-model')."
+    (folder / "README.md").write_bytes(edited)
+    assert push(folder, "me/grown").code == 0
+    assert here.files("me/grown")["README.md"] == edited.replace(b"you/your-model", b"me/grown")
+    (folder / "README.md").unlink()
+    assert push(folder, "me/other").code == 0
+    card = card_of(here, "me/other")
+    assert "| Base model | not recorded |" in card.text and 'from_pretrained("me/other")' in card.text
 
 
 def test_a_push_that_fails_half_way_leaves_nothing(here, checkpoint, monkeypatch):
     here.broken = "commit"
-    done = push(checkpoint, "me/grown", "--base", "someone/nowhere")
+    done = push(checkpoint, "me/grown")
     assert done.code == 1 and re.search(r"Status/500", done.err), done
     assert len(here.uploads) == 2 and set(here.files("me/grown")) == {".gitattributes"}
     here.broken = None
-    assert push(checkpoint, "me/grown", "--base", "someone/nowhere").code == 0
-    assert card_of(here, "me/grown").data.base_model == "someone/nowhere"
+    assert push(checkpoint, "me/grown").code == 0
+    assert card_of(here, "me/grown").data.base_model == "someone/base"
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert re.search(r"401", push(checkpoint, "me/other").err)
 
 
-def test_a_dry_run_asks_nothing_of_the_hub(here, checkpoint, tmp_path):
-    assert "would be pushed to me/grown" in push(checkpoint, "me/grown", "--dry-run", tmp_path / "look").out
-    names = {path.name for path in (tmp_path / "look").iterdir()}
-    assert names >= {"README.md", "model.safetensors", "growth.png"}
-    assert not here.requests
-
-
-def test_a_card_of_a_model_that_is_not_growable():
+def test_a_card_of_a_model_that_is_not_growable(tmp_path):
     with pytest.raises(ValueError, match="not growable"):
-        model_card(build("llama-2"), "me/m")
+        write_card(build("llama-2"), tmp_path)
 
 
-def test_local_names_do_not_travel(here, grown, tmp_path):
-    """The card names a base or a text in a folder by its last name, and reads nothing there but figures."""
-    model, _ = grown
+def made_card(model, folder, *arguments) -> str:
+    write_card(model, folder, *arguments)
+    text = (folder / "README.md").read_text()
+    assert card_errors(text) == []
+    return text
+
+
+def test_local_names_do_not_travel(grown, tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "secret.txt").write_text("")
-    save_figures(tmp_path, [], model=str(tmp_path / "base"), dataset=str(tmp_path / "secret.txt"))
-    for options in ({"figures": read_figures(tmp_path)}, {"base_model": str(tmp_path / "base")}):
-        text = str(model_card(model, "me/grown", **options))
-        assert str(tmp_path) not in text and "`base`" in text and "base_model" not in text
-        assert ("secret.txt" in text) == ("figures" in options) and card_errors(text) == []
-    assert "trained from random weights" in str(model_card(model, "me/grown"))
+    text = made_card(grown[0], tmp_path, [], str(tmp_path / "base"), str(tmp_path / "secret.txt"))
+    assert str(tmp_path) not in text and "secret" not in text and "base_model" not in text
+    assert text.count("not recorded") == 2
 
 
-def test_a_grown_folder_leads_to_its_base_model(tmp_path):
-    save_figures(tmp_path, [], model="someone/base", dataset="")
-    save_figures(tmp_path, [], model=str(tmp_path), dataset="words")
-    assert read_figures(tmp_path)["base_model"] == "someone/base"
-    (tmp_path / FIGURES).write_text("{")
-    save_figures(tmp_path, [], model=str(tmp_path), dataset="words")
-    assert read_figures(tmp_path)["base_model"] == str(tmp_path)
+def test_a_grown_folder_leads_to_its_base_model(grown, tmp_path):
+    made_card(grown[0], tmp_path, [], "someone/base")
+    again = made_card(grown[0], tmp_path / "again", [], str(tmp_path))
+    assert ModelCard(again).data.base_model == "someone/base"
+    (tmp_path / "README.md").write_text("---\n[\n---\n")
+    assert "base_model" not in made_card(grown[0], tmp_path / "again", [], str(tmp_path))
 
 
-def test_losses_that_are_not_finite_stay_out(tmp_path):
+def test_losses_that_are_not_finite_stay_out(grown, tmp_path):
     history = [{"step": 0, "eval_loss": 2.0}, {"step": 4, "eval_loss": float("nan")}]
-    save_figures(tmp_path, [], model="", dataset="", log_history=history)
-    assert read_figures(tmp_path)["held_out"] == [[0, 2.0]]
+    text = made_card(grown[0], tmp_path, [], "", "", history)
+    assert "| step 0 | 2.0000 |" in text and "| step 4 |" not in text
 
 
 @pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
-def test_task_heads_and_a_growth_that_kept_nothing(task):
+def test_task_heads_and_a_growth_that_kept_nothing(task, tmp_path):
     import transformers
-
-    from hf_growattn import GrowthReport
 
     model = patch_model(build("gpt2-2", getattr(transformers, f"AutoModelFor{task}")))
     add_dims(attentions(model)[0], 4)
     sync_config(model)
-    card = model_card(model, "me/grown", reports=[GrowthReport(1.0, 1.0, [], 0, {}, {})], picture=True)
-    assert f"AutoModelFor{task}.from_pretrained" in card.text and card_errors(str(card)) == []
-    assert "| 0 | 16 -> 20 | 16 |" in card.text and "nothing was added" in card.text and "](growth.png)" in card.text
-    assert "{{" not in card.text and "{%" not in card.text
+    text = made_card(model, tmp_path, [GrowthReport(1.0, 1.0, [], 0, {}, {})])
+    assert f"AutoModelFor{task}.from_pretrained" in text and "| 0 | 16 -> 20 | 16 |" in text
+    assert "Nothing was grown" in text and "growth.png" not in text
+    assert "{{" not in text and "{%" not in text
 
 
 def test_the_cards_of_this_project():
@@ -303,7 +298,8 @@ def test_a_wheel_carries_the_template(tmp_path):
 import hf_growattn.interop.cards, transformers
 config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 model = hf_growattn.patch_model(transformers.LlamaForCausalLM(config))
-print(hf_growattn.__file__, hf_growattn.model_card(model, "me/grown"))
+hf_growattn.write_card(model, "card")
+print(hf_growattn.__file__, open("card/README.md").read())
 """
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", code]

@@ -9,9 +9,8 @@ import pytest
 import torch
 from families import build, lm_batches
 
-from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, save_report
+from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, save_report, write_card
 from hf_growattn.grow.trial import StepSearch
-from hf_growattn.interop.cards import FIGURES, PICTURE, save_figures
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
@@ -209,9 +208,10 @@ def test_two_pictures_of_a_growth(grown, rolled_back, history):
     assert draw_growth([EMPTY]).axes == []
 
 
-def test_figures_of_a_card_come_with_the_picture(grown, tmp_path):
-    save_figures(tmp_path, [grown], model="me/model", dataset="me/data")
-    assert (tmp_path / PICTURE).read_bytes().startswith(b"\x89PNG") and (tmp_path / FIGURES).exists()
+def test_a_card_comes_with_the_picture(grown, tmp_path):
+    write_card(patch_model(build("llama-2")), tmp_path, [grown])
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+    assert "](growth.png)" in (tmp_path / "README.md").read_text()
 
 
 def test_in_a_notebook(grown, monkeypatch):

@@ -151,13 +151,13 @@ def run_measure(recipe: Any, words: list[str]) -> Result:
 def run_grow(recipe: Any, words: list[str]) -> Result:
     """Widen heads once where that lowers the loss, and save the model.
 
-    The output gets the model, its tokenizer, the figures for a model card, and report.html. If no growth helps on data
+    The output gets the model, its tokenizer, a model card, and report.html. If no growth helps on data
     that it was not chosen from, nothing is written.
     """
     output = recipe.training.output_dir
     check_new_folder(output)
     from ..growable.folders import replacing
-    from ..interop.cards import save_figures
+    from ..interop.cards import write_card
     from ..report.pages import save_report
     from ..report.words import report_text
     from ..training.finetuning import prepare_growth
@@ -171,7 +171,7 @@ def run_grow(recipe: Any, words: list[str]) -> Result:
     with replacing(Path(output).resolve()) as folder:
         grower.model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        save_figures(folder, [report], model=recipe.model_name, dataset=recipe.dataset)
+        write_card(grower.model, folder, [report], recipe.model_name, recipe.dataset)
         if find_spec("matplotlib"):
             save_report([report], folder / "report.html", model=recipe.model_name, data=recipe.dataset)
     load = f"Saved in {output}. Load it: import hf_growattn, then AutoModelForCausalLM.from_pretrained({output!r})."
@@ -232,7 +232,8 @@ def run_finetune(recipe: Any, words: list[str]) -> Result:
 def run_export(options: argparse.Namespace, words: list[str]) -> Result:
     """Write a grown model as an ordinary one, which needs no hf_growattn.
 
-    All heads become as wide as the widest, rounded up to a multiple of 8.
+    All heads become as wide as the widest, rounded up to a multiple of 8. To push the ordinary model: hf upload
+    you/your-model DIR.
     """
     check_new_folder(options.output)
     from transformers import logging
@@ -247,23 +248,17 @@ def run_export(options: argparse.Namespace, words: list[str]) -> Result:
 
 
 def run_push(options: argparse.Namespace, words: list[str]) -> Result:
-    """Push a grown model with its card to the Hub.
+    """Push a grown model with its card to the Hub, in one commit.
 
-    The push is one commit. --dry-run writes the files and the card into a folder instead.
+    The card is the README.md in the folder, which grow and finetune write. You may edit it first. The push replaces
+    you/your-model in it with the name of the repository.
     """
-    from ..growable.folders import replacing
-    from ..interop.checkpoints import publish, write_publication
+    from ..interop.checkpoints import publish
 
-    checkpoint, repo, folder = Path(options.folder), options.repo, options.dry_run
-    if repo.count("/") != 1:
-        raise UsageError(f"{repo} is no name on the Hub: give the owner and the model, as in you/your-model.")
-    if folder is None:
-        url = publish(checkpoint, repo, options.form, options.base, options.private)
-        return Result({"repo": repo, "commit": url}, f"Pushed: {url}")
-    check_new_folder(folder)
-    with replacing(Path(folder).resolve()) as partial:
-        write_publication(checkpoint, partial, repo, options.form, options.base)
-    return Result({"repo": repo, "folder": folder}, f"{folder} holds what would be pushed to {repo}.")
+    if options.repo.count("/") != 1:
+        raise UsageError(f"{options.repo} is no name on the Hub: give the owner and the model, as in you/your-model.")
+    url = publish(Path(options.folder), options.repo, options.private)
+    return Result({"repo": options.repo, "commit": url}, f"Pushed: {url}")
 
 
 COMMANDS: dict[str, tuple[Callable[[Any, list[str]], Result], tuple[str, ...]]] = {

@@ -40,7 +40,7 @@ def inspect_model(model: GrowableModelMixin) -> dict:
                 "messages": _measure_ranks(view.message, view.heads, attention.width_of("value")),
             }
         )
-    present = {"native": Cost(cache_bytes(model), model.num_parameters())}
+    present = {"stock": Cost(cache_bytes(model), model.num_parameters())}
     costs = costs_of(model) if is_grown(model) else present
     return {
         "model": config.name_or_path,

@@ -42,12 +42,7 @@ class OutputOptions:
 class PushOptions:
     """The options of `push`."""
 
-    form: Literal["native", "stock"] = option(
-        "native: as it grew; stock: an ordinary model, which needs no hf_growattn", "native"
-    )
-    base: str | None = option("Hub id of the model that grew, if its config does not name it", None)
     private: bool = option("make a new repository private", False)
-    dry_run: str | None = option("write everything into this new folder, and push nothing", None, "--dry-run")
 
 
 OPTIONS: dict[str, tuple[type, ...]] = {  # the last one of a command that reads data is parsed along with TRL's

@@ -1,16 +1,14 @@
-"""Checkpoints as command lines handle them: load with errors that name the fix, write whole, push to the Hub."""
+"""Checkpoints as command lines handle them: load with errors that name the fix, and push to the Hub."""
 
 import shutil
 import tempfile
 from pathlib import Path
 
 import transformers
-from huggingface_hub import HfApi, get_token
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..model.configuration import PREFIX
-from .cards import CARD, FIGURES, PICTURE, model_card, push_folder, read_figures, task_of
-from .export import export_model
+from .cards import CARD, PICTURE, push_folder, task_of
 
 _CAUSAL = "AutoModelForCausalLM"
 
@@ -92,36 +90,22 @@ def load_grown(checkpoint: Path):
     return model, load_tokenizer(str(checkpoint)) if has_tokenizer else None
 
 
-def write_publication(checkpoint: Path, folder: Path, repo_id: str, form: str, base: str | None = None) -> None:
-    """Write all that is pushed into an empty folder: the model in one of its forms, tokenizer, card and picture.
+def publish(checkpoint: Path, repo_id: str, private: bool) -> str:
+    """Push a grown checkpoint to the Hub in one commit, with the card and the picture that lie there.
+
+    Returns:
+        The address of the commit.
 
     Raises:
-        ValueError: the checkpoint is not a grown one, it has no stock form, or its `figures.json` is damaged.
-    """
-    model, tokenizer = load_grown(checkpoint)
-    if form == "stock":
-        export_model(model, folder, tokenizer=tokenizer)
-    else:
-        model.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    figures = read_figures(checkpoint) if (checkpoint / FIGURES).is_file() else None
-    has_picture = (checkpoint / PICTURE).is_file()
-    if has_picture:
-        shutil.copy(checkpoint / PICTURE, folder / PICTURE)
-    model_card(model, repo_id, form, figures=figures, base_model=base, picture=has_picture).save(folder / CARD)
-
-
-def publish(checkpoint: Path, repo_id: str, form: str, base: str | None, private: bool) -> str:
-    """Push a grown checkpoint with its card to the Hub in one commit, and return where that is.
-
-    Raises:
-        ValueError: as for `write_publication`, or the token is missing.
+        ValueError: the checkpoint is not a grown one.
+        OSError: the token is missing.
         huggingface_hub.errors.HfHubHTTPError: the Hub refused; nothing was changed there but for an empty repository.
     """
-    if get_token() is None:
-        raise ValueError("A token is needed to push: run `hf auth login`, or set HF_TOKEN to one that may write.")
+    model, tokenizer = load_grown(checkpoint)
     with tempfile.TemporaryDirectory() as folder:
-        write_publication(checkpoint, Path(folder), repo_id, form, base)
-        HfApi().create_repo(repo_id, private=private or None, exist_ok=True)
-        return push_folder(Path(folder), repo_id).commit_url
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        for name in (CARD, PICTURE):
+            if (checkpoint / name).is_file():
+                shutil.copy(checkpoint / name, folder)
+        return push_folder(model, Path(folder), repo_id, private=private or None, token=True).commit_url

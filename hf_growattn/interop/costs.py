@@ -3,13 +3,10 @@
 import contextlib
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 
 from ..growable.growths import attentions, cache_bytes, extra_parameters
-from ..model.extra import HeadShape, read_shape
-from ..model.modeling import find_attentions
-from .stock import find_stock_class, padded_config
+from .stock import empty_stock
 
 
 @dataclass(frozen=True)
@@ -29,25 +26,22 @@ def costs_of(model: PreTrainedModel) -> dict[str, Cost]:
     """What a patched model costs, form by form.
 
     Returns:
-        Costs by name: "before growth"; "native", as `save_pretrained` writes it; "padded", the stock form, with one
-        width for all heads, a multiple of 8 where they grew. The last one only where the family has such a form.
+        Costs by name: "before growth"; "grown", as `save_pretrained` writes it; "exported", as `export_model` does.
+        The last one only where the family has a stock form.
     """
-    size, grown = next(model.parameters()).element_size(), extra_parameters(model)
-    shapes = [attention.shape for attention in attentions(model) if attention.caches]
+    size = next(model.parameters()).element_size()
+    before = model.num_parameters() - sum(parameter.numel() for parameter in extra_parameters(model))
     costs = {
-        "before growth": Cost(size * _cached(shapes), model.num_parameters() - sum(p.numel() for p in grown)),
-        "native": Cost(cache_bytes(model), model.num_parameters()),
+        "before growth": Cost(_stock_bytes(model, size), before),
+        "grown": Cost(cache_bytes(model), model.num_parameters()),
     }
     with contextlib.suppress(ValueError):  # no stock class fits
-        stock_class = find_stock_class(model)
-        config, _ = padded_config(model, stock_class)
-        with torch.device("meta"):
-            stock = stock_class(config)
-        padded = [read_shape(module) for module, *_ in find_attentions(stock)] if shapes else []
-        costs["padded"] = Cost(size * _cached(padded), stock.num_parameters())
+        stock, _ = empty_stock(model)
+        costs["exported"] = Cost(_stock_bytes(stock, size), stock.num_parameters())
     return costs
 
 
-def _cached(shapes: list[HeadShape]) -> int:
-    """Numbers in the keys and values of a token."""
-    return sum(shape.num_key_value_heads * (shape.qk_head_dim + shape.v_head_dim) for shape in shapes)
+def _stock_bytes(model: PreTrainedModel, size: int) -> int:
+    """Bytes of a token's keys and values at the stock widths, by the bytes of a number."""
+    shapes = [attention.shape for attention in attentions(model) if attention.caches]
+    return size * sum(shape.num_key_value_heads * (shape.qk_head_dim + shape.v_head_dim) for shape in shapes)

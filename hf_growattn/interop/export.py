@@ -4,7 +4,7 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,8 @@ from ..growable.folders import replacing
 from ..growable.growths import is_grown
 from ..growable.models import GrowableModelMixin
 from ..growable.training_state import refuse_sharded
-from ..model.extra import read_shape
-from ..model.modeling import find_attentions
 from .costs import Cost, costs_of
-from .stock import MULTIPLE, find_stock_class, fresh_rotary, stock_model, widest_head
+from .stock import fresh_rotary, padded_width, stock_model
 
 # Largest difference of the logits, over the largest logit, that is never questioned; and how many times the rounding
 # of the exported model itself is not: two models that compute the same round apart.
@@ -32,25 +30,22 @@ class ExportReport:
     Attributes:
         path: the checkpoint.
         model_type: its architecture.
-        head_dim: the width of all heads that was written.
-        widest: the widest head of the model: of queries, keys or values. A grown one is rounded up to `head_dim`.
+        head_dim: the width of all heads: that of the widest, in a grown model rounded up to a multiple of 8.
         difference: largest difference between its logits and the model's, over the largest logit.
-        costs: bytes of the KV cache and weights: "before growth", "native" and "padded"; see `costs_of`.
+        costs: bytes of the KV cache and weights: "before growth", "grown" and "exported"; see `costs_of`.
     """
 
     path: Path
     model_type: str
     head_dim: int
-    widest: int
     difference: float
     costs: dict[str, Cost]
 
     def __str__(self) -> str:
-        rounded = f", the widest of {self.widest} rounded up to a multiple of {MULTIPLE}"
         caches = ", ".join(f"{cost.cache_bytes:,} {form}" for form, cost in self.costs.items())
         lines = [
-            f"A stock {self.model_type} with {self.costs['padded'].parameters:,} parameters in {self.path}.",
-            f"Width of all heads: {self.head_dim}{rounded if self.head_dim > self.widest else ''}.",
+            f"A stock {self.model_type} with {self.costs['exported'].parameters:,} parameters in {self.path}.",
+            f"Width of all heads: {self.head_dim}.",
             f"KV cache, bytes a token: {caches}.",
             f"Largest difference of the logits: {self.difference:.1e} of the largest logit.",
         ]
@@ -90,26 +85,19 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
             "model needs no export: use its save_pretrained."
         )
     refuse_sharded(model, [])
-    target_class = find_stock_class(model)
     directory = Path(directory).resolve()
     with replacing(directory) as partial:
-        stock = stock_model(model, target_class)
+        stock = stock_model(model)
+        stock_class: Any = type(stock)
         stock.save_pretrained(partial)
         if is_grown(model):
             _add_older_names(partial / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-        model_type, head_dim = stock.config.model_type, read_shape(find_attentions(stock)[0][0]).qk_head_dim
         del stock  # what is new in it makes room for what is reloaded
-        difference = _verify(model, target_class, partial)
-    return ExportReport(
-        path=directory,
-        model_type=model_type,
-        head_dim=head_dim,
-        widest=widest_head(model),
-        difference=difference,
-        costs=costs_of(model),
-    )
+        difference = _verify(model, stock_class, partial)
+    model_type = stock_class.config_class.model_type
+    return ExportReport(directory, model_type, padded_width(model), difference, costs_of(model))
 
 
 def _add_older_names(file: Path) -> None:

@@ -20,7 +20,7 @@ from ..grow.trial import parameters_of_a_dim
 from ..growable.attention import GrowableAttention, drop_if_empty
 from ..growable.growths import is_grown, next_name, sync_config
 from ..growable.models import GrowableModelMixin, patch_model, unpatch_model
-from ..growable.training_state import is_sharded, sharded_modules
+from ..growable.training_state import refuse_sharded
 from ..measure.blocks import KINDS
 from ..model.extra import Inside, Outside, Part
 from ..report.report import GrowthReport
@@ -120,17 +120,19 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         return self._home[0]
 
     def add(self, adapter_name: str, part: Part) -> None:
-        """Hold a part as an adapter, in the place of a former one of this name."""
+        """Hold a part as an adapter, in place of a former one of this name. Checkpoints of the base leave it out."""
         self.discard(adapter_name)
         self.growattn_inside[adapter_name] = part.inside
         if part.outside is not None:
             self.growattn_outside[adapter_name] = part.outside
+        model: Any = self._home[1]
+        ours = {name for name, _ in model.named_parameters() if ".extra.adapters." in name}
+        model._keys_to_ignore_on_save = ours.union(model._keys_to_ignore_on_save or ())
 
     def discard(self, adapter_name: str) -> None:
         """Hold no such adapter any more."""
         for held in (self.growattn_inside, self.growattn_outside):
-            if adapter_name in held:
-                del held[adapter_name]
+            held._modules.pop(adapter_name, None)
 
     def active_parts(self) -> list[AdapterPart]:
         """The adapters in use; those that are merged are among the attention's own parts."""
@@ -143,9 +145,8 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         """An adapter's modules; None if it adds nothing here."""
         if adapter_name not in self.growattn_inside:
             return None
-        inside = cast(Inside, self.growattn_inside[adapter_name])
-        has_values = adapter_name in self.growattn_outside
-        outside = cast(Outside, self.growattn_outside[adapter_name]) if has_values else None
+        inside: Any = self.growattn_inside[adapter_name]
+        outside: Any = self.growattn_outside[adapter_name] if adapter_name in self.growattn_outside else None
         return AdapterPart(inside, outside, inside.dims[0], inside.dims[2])
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -201,14 +202,10 @@ class GrowAttnModel(BaseTuner):
     model: PreTrainedModel
     _was_stock = False
 
-    def _prepare_adapter_config(self, peft_config: GrowAttnConfig, model_config) -> GrowAttnConfig:
-        return peft_config
-
     def _prepare_model(self, peft_config: GrowAttnConfig, model: PreTrainedModel) -> None:
         """Patch the model, find the attention modules that get dims, and spend a new budget evenly."""
         was_stock = not isinstance(model, GrowableModelMixin)
-        if any(map(is_sharded, model.parameters())) and not sharded_modules(model):
-            raise ValueError("GrowAttnConfig does not support tensor parallelism: load the model without it.")
+        refuse_sharded(model, [], but_fsdp2=True)
         patch_model(model)
         try:
             chosen = layers_of(model, peft_config.layers)
@@ -224,10 +221,6 @@ class GrowAttnModel(BaseTuner):
         held = (attention for attention in chosen if any(peft_config.dims_at(attention.layer)))
         peft_config.target_modules = frozenset(names[attention] for attention in held)
 
-    @staticmethod
-    def _check_target_module_exists(peft_config: GrowAttnConfig, key: str) -> bool:
-        return key in peft_config.target_modules
-
     def _create_and_replace(
         self, peft_config, adapter_name, target, target_name, parent, current_key, parameter_name=None
     ) -> None:
@@ -238,7 +231,6 @@ class GrowAttnModel(BaseTuner):
             for kind in KINDS.values():
                 nn.init.normal_(part.weight_of(kind.shared), std=attention.shape.in_features**-0.5)
         self._layer_of(attention).add(adapter_name, part)
-        self._leave_out_of_the_base()
 
     def _layer_of(self, attention: GrowableAttention) -> GrowAttnLayer:
         """The layer of an attention module, made if there is none."""
@@ -247,11 +239,6 @@ class GrowAttnModel(BaseTuner):
             children["adapters"] = GrowAttnLayer(attention, cast(GrowableModelMixin, self.model))
             children["adapters"]._active_adapter = self.active_adapters
         return children["adapters"]
-
-    def _leave_out_of_the_base(self) -> None:
-        """Let a checkpoint of the base hold no adapters."""
-        ours = {name for name, _ in self.model.named_parameters() if ".extra.adapters." in name}
-        self.model._keys_to_ignore_on_save = ours.union(self.model._keys_to_ignore_on_save or ())
 
     def _replace_module(self, parent, child_name, new_module, child) -> None:
         if isinstance(child, GrowAttnLayer):
@@ -279,7 +266,6 @@ class GrowAttnModel(BaseTuner):
                 copy_weights(part, own)
             else:
                 layer.add(adapter_name, part.to(former).requires_grad_(former.requires_grad))
-        self._leave_out_of_the_base()
 
     def unload(self) -> nn.Module:
         """Return the base model as it was before: a stock one, if it was that and has not grown since."""
@@ -346,7 +332,8 @@ def initialize_growattn_weights(
         The report of that growth.
 
     Raises:
-        ValueError: the adapter does not exist or is merged, or the model is sharded; otherwise as `Grower.grow`.
+        ValueError: the adapter does not exist or is merged, or the model is sharded: call this before `fully_shard` or
+            Trainer. Otherwise as `Grower.grow`.
     """
     config = peft_model.peft_config.get(adapter_name)
     if not isinstance(config, GrowAttnConfig):
@@ -355,10 +342,7 @@ def initialize_growattn_weights(
             f"{adapter_name!r} {problem}; pass the name of an adapter that was made with a GrowAttnConfig."
         )
     tuner = cast(GrowAttnModel, peft_model.base_model)
-    if any(map(is_sharded, peft_model.parameters())):
-        raise ValueError(
-            "The model is sharded already: call initialize_growattn_weights before fully_shard or Trainer."
-        )
+    refuse_sharded(peft_model, [])
     if any(layer.merged for layer in adapter_layers(tuner.model)):
         raise ValueError("Adapters are merged into the base; call unmerge_adapter() before the guided start.")
     with _base_alone(tuner.model):

@@ -6,10 +6,12 @@ with frequency zero, which is not at all; and queries carry `s / s'`, the scale 
 computes.
 """
 
+import contextlib
 import copy
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -19,82 +21,29 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..growable.attention import GrowableAttention, quantization
 from ..growable.growths import attentions, is_grown
 from ..growable.models import patch_model, unpatch_model
-from ..model.configuration import PREFIX
-from ..model.extra import ROLES, read_shape
-from ..model.modeling import find_attentions
+from ..model.extra import ROLES
 
 MULTIPLE = 8  # of the head width that flash kernels take
-_NORM_OFFSETS = {"gemma3_text": 1.0}  # what a family adds to the weight of a norm of queries or keys
 
 
-def why_not_exportable(model: PreTrainedModel) -> str | None:
-    """What keeps a grown model from having a stock form; None where it has one."""
-    every = attentions(model)
-    for attention in every:
-        for role in ROLES:
-            if not attention.is_known(role):
-                return attention.why_unreadable(role)
-        if _norms(attention) and attention.width_of("query") > attention.shape.qk_head_dim:
-            return "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
-        if attention.rotate is not None and not _rotates_halves(attention):
-            return "its stock class rotates neighbouring dims in pairs"
-    for parameters in _rope_parameters(model.config).values():
-        if parameters["rope_type"] in ("dynamic", "longrope"):
-            kind = parameters["rope_type"]
-            return f"it rotates by frequencies that follow the length of the text ({kind})"
-    config = copy.deepcopy(model.config)
-    config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
-    config.head_dim = wider = 2 * every[0].shape.qk_head_dim
-    with torch.device("meta"):
-        try:
-            wide = find_attentions(type(model).__bases__[1](config))
-        except Exception:
-            wide = []
-    if len(wide) != len(every) or any(read_shape(module).qk_head_dim != wider for module, *_ in wide):
-        return "the width of its heads is no field of its config"
-    return None
+@dataclass(frozen=True)
+class Rope:
+    """Rotation of the exported heads: config parameters, where each old dim goes, and what queries and keys carry."""
 
-
-def _rotates_halves(attention: GrowableAttention) -> bool:
-    """Whether the rotation pairs dim `i` with `i + d / 2`, as in Llama."""
-    half = torch.zeros(1, 1, 1, 4)
-    half[..., 0] = 1.0
-    quarter_turn = torch.zeros(1, 1, 4), torch.ones(1, 1, 4)  # cos and sin
-    return bool(attention.rotate(half, half, *quarter_turn)[0][..., 2] == 1.0)
-
-
-def find_stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the stock class to write a model as.
-
-    Raises:
-        ValueError: the model is quantized, or cannot be written so; the message says why and what to do.
-    """
-    for name, module in model.named_modules():
-        problem = quantization(module)
-        if problem:
-            raise ValueError(f"{name} is {problem}")
-    stock_class = type(model).__bases__[1]
-    own = stock_class.config_class.model_type
-    reason = why_not_exportable(model) if is_grown(model) else None
-    if reason:
-        raise ValueError(
-            f"This grown {own} model has no exact stock form: {reason}. Save it as it is, with model.save_pretrained: "
-            "transformers loads that with `import hf_growattn`."
-        )
-    if not is_grown(model) or own != "qwen2" or model.config.sliding_window is not None:  # a Llama has no windows
-        return stock_class
-    # As a Llama with biases: the Qwen2 of vLLM and of llama.cpp knows no head_dim.
-    family = stock_class.config_class.__name__.removesuffix("Config")
-    return getattr(transformers, stock_class.__name__.replace(family, "Llama", 1))
+    parameters: dict
+    places: Tensor
+    gains: Tensor
 
 
 @torch.no_grad()
-def stock_model(model: PreTrainedModel, target_class: type[PreTrainedModel]) -> PreTrainedModel:
-    """Build the stock model. Tensors that need not change are the model's own ones, and new ones lie on the CPU."""
-    config, ropes = padded_config(model, target_class)
-    with torch.device("meta"):
-        stock = patch_model(target_class(config))
-    layer_types = getattr(model.config, "layer_types", None) or [None] * config.num_hidden_layers
+def stock_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Build the stock model. Tensors that need not change are the model's own ones, and new ones lie on the CPU.
+
+    Raises:
+        ValueError: as for `empty_stock`, or the model holds adapters.
+    """
+    stock, ropes = empty_stock(model)
+    layer_types = getattr(model.config, "layer_types", None) or [None] * model.config.num_hidden_layers
     for source, target in zip(attentions(model), attentions(stock)):
         rope = ropes.get(layer_types[source.layer], ropes.get(None))
         _write_attention(source, target, rope if source.rotate else None)
@@ -105,7 +54,7 @@ def stock_model(model: PreTrainedModel, target_class: type[PreTrainedModel]) -> 
     unknown = [name for name in state if name not in names]
     if unknown:
         raise ValueError(
-            f"The model holds {unknown[0]}, which {target_class.__name__} does not. Merge adapters into the weights "
+            f"The model holds {unknown[0]}, which {type(stock).__name__} does not. Merge adapters into the weights "
             "first, with merge_and_unload() of peft, and load the model without quantization."
         )
     for name, written in names.items():
@@ -119,45 +68,85 @@ def stock_model(model: PreTrainedModel, target_class: type[PreTrainedModel]) -> 
     return stock
 
 
-def widest_head(model: PreTrainedModel) -> int:
-    """Width of the widest head of a model, of queries and keys or of values."""
-    return max(a.width_of(role) for a in attentions(model) for role in ("key", "value"))
+def empty_stock(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str | None, Rope]]:
+    """The stock model, patched and on the meta device, and how its heads rotate, by layer type if that matters.
 
-
-def stock_fields(config: PreTrainedConfig) -> dict:
-    """The fields of a config without ours, for a config of the stock class."""
+    Raises:
+        ValueError: the model is quantized, or no stock class computes the same; the message says why and what to do.
+    """
+    for name, module in model.named_modules():
+        problem = quantization(module)
+        if problem:
+            raise ValueError(f"{name} is {problem}")
+    stock_class: Any = type(model).__bases__[1]
     ours = ("model_type", "per_layer_config", "extra_dims", "architectures", "auto_map")
-    return {name: value for name, value in config.to_dict().items() if name not in ours}
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotation of the exported heads: config parameters, where each old dim goes, and what queries and keys carry."""
-
-    parameters: dict
-    places: Tensor
-    gains: Tensor
-
-
-def padded_config(model: PreTrainedModel, target_class) -> tuple[PreTrainedConfig, dict[str | None, Rope]]:
-    """The config of a stock class with one width for all heads, and how these rotate, by layer type if that matters."""
-    config_class, values = target_class.config_class, stock_fields(model.config)
-    own = model.config.model_type.removeprefix(PREFIX)
-    if config_class.model_type != own:
-        known = {field.name for field in dataclasses.fields(config_class)} | {"head_dim"}
-        values = {name: value for name, value in values.items() if name in known}
-        values["attention_bias"] = "query" in attentions(model)[0].shape.biased
+    values = {name: value for name, value in model.config.to_dict().items() if name not in ours}
     if not is_grown(model):
-        return config_class(**values), {}
+        return _build(stock_class, values), {}
+    reason = _why_not_exportable(model)
+    if reason is None:
+        if stock_class.config_class.model_type == "qwen2" and model.config.sliding_window is None:
+            stock_class, values = _as_llama(model, values)
+        values["head_dim"] = width = padded_width(model)
+        with contextlib.suppress(Exception):  # a config that refuses this width or this rotation
+            ropes = _ropes(model, width)
+            if ropes:
+                written = {layer_type: rope.parameters for layer_type, rope in ropes.items()}
+                values["rope_parameters"] = written.get(None, written)
+                values.pop("partial_rotary_factor", None)
+            stock = _build(stock_class, values)
+            if all(attention.shape.qk_head_dim == width for attention in attentions(stock)):
+                return stock, ropes
+        reason = "its config takes no other width of heads"
+    raise ValueError(
+        f"This grown {stock_class.config_class.model_type} model has no exact stock form: {reason}. Save it as it is, "
+        "with model.save_pretrained: transformers loads that with `import hf_growattn`."
+    )
 
-    widest = widest_head(model)
-    values["head_dim"] = width = widest + -widest % MULTIPLE
-    ropes = _ropes(model, width)
-    if ropes:
-        written = {layer_type: rope.parameters for layer_type, rope in ropes.items()}
-        values["rope_parameters"] = written.get(None, written)
-        values.pop("partial_rotary_factor", None)
-    return config_class(**values), ropes
+
+def _build(stock_class: Any, values: dict) -> PreTrainedModel:
+    with torch.device("meta"):
+        return patch_model(stock_class(stock_class.config_class(**values)))
+
+
+def _as_llama(model: PreTrainedModel, values: dict) -> tuple[type[PreTrainedModel], dict]:
+    """The Llama class for a Qwen2 without windows, and its config: Qwen2 of vLLM and of llama.cpp knows no head_dim."""
+    name = type(model).__bases__[1].__name__.replace("Qwen2", "Llama", 1)
+    known = {field.name for field in dataclasses.fields(transformers.LlamaConfig)}
+    biased = "query" in attentions(model)[0].shape.biased
+    kept = {field: value for field, value in values.items() if field in known}
+    return getattr(transformers, name), kept | {"attention_bias": biased}
+
+
+def padded_width(model: PreTrainedModel) -> int:
+    """The width of all heads of the stock model: of the widest one, in a grown model rounded up for flash kernels."""
+    widest = max(attention.width_of(role) for attention in attentions(model) for role in ("key", "value"))
+    return widest + -widest % MULTIPLE if is_grown(model) else widest
+
+
+def _why_not_exportable(model: PreTrainedModel) -> str | None:
+    """What keeps a grown model from having a stock form; None where nothing is known to."""
+    for attention in attentions(model):
+        for role in ROLES:
+            if not attention.is_known(role):
+                return attention.why_unreadable(role)
+        if _norms(attention) and attention.width_of("query") > attention.shape.qk_head_dim:
+            return "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
+        if attention.rotate is not None and not _rotates_halves(attention):
+            return "its stock class rotates neighbouring dims in pairs"
+    for parameters in _rope_parameters(model.config).values():
+        if parameters["rope_type"] in ("dynamic", "longrope"):
+            kind = parameters["rope_type"]
+            return f"it rotates by frequencies that follow the length of the text ({kind})"
+    return None
+
+
+def _rotates_halves(attention: GrowableAttention) -> bool:
+    """Whether the rotation pairs dim `i` with `i + d / 2`, as in Llama."""
+    half = torch.zeros(1, 1, 1, 4)
+    half[..., 0] = 1.0
+    quarter_turn = torch.zeros(1, 1, 4), torch.ones(1, 1, 4)  # cos and sin
+    return bool(attention.rotate(half, half, *quarter_turn)[0][..., 2] == 1.0)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> dict[str | None, dict]:
@@ -169,9 +158,8 @@ def _rope_parameters(config: PreTrainedConfig) -> dict[str | None, dict]:
 def _ropes(model: PreTrainedModel, width: int) -> dict[str | None, Rope]:
     """The rotation of each type of layer; by None where all layers share it."""
     parameters = _rope_parameters(model.config)
-    dims = max(attention.width_of("query") for attention in attentions(model))
-    rotaries = [fresh_rotary(module.rotary_emb) for module in model.modules() if hasattr(module, "rotary_emb")]
-    return {layer_type: _rope(rotaries[0], layer_type, of, dims, width) for layer_type, of in parameters.items()}
+    rotaries = [module.rotary_emb for module in model.modules() if hasattr(module, "rotary_emb")]
+    return {kind: _rope(fresh_rotary(rotaries[0]), kind, of, width) for kind, of in parameters.items()}
 
 
 def fresh_rotary(rotary) -> nn.Module:
@@ -179,7 +167,7 @@ def fresh_rotary(rotary) -> nn.Module:
     return type(rotary)(copy.deepcopy(rotary.config))
 
 
-def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: int) -> Rope:
+def _rope(rotary, layer_type: str | None, parameters: dict, width: int) -> Rope:
     """Let the dims that rotate do so as before, among `width` ones, and all others stand still.
 
     Stock rotation pairs dim `i` with `i + width / 2`. Default frequencies `theta^(-2 i / d)` are continued to the wider
@@ -191,15 +179,13 @@ def _rope(rotary, layer_type: str | None, parameters: dict, dims: int, width: in
     prefix = f"{layer_type}_" if layer_type else ""
     frequencies = getattr(rotary, f"{prefix}inv_freq").double()  # (rotated / 2,)
     rotated, kind, theta = 2 * len(frequencies), parameters["rope_type"], parameters["rope_theta"]
-    ones = torch.ones(dims).double()
-    if rotary.config.model_type.removeprefix(PREFIX) == "phi3":  # rotates the first dims alone
+    places, ones = torch.arange(width), torch.ones(width).double()
+    if "partial_rotary_factor" in (type(rotary.config)().rope_parameters or {}):  # of a family: the first dims rotate
         # Readers cut `factor * width` down to a whole number.
         exported = parameters | {"partial_rotary_factor": math.nextafter(rotated / width, 1)}
-        return Rope(exported, torch.arange(dims), ones)
-
-    places = torch.arange(width)
+        return Rope(exported, places, ones)
     turning = places % (width // 2) < rotated // 2
-    places = torch.cat((places[turning], places[~turning]))[:dims]
+    places = torch.cat((places[turning], places[~turning]))
     if kind == "default":
         longest, next_one = 2 * math.pi * theta ** ((rotated - 2) / rotated), 2 * math.pi * theta
         step = (next_one / longest) ** (1 / 3)
@@ -244,10 +230,11 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
     at = {"query": places, "key": places, "value": torch.arange(source.width_of("value"))}
     factors = {"query": gains * (source.softmax_scale / target.softmax_scale), "key": gains}
     if width > old_width:  # the mean square over padded dims is the old one once they are that much larger
-        model_type = source.config.model_type.removeprefix(PREFIX)
-        growth, offset = math.sqrt(width / old_width), _NORM_OFFSETS.get(model_type, 0.0)
+        growth = math.sqrt(width / old_width)
         for role, name in _norms(source).items():
-            weight = getattr(source, name).weight.cpu().double().unflatten(0, (-1, old_width)) + offset
+            norm = getattr(source, name)
+            offset = round((norm(torch.ones_like(norm.weight)) - norm.weight).mean().item())  # 1 in Gemma 3
+            weight = norm.weight.cpu().double().unflatten(0, (-1, old_width)) + offset
             new = torch.zeros(len(weight), width, dtype=dtype)
             new[:, places] = (weight * factors[role] / growth - offset).to(dtype)
             getattr(target, name).weight = nn.Parameter(new.flatten(), False)

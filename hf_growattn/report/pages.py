@@ -2,13 +2,12 @@
 
 import base64
 import io
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ..growable.folders import scratch
+from ..growable.folders import replacing
 from . import pictures, words
 
 
@@ -45,9 +44,6 @@ def save_report(
         command=words.race_command(model, data),
         picture=base64.b64encode(picture.getvalue()).decode() if figure.axes else "",
     )
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with scratch(path.parent, path.name) as folder:
-        written = Path(folder, path.name)
-        written.write_text(page, encoding="utf-8")
-        os.replace(written, path)
+    path = Path(path).resolve()
+    with replacing(path.parent) as partial:
+        (partial / path.name).write_text(page, encoding="utf-8")

@@ -67,7 +67,7 @@ def _choose_panels(reports: Sequence, history: list) -> list[Callable[["Axes"], 
     panels: list[Callable[[Axes], None]] = []
     if any(report.layers for report in reports):
         panels.append(partial(_draw_places, reports=reports))
-    training, held_out = _read_losses(history)
+    training, held_out = read_losses(history)
     if training or held_out:
         growths = {entry["step"] for entry in history if isinstance(entry, dict) and "growth_added_parameters" in entry}
         panels.append(partial(_draw_losses, training=training, held_out=held_out, growths=sorted(growths)))
@@ -102,7 +102,7 @@ def _draw_places(axes: "Axes", reports: Sequence) -> None:
     axes.set(title="Where it grew: share of the gain", ylabel="layer")
 
 
-def _read_losses(history: Iterable) -> tuple[Points, Points]:
+def read_losses(history: Iterable) -> tuple[Points, Points]:
     """The training and the held-out losses of a log history, each with its step; only finite ones."""
     training: Points = []
     held_out: Points = []

@@ -118,8 +118,8 @@ class GrowthReport:
         """The report as what `json.dumps` takes."""
         of_layer = ("layer", "kind", "width", "starvation", "predicted_gain", "step_size", "left")
         of_all = ("loss_before", "loss_after", "validated_loss", "added_parameters", "cache_bytes")
-        layers = [_select(layer, of_layer) for layer in self.layers]
-        return {"applied": self.applied, **_select(self, of_all), "layers": layers}
+        layers = [{name: getattr(layer, name) for name in of_layer} for layer in self.layers]
+        return {"applied": self.applied, **{name: getattr(self, name) for name in of_all}, "layers": layers}
 
     def __str__(self) -> str:
         return report_text(self)
@@ -134,12 +134,6 @@ class GrowthReport:
     def plot(self) -> "Figure":
         """Draw where the model grew, and the line search, by matplotlib."""
         return pictures.draw_growth([self])
-
-
-def _select(report: GrowthReport | LayerGrowth, names: Iterable[str]) -> dict:
-    """Attributes as JSON has them, which knows no tuples."""
-    values = {name: getattr(report, name) for name in names}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -163,12 +157,6 @@ class LayerTrim:
     error: float
     removed_parameters: int
 
-    def cells(self) -> list[str]:
-        """The row of the table of a `TrimReport`."""
-        worth = "-" if self.worth is None else f"{self.worth:.4f}"
-        cut = (f"{self.error:.1%}", f"{self.removed_parameters:,}")
-        return [str(self.layer), self.kind, format_width(self.width), worth, *cut]
-
 
 @dataclass(frozen=True)
 class TrimReport:
@@ -191,8 +179,13 @@ class TrimReport:
         return sum(layer.removed_parameters for layer in self.layers)
 
     def __str__(self) -> str:
+        rows = []
+        for layer in self.layers:
+            worth = "-" if layer.worth is None else f"{layer.worth:.4f}"
+            cut = (f"{layer.error:.1%}", f"{layer.removed_parameters:,}")
+            rows.append([str(layer.layer), layer.kind, format_width(layer.width), worth, *cut])
         columns = ("layer", "kind", "width", "worth", "error", "parameters removed")
-        return format_table(columns, [layer.cells() for layer in self.layers]) + wrap_line(self._outcome())
+        return format_table(columns, rows) + wrap_line(self._outcome())
 
     def _outcome(self) -> str:
         if not self.layers:

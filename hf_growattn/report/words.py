@@ -46,27 +46,20 @@ def summary_of(report) -> list[str]:
         if not any(any(layer.strength) for layer in report.layers):
             why = "no direction lowers the loss of batches that it was not computed from"
         return [f"Loss: {report.loss_before:.4f} on the growth batches. Nothing was grown: {why}."]
-    return [_loss_text(report), _cost_text(report)]
-
-
-def _loss_text(report) -> str:
     if report.validated_loss:
         before, after = report.validated_loss
         source = "growth batches that the directions were not computed from"
     else:
         before, after = report.loss_before, report.loss_after
         source = "the growth batches that the directions were computed from"
-    return f"Loss: {before:.4f} -> {after:.4f} ({after - before:+.4f}) on {source}."
-
-
-def _cost_text(report) -> str:
+    loss = f"Loss: {before:.4f} -> {after:.4f} ({after - before:+.4f}) on {source}."
     weights = f"{report.added_parameters:,} weights {'added' if report.kept else 'would be added'}"
     if report.parameters:
         weights += f" ({report.added_parameters / report.parameters:+.1%})"
     before, after = report.cache_bytes
     if not before:  # encoders keep no keys and values
-        return f"Cost: {weights}."
-    return f"Cost: KV cache {before:,} -> {after:,} bytes a token ({after / before - 1:+.1%}), {weights}."
+        return [loss, f"Cost: {weights}."]
+    return [loss, f"Cost: KV cache {before:,} -> {after:,} bytes a token ({after / before - 1:+.1%}), {weights}."]
 
 
 def rows_of(report) -> list[list[str]]:

@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
 from ..grow.growth import Grower
-from ..growable.growths import GROWTH, growable_model, load_growth, save_with_adapters
+from ..growable.growths import GROWTH, growable_model, is_grown, load_growth, save_with_adapters
 from ..growable.models import patch_model
-from ..interop.cards import save_figures
+from ..interop.cards import write_card
 from ..interop.checkpoints import load_config, load_model, load_tokenizer
 from ..report.report import GrowthReport
 from .comparison import Race
@@ -180,9 +180,8 @@ def finetune(recipe: Recipe) -> dict:
         trainer.evaluate()
     save_model(trainer, partial(_load_model, recipe, "float32", dense=True))
     reports = growth.reports if growth else [report] if report else []
-    if trainer.is_world_process_zero():
-        names = {"model": recipe.model_name, "dataset": recipe.dataset}
-        save_figures(training.output_dir, reports, **names, log_history=history)
+    if trainer.is_world_process_zero() and is_grown(trainer.model):
+        write_card(trainer.model, training.output_dir, reports, recipe.model_name, recipe.dataset, history)
     figures = {
         "held_out": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
         "grown_at": [entry["step"] for entry in history if entry.get("growth_added_parameters")],
