@@ -56,6 +56,7 @@ def grown_at(state) -> list[int]:
 @pytest.mark.parametrize(
     "when, options, expected",
     [
+        (dict(), {}, [3]),
         (dict(steps=[2, 5]), {}, [2, 5]),
         (dict(every=2), {}, [2, 4]),  # not after the last step
         (dict(at="epoch"), dict(max_steps=-1, num_train_epochs=3), [6, 12]),
@@ -157,16 +158,15 @@ def test_lora_is_resumed_with_the_growth_of_its_base(tmp_path):
 
 def test_never_firing_is_said_at_the_end(tmp_path):
     run = trainer(tmp_path, GrowthCallback(CONFIG, at="plateau"), eval_strategy="steps", eval_steps=5)
-    with pytest.warns(UserWarning, match=r"never fired.*never stopped falling"):
+    with pytest.warns(UserWarning, match="never fired"):
         run.train()
 
 
 @pytest.mark.parametrize(
     "when, message",
     [
-        (dict(), "one of steps"),
         (dict(steps=[2], every=2), "one of steps"),
-        (dict(at="noon"), "'epoch', 'plateau'"),
+        (dict(at="noon"), "'middle', 'epoch', 'plateau'"),
         (dict(every=0), "every must be"),
         (dict(steps=[2], batches=0), "batches must be"),
     ],

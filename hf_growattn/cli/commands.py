@@ -11,21 +11,14 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .options import (
-    DATA,
-    UsageError,
-    check_new_folder,
-    make_parser,
-    read_recipe,
-    refuse_unknown,
-)
+from .options import DATA, UsageError, check_new_folder, make_parser, read_recipe, refuse_unknown
 
 FAILED, USAGE_ERROR, NOTHING, INTERRUPTED = 1, 2, 3, 130
 _HELP = """Usage: growattn COMMAND ...
@@ -42,12 +35,11 @@ _EXPECTED = (ValueError, OSError, ImportError)  # errors whose message names the
 
 
 class Result(NamedTuple):
-    """What a command found out: for --json, for people, its exit code, and lines to standard error after the result."""
+    """What a command found out: for --json, for people, and its exit code."""
 
     figures: dict
     text: str
     code: int = 0
-    next_steps: Sequence[str] = ()
 
 
 def main(words: list[str]) -> int:
@@ -61,49 +53,40 @@ def main(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"growattn {sys.modules['hf_growattn'].__version__}")
         return 0
-    if not sys.stderr.isatty():
-        for library in ("HUB", "DATASETS"):  # transformers goes by the Hub's
-            os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
     name, rest = words[0], words[1:]
     try:
-        if name not in COMMANDS:
-            refuse_unknown([name], COMMANDS)
+        refuse_unknown([name] if name not in COMMANDS else [], COMMANDS)
         run, names = COMMANDS[name]
         parser = make_parser(name, names, str(run.__doc__))
         if "-h" in rest or "--help" in rest:
             parser.print_help()
             return 0
-        if DATA in names:
-            options = read_recipe(name, rest)
-        else:
-            options, unknown = parser.parse_known_args(rest)
-            refuse_unknown(unknown, [f"--{option}" for option in vars(options)])
-        result = run(options, rest)
+        with contextlib.redirect_stdout(sys.stderr):  # where progress and logs belong
+            if DATA in names:
+                options = read_recipe(name, rest)
+            else:
+                options, unknown = parser.parse_known_args(rest)
+                refuse_unknown(unknown, [f"--{option}" for option in vars(options)])
+            result = run(options, rest)
     except UsageError as error:
-        command = f"growattn {name}" if name in COMMANDS else "growattn"
-        _say(f"Usage error: {error} See {command} --help.")
-        return USAGE_ERROR
+        return _fail(USAGE_ERROR, f"Usage error: {error} See --help.")
     except KeyboardInterrupt as interrupt:
-        _say(f"Interrupted: {str(interrupt) or 'nothing was written.'}")
-        return INTERRUPTED
+        return _fail(INTERRUPTED, f"Interrupted: {str(interrupt) or 'nothing was written.'}")
     except Exception as error:
         if debug:
             traceback.print_exc()
         message = " ".join(str(error).split())
         if not isinstance(error, _EXPECTED):
             message = f"{type(error).__name__}: {message} (add --debug to see where)"
-        _say(f"Error: {message}")
-        return FAILED
+        return _fail(FAILED, f"Error: {message}")
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(result.figures, indent=1) if as_json else result.text, flush=True)
-        for line in result.next_steps:
-            _say(line)
     return result.code
 
 
-def _say(text: str) -> None:
-    """Write for people; standard output is for results."""
-    print(text, file=sys.stderr, flush=True)
+def _fail(code: int, message: str) -> int:
+    print(message, file=sys.stderr, flush=True)
+    return code
 
 
 def _format_next(command: str, model: str, recipe: Any, words: list[str], *more: str) -> str:
@@ -142,7 +125,6 @@ def run_measure(recipe: Any, words: list[str]) -> Result:
     from ..training.finetuning import prepare_growth
 
     grower, batches, _ = prepare_growth(recipe)
-    _say(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
     report = grower.measure(batches)
     text = report_text(report, _format_next("race", recipe.model_name, recipe, words))
     return Result(report.to_dict(), text, 0 if report.found else NOTHING)
@@ -163,7 +145,6 @@ def run_grow(recipe: Any, words: list[str]) -> Result:
     from ..training.finetuning import prepare_growth
 
     grower, batches, tokenizer = prepare_growth(recipe)
-    _say(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
     report = grower.grow(batches)
     text = report_text(report, _format_next("race", recipe.model_name, recipe, words))
     if not report.applied:
@@ -176,7 +157,7 @@ def run_grow(recipe: Any, words: list[str]) -> Result:
             save_report([report], folder / "report.html", model=recipe.model_name, data=recipe.dataset)
     load = f"Saved in {output}. Load it: import hf_growattn, then AutoModelForCausalLM.from_pretrained({output!r})."
     train = f"Train it: {_format_next('finetune', output, recipe, words, '--max_growths', '0')}"
-    return Result(report.to_dict() | {"output": output}, text, next_steps=[load, train])
+    return Result(report.to_dict() | {"output": output}, f"{text}\n{load}\n{train}")
 
 
 def run_race(recipe: Any, words: list[str]) -> Result:
@@ -193,14 +174,14 @@ def run_race(recipe: Any, words: list[str]) -> Result:
     from ..training.finetuning import race_recipe
     from ..training.methods import METHODS
 
-    race = race_recipe(recipe, _say)
-    trainings = []
+    race = race_recipe(recipe)
+    lines = [str(race)]
     for place, name in (("winner", race.winner), ("runner-up", race.runner_up)):
         if name:
             method = ["--method", name, "--learning_rate", f"{race.rates[name]:.2g}"]
             command = _format_next("finetune", recipe.model_name, recipe, words, *method)
-            trainings.append(f"Train by the {place}, {METHODS[name].title}: {command}")
-    return Result(race.figures(), str(race), 0 if METHODS[race.winner].growth else NOTHING, trainings)
+            lines.append(f"Train by the {place}, {METHODS[name].title}: {command}")
+    return Result(race.figures(), "\n".join(lines), NOTHING if race.winner == "lora" else 0)
 
 
 def run_finetune(recipe: Any, words: list[str]) -> Result:
@@ -212,20 +193,12 @@ def run_finetune(recipe: Any, words: list[str]) -> Result:
     """
     if not recipe.training.resume_from_checkpoint:
         check_new_folder(recipe.training.output_dir)
-    from ..training.finetuning import check_recipe, finetune
-    from ..training.recipe import last_checkpoint
+    from ..training.finetuning import finetune
 
     try:
-        check_recipe(recipe)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # where progress and logs belong
-            figures = finetune(recipe)
+        figures = finetune(recipe)
     except KeyboardInterrupt:
-        last = last_checkpoint(Path(recipe.training.output_dir))
-        whole = f"{last} is whole; add --resume_from_checkpoint True to continue."
-        raise KeyboardInterrupt(whole if last else "no checkpoint was saved yet.") from None
+        raise KeyboardInterrupt("--resume_from_checkpoint True continues from the last checkpoint.") from None
     return Result(figures, figures["summary"])
 
 

@@ -2,15 +2,14 @@
 
 import argparse
 import difflib
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
-from ..training.options import FinetuneOptions, GrowthOptions, RaceOptions, option
+from ..training.options import FinetuneOptions, GrowthOptions, RaceOptions, UsageError, option
 
 DATA = "DATA..."  # what the commands that read data are given after the model
 _NAMES = {
@@ -25,10 +24,6 @@ _TRL = (
     "--max_length, --per_device_train_batch_size, --learning_rate and --dataset_text_field. --config FILE reads "
     "options from YAML."
 )
-
-
-class UsageError(ValueError):
-    """A command line that cannot be read; the message names the fix."""
 
 
 @dataclass
@@ -73,18 +68,10 @@ def make_parser(command: str, names: Sequence[str], description: str) -> argpars
     for name in names:
         parser.add_argument(name.lower(), metavar=name, help=_NAMES[name])
     for item in chain.from_iterable(map(fields, OPTIONS[command])):
-        settings: dict[str, Any] = {"help": item.metadata["help"], "default": item.default}
-        if item.default:
-            settings["help"] += f" (default: {item.default})"
-        kinds = [item.type, *get_args(item.type)]  # of `list[int] | None`, the parts too
-        if bool in kinds:
-            settings["action"] = "store_true"
-        for kind in kinds:
-            if get_origin(kind) is Literal:
-                settings["choices"] = get_args(kind)
-            elif get_origin(kind) is list:
-                settings["nargs"] = "+"
-        parser.add_argument(*item.metadata["aliases"], f"--{item.name}", **settings)
+        action = "store_true" if item.type is bool else "store"
+        default = f" (default: {item.default})" if item.default else ""
+        flags = [*item.metadata["aliases"], f"--{item.name}"]
+        parser.add_argument(*flags, action=action, default=item.default, help=item.metadata["help"] + default)
     return parser
 
 
@@ -135,18 +122,13 @@ def refuse_unknown(words: Sequence[str], known: Iterable[str]) -> None:
 
 
 def check_new_folder(folder: str | None) -> None:
-    """Check that a folder can be written and holds nothing yet.
+    """Check that a folder was named, and holds nothing yet.
 
     Raises:
-        UsageError: it is a file, it holds something, it cannot be written, or nothing was named.
+        UsageError: it is a file, it holds something, or nothing was named.
     """
     if not folder:
         raise UsageError("name the folder to write: --output DIR")
     path = Path(folder)
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise UsageError(f"{path} exists and is not empty; name a new folder.")
-    parent = next(each for each in (path, *path.resolve().parents) if each.exists())
-    try:  # os.access promises nothing for mounts and for root
-        tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:
-        raise UsageError(f"nothing can be written in {parent} ({error.strerror}); name another folder.") from error

@@ -31,7 +31,8 @@ from trl import SFTConfig
 
 from hf_growattn.training.comparison import MARGIN, SURE, Race, compare_runs
 from hf_growattn.training.data import Prepared
-from hf_growattn.training.methods import METHODS, Budget
+from hf_growattn.training.methods import METHODS, weights_of_rank_one
+from hf_growattn.training.options import RaceOptions
 from hf_growattn.training.race import run_race
 
 LONGER = 5  # times as many steps
@@ -120,9 +121,8 @@ def run(pair: Pair, steps: int) -> tuple[Race, float]:
     with tempfile.TemporaryDirectory() as folder:
         plain = dict(gradient_checkpointing=False, bf16=False, use_cpu=True, report_to=[])
         training = SFTConfig(output_dir=folder, per_device_train_batch_size=size, **plain)
-        budget = RANK * Budget.near(model, 1).of_a_rank
-        how = dict(steps=steps, seeds=pair.seeds, growth_batches=pair.growth_batches)
-        race = run_race(lambda: task.model(0), tokenizer, rows, training, budget=budget, **how)
+        options = RaceOptions(RANK * weights_of_rank_one(model), pair.growth_batches, steps, pair.seeds)
+        race = run_race(lambda: task.model(0), tokenizer, rows, training, options)
     return race, time.process_time() - began
 
 
