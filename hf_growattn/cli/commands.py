@@ -14,23 +14,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .options import DATA, UsageError, check_new_folder, make_parser, read_recipe, refuse_unknown
+from .options import UsageError, check_new_folder, read_command
 
 FAILED, USAGE_ERROR, NOTHING, INTERRUPTED = 1, 2, 3, 130
-_HELP = """Usage: growattn COMMAND ...
-
-Find out whether the attention of a language model is too narrow for your data, and widen it there.
-
-{}
-
-growattn COMMAND --help explains a command. --json prints JSON alone, --debug shows where an error came from, --version
-the version.
-Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing grew, or growth did not win; 130
-interrupted, nothing is half-written."""
 _EXPECTED = (ValueError, OSError, ImportError)  # errors whose message names the fix
 
 
@@ -46,28 +35,10 @@ def main(words: list[str]) -> int:
     """Run a command line; returns its exit code."""
     as_json, debug = "--json" in words, "--debug" in words
     words = [word for word in words if word not in ("--json", "--debug")]
-    if not words or words[0] in ("-h", "--help"):
-        commands = [f"  {name:<10}{str(run.__doc__).splitlines()[0]}" for name, (run, _) in COMMANDS.items()]
-        print(_HELP.format("\n".join(commands)))
-        return 0
-    if words[0] == "--version":
-        print(f"growattn {sys.modules['hf_growattn'].__version__}")
-        return 0
-    name, rest = words[0], words[1:]
     try:
-        refuse_unknown([name] if name not in COMMANDS else [], COMMANDS)
-        run, names = COMMANDS[name]
-        parser = make_parser(name, names, str(run.__doc__))
-        if "-h" in rest or "--help" in rest:
-            parser.print_help()
-            return 0
+        options = read_command(words, {name: str(run.__doc__) for name, run in COMMANDS.items()})
         with contextlib.redirect_stdout(sys.stderr):  # where progress and logs belong
-            if DATA in names:
-                options = read_recipe(name, rest)
-            else:
-                options, unknown = parser.parse_known_args(rest)
-                refuse_unknown(unknown, [f"--{option}" for option in vars(options)])
-            result = run(options, rest)
+            result = COMMANDS[words[0]](options)
     except UsageError as error:
         return _fail(USAGE_ERROR, f"Usage error: {error} See --help.")
     except KeyboardInterrupt as interrupt:
@@ -89,18 +60,17 @@ def _fail(code: int, message: str) -> int:
     return code
 
 
-def _format_next(command: str, model: str, recipe: Any, words: list[str], *more: str) -> str:
+def _format_next(command: str, model: str, recipe: Any, *more: str) -> str:
     """A command to call next, with those of the given options that it takes, too."""
     dropped = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     dropped.add_argument("-o", "--output", "--output_dir", "--output-dir")
     for option in ("--steps", "--seeds") if command == "finetune" else ("--qk_dims", "--v_dims"):
         dropped.add_argument(option, option.replace("_", "-"))
-    given = list(dropwhile(lambda word: not word.startswith("-"), words))
-    _, options = dropped.parse_known_args(given)
+    _, options = dropped.parse_known_args(recipe.words)
     return shlex.join(["growattn", command, model, *recipe.datasets, "-o", "DIR", *options, *more])
 
 
-def run_inspect(options: argparse.Namespace, words: list[str]) -> Result:
+def run_inspect(options: argparse.Namespace) -> Result:
     """Show how wide the heads are, and how much of that they use.
 
     The effective rank counts the directions that a head uses; it is at most the width.
@@ -115,7 +85,7 @@ def run_inspect(options: argparse.Namespace, words: list[str]) -> Result:
     return Result(figures, f"{text}Does that hold the model back on your data? growattn measure {options.model} DATA")
 
 
-def run_measure(recipe: Any, words: list[str]) -> Result:
+def run_measure(recipe: Any) -> Result:
     """Measure where width holds the model back on your data.
 
     A growth is tried on the loss that finetune would train, then taken back. Nothing is changed or written. This does
@@ -126,11 +96,11 @@ def run_measure(recipe: Any, words: list[str]) -> Result:
 
     grower, batches, _ = prepare_growth(recipe)
     report = grower.measure(batches)
-    text = report_text(report, _format_next("race", recipe.model_name, recipe, words))
+    text = report_text(report, _format_next("race", recipe.model_name, recipe))
     return Result(report.to_dict(), text, 0 if report.found else NOTHING)
 
 
-def run_grow(recipe: Any, words: list[str]) -> Result:
+def run_grow(recipe: Any) -> Result:
     """Widen heads once where that lowers the loss, and save the model.
 
     The output gets the model, its tokenizer, the figures for a model card, and report.html. If no growth helps on data
@@ -146,7 +116,7 @@ def run_grow(recipe: Any, words: list[str]) -> Result:
 
     grower, batches, tokenizer = prepare_growth(recipe)
     report = grower.grow(batches)
-    text = report_text(report, _format_next("race", recipe.model_name, recipe, words))
+    text = report_text(report, _format_next("race", recipe.model_name, recipe))
     if not report.applied:
         return Result(report.to_dict() | {"output": None}, text, NOTHING)
     with replacing(Path(output).resolve()) as folder:
@@ -156,11 +126,11 @@ def run_grow(recipe: Any, words: list[str]) -> Result:
         if find_spec("matplotlib"):
             save_report([report], folder / "report.html", model=recipe.model_name, data=recipe.dataset)
     load = f"Saved in {output}. Load it: import hf_growattn, then AutoModelForCausalLM.from_pretrained({output!r})."
-    train = f"Train it: {_format_next('finetune', output, recipe, words, '--max_growths', '0')}"
+    train = f"Train it: {_format_next('finetune', output, recipe, '--max_growths', '0')}"
     return Result(report.to_dict() | {"output": output}, f"{text}\n{load}\n{train}")
 
 
-def run_race(recipe: Any, words: list[str]) -> Result:
+def run_race(recipe: Any) -> Result:
     """Find out whether growth beats LoRA on your data.
 
     LoRA on all linear layers, growth, and a third of growth with LoRA train for a short while: the same number of
@@ -179,12 +149,12 @@ def run_race(recipe: Any, words: list[str]) -> Result:
     for place, name in (("winner", race.winner), ("runner-up", race.runner_up)):
         if name:
             method = ["--method", name, "--learning_rate", f"{race.rates[name]:.2g}"]
-            command = _format_next("finetune", recipe.model_name, recipe, words, *method)
+            command = _format_next("finetune", recipe.model_name, recipe, *method)
             lines.append(f"Train by the {place}, {METHODS[name].title}: {command}")
     return Result(race.figures(), "\n".join(lines), NOTHING if race.winner == "lora" else 0)
 
 
-def run_finetune(recipe: Any, words: list[str]) -> Result:
+def run_finetune(recipe: Any) -> Result:
     """Train with TRL's SFTTrainer, and grow on the way.
 
     By default all weights train, and attention grows once, half-way. --method trains something else. A tenth of the
@@ -202,7 +172,7 @@ def run_finetune(recipe: Any, words: list[str]) -> Result:
     return Result(figures, figures["summary"])
 
 
-def run_export(options: argparse.Namespace, words: list[str]) -> Result:
+def run_export(options: argparse.Namespace) -> Result:
     """Write a grown model as an ordinary one, which needs no hf_growattn.
 
     All heads become as wide as the widest, rounded up to a multiple of 8.
@@ -219,7 +189,7 @@ def run_export(options: argparse.Namespace, words: list[str]) -> Result:
     return Result(asdict(report) | {"path": str(report.path)}, str(report))
 
 
-def run_push(options: argparse.Namespace, words: list[str]) -> Result:
+def run_push(options: argparse.Namespace) -> Result:
     """Push a grown model with its card to the Hub.
 
     The push is one commit. --dry-run writes the files and the card into a folder instead.
@@ -239,12 +209,12 @@ def run_push(options: argparse.Namespace, words: list[str]) -> Result:
     return Result({"repo": repo, "folder": folder}, f"{folder} holds what would be pushed to {repo}.")
 
 
-COMMANDS: dict[str, tuple[Callable[[Any, list[str]], Result], tuple[str, ...]]] = {
-    "inspect": (run_inspect, ("MODEL",)),
-    "measure": (run_measure, ("MODEL", DATA)),
-    "grow": (run_grow, ("MODEL", DATA)),
-    "race": (run_race, ("MODEL", DATA)),
-    "finetune": (run_finetune, ("MODEL", DATA)),
-    "export": (run_export, ("FOLDER",)),
-    "push": (run_push, ("FOLDER", "REPO")),
+COMMANDS: dict[str, Callable[[Any], Result]] = {
+    "inspect": run_inspect,
+    "measure": run_measure,
+    "grow": run_grow,
+    "race": run_race,
+    "finetune": run_finetune,
+    "export": run_export,
+    "push": run_push,
 }

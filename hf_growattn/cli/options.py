@@ -2,13 +2,14 @@
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+from .. import __version__
 from ..training.options import FinetuneOptions, GrowthOptions, RaceOptions, UsageError, option
 
 DATA = "DATA..."  # what the commands that read data are given after the model
@@ -23,6 +24,12 @@ _TRL = (
     "TRL reads the data, so all options of its ScriptArguments, SFTConfig and ModelConfig work, too, such as "
     "--max_length, --per_device_train_batch_size, --learning_rate and --dataset_text_field. --config FILE reads "
     "options from YAML."
+)
+_ABOUT = "Find out whether the attention of a language model is too narrow for your data, and widen it there."
+_END = (
+    "growattn COMMAND --help explains a command. --json prints JSON alone, --debug shows where an error came from. "
+    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing grew, or growth did not win; 130 "
+    "interrupted, nothing is half-written."
 )
 
 
@@ -45,34 +52,49 @@ class PushOptions:
     dry_run: str | None = option("write everything into this new folder, and push nothing", None, "--dry-run")
 
 
-OPTIONS: dict[str, tuple[type, ...]] = {  # the last one of a command that reads data is parsed along with TRL's
-    "inspect": (),
-    "measure": (GrowthOptions,),
-    "grow": (OutputOptions, GrowthOptions),
-    "race": (OutputOptions, RaceOptions),
-    "finetune": (OutputOptions, FinetuneOptions),
-    "export": (OutputOptions,),
-    "push": (PushOptions,),
+# What a command takes: names, then groups of options, of which the last one is parsed along with TRL's for data.
+OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
+    "inspect": (("MODEL",), ()),
+    "measure": (("MODEL", DATA), (GrowthOptions,)),
+    "grow": (("MODEL", DATA), (OutputOptions, GrowthOptions)),
+    "race": (("MODEL", DATA), (OutputOptions, RaceOptions)),
+    "finetune": (("MODEL", DATA), (OutputOptions, FinetuneOptions)),
+    "export": (("FOLDER",), (OutputOptions,)),
+    "push": (("FOLDER", "REPO"), (PushOptions,)),
 }
 
 
-def make_parser(command: str, names: Sequence[str], description: str) -> argparse.ArgumentParser:
-    """A parser of the names and options of a command, but for those of TRL; it needs no torch."""
-    parser = argparse.ArgumentParser(
-        f"growattn {command}",
-        usage=f"%(prog)s {' '.join(names)} [options]",
-        description=description,
-        epilog=_TRL if DATA in names else None,
-        allow_abbrev=False,
-    )
-    for name in names:
-        parser.add_argument(name.lower(), metavar=name, help=_NAMES[name])
-    for item in chain.from_iterable(map(fields, OPTIONS[command])):
-        action = "store_true" if item.type is bool else "store"
-        default = f" (default: {item.default})" if item.default else ""
-        flags = [*item.metadata["aliases"], f"--{item.name}"]
-        parser.add_argument(*flags, action=action, default=item.default, help=item.metadata["help"] + default)
-    return parser
+def read_command(words: Sequence[str], descriptions: Mapping[str, str]) -> Any:
+    """What a command line says: a `Recipe` if the command reads data, otherwise a namespace. Help needs no torch.
+
+    Args:
+        words: of the command line.
+        descriptions: help by command.
+
+    Raises:
+        UsageError: an option is unknown; otherwise as `read_recipe`.
+        SystemExit: help was asked for, or a name is unknown or missing.
+    """
+    names, _ = OPTIONS.get("".join(words[:1]), ((), ()))
+    if DATA in names and not {"-h", "--help"}.intersection(words):
+        return read_recipe(words[0], words[1:])
+    parser = argparse.ArgumentParser("growattn", description=_ABOUT, epilog=_END)
+    parser.add_argument("--version", action="version", version=f"growattn {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command, (names, groups) in OPTIONS.items():
+        text, more = descriptions[command], _TRL if DATA in names else None
+        title = text.partition("\n")[0]
+        part = commands.add_parser(command, help=title, description=text, epilog=more, allow_abbrev=False)
+        for name in names:
+            part.add_argument(name.lower(), metavar=name, help=_NAMES[name])
+        for item in chain.from_iterable(map(fields, groups)):
+            action = "store_true" if item.type is bool else "store"
+            default = f" (default: {item.default})" if item.default else ""
+            flags = [*item.metadata["aliases"], f"--{item.name}"]
+            part.add_argument(*flags, action=action, default=item.default, help=item.metadata["help"] + default)
+    options, unknown = parser.parse_known_args(words)
+    refuse_unknown(unknown, [f"--{option}" for option in vars(options)])
+    return options
 
 
 def read_recipe(command: str, words: Sequence[str]) -> Any:
@@ -90,7 +112,7 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
 
     from ..training.recipe import Recipe, Training
 
-    groups = [OPTIONS[command][-1], ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
+    groups = [OPTIONS[command][1][-1], ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
     parser = TrlParser(groups, allow_abbrev=False, usage=f"growattn {command} MODEL {DATA} [options]")
     # The data and the method choose these if nobody does.
     parser.set_defaults(packing=None, packing_strategy=None, dtype=None, learning_rate=None)
@@ -106,7 +128,7 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
     if not model.model_name_or_path or not (datasets or mixture.datasets):
         raise UsageError("name MODEL and DATA first, then the options; or name both in a YAML file, by --config.")
     refuse_unknown(unknown, [f"--{item.name}" for group in groups for item in fields(group)])
-    return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture)
+    return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture, options)
 
 
 def refuse_unknown(words: Sequence[str], known: Iterable[str]) -> None:

@@ -45,6 +45,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         growth: the command's own options, one of the classes in `options`.
+        words: all options, as they were given.
     """
 
     model_name: str
@@ -54,6 +55,7 @@ class Recipe(NamedTuple):
     training: Training
     model: ModelConfig
     mixture: DatasetMixtureConfig
+    words: list[str]
 
     @property
     def dataset(self) -> str:
@@ -67,9 +69,9 @@ class Recipe(NamedTuple):
             ValueError: a value is out of its range.
         """
         budget = self.growth.budget
-        dims = {name: getattr(self.growth, name, 0) for name in ("qk_dims", "v_dims")}
-        if budget is None and not any(dims.values()):
+        qk_dims, v_dims = (getattr(self.growth, name, 0) for name in ("qk_dims", "v_dims"))
+        if budget is None and not (qk_dims or v_dims):
             budget = BUDGET
         if budget is not None and budget >= 1 and budget % 1 == 0:  # a number of weights
             budget = int(budget)
-        return GrowthConfig(budget=budget, **dims, seed=self.training.seed)
+        return GrowthConfig(qk_dims, v_dims, budget, seed=self.training.seed)

@@ -124,11 +124,10 @@ def _add_as_library(model: nn.Module, method: Method, task, batches: list[dict],
     """As a race of hf_growattn does it."""
     chosen = library.METHODS[method.library]
     rank = library.choose_rank(model, task.budget(model))
-    width = model.config.get_text_config().hidden_size
     trained, report = library.prepare_model(model, chosen, rank, batches, seed, lambda _: task.loss)
     optimizer = make_optimizer(trained, rate)
     if optimizer is not None:
-        library.scale_grown_rates(optimizer, trained, chosen.grown_share(width))
+        library.scale_grown_rates(optimizer, trained, chosen.grown_share(model.config.get_text_config().hidden_size))
         for group in optimizer.param_groups:
             group["full_rate"] = group["lr"]
     figures = {} if report is None else {"grown_weights": report.added_parameters}
