@@ -204,7 +204,5 @@ def test_a_tokenizer_must_be_the_models_own_and_know_chats(folder, tmp_path):
     (tmp_path / "text.txt").write_text("w5 more " * 400)
     with pytest.raises(ValueError, match="save the model's own tokenizer"):
         read_rows(read_recipe("measure", [f"{tmp_path}", f"{tmp_path}/text.txt", *SMALL]))
-    with pytest.raises(
-        ValueError, match=r"chats\.jsonl cannot .*chat_template is not set.*--chat_template_path"
-    ):
+    with pytest.raises(ValueError, match=r"chats\.jsonl cannot .*chat_template is not set.*--chat_template_path"):
         read_rows(read_recipe("measure", [f"{tmp_path}", f"{folder}/chats.jsonl", *SMALL]))

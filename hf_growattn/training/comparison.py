@@ -140,16 +140,16 @@ class Race:
         return f"{self.table()}\n{self.verdict}"
 
     def figures(self) -> dict:
-        """The race as valid JSON, in which null stands for a number without bound."""
+        """The result as valid JSON, in which null stands for a lead without bound."""
         lead, error = self.lead
-        names = ("method", "rate", "steps", "seed", "loss", "weights", "cache")
-        runs = [{name: _finite(getattr(run, name)) for name in names} for run in [self.start, *self.runs]]
-        found = {"winner": self.winner, "runner_up": self.runner_up, "verdict": self.verdict, "rates": self.rates}
-        return found | {"lead": _finite(lead), "error": error, "runs": runs}
-
-
-def _finite(value):
-    return None if value in (math.inf, -math.inf) else value
+        return {
+            "winner": self.winner,
+            "runner_up": self.runner_up,
+            "verdict": self.verdict,
+            "rates": self.rates,
+            "lead": lead if math.isfinite(lead) else None,
+            "error": error,
+        }
 
 
 def compete(race: Race, train: Callable, methods: Iterable[str], rates: Sequence[float], seeds: int) -> None:

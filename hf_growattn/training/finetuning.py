@@ -3,7 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -41,8 +41,7 @@ from .recipe import Recipe
 from .trainer import GrowthCallback
 
 _SPARE = 16  # times the rows to measure on: packing leaves fewer rows than it gets
-# Options that do not go with weights which a budget adds before the training.
-_ON_THE_WAY = ("qk_dims", "v_dims", "grow_steps", "grow_every", "grow_at", "max_growths")
+_AT_START = ("method", "budget", "growth_batches")  # options of a growth before the training
 
 
 def make_callback(recipe: Recipe) -> GrowthCallback | None:
@@ -53,11 +52,12 @@ def make_callback(recipe: Recipe) -> GrowthCallback | None:
     """
     options = recipe.growth
     if options.method != "full":
-        given = [name for name in _ON_THE_WAY if getattr(options, name) not in (0, None, "middle")]
-        given += ["use_peft"] * recipe.model.use_peft
+        others = [item for item in fields(options) if item.name not in _AT_START]
+        given = [f"--{item.name}" for item in others if getattr(options, item.name) != item.default]
+        given += ["--use_peft"] * recipe.model.use_peft
         if given:
             raise UsageError(
-                f"--method {options.method} trains what a --budget adds at the start: leave out --{', --'.join(given)}."
+                f"--method {options.method} trains what a --budget adds at the start: leave out {', '.join(given)}."
             )
         return None
     if options.max_growths == 0:
@@ -157,9 +157,8 @@ def finetune(recipe: Recipe) -> dict:
     training, method = recipe.training, METHODS.get(recipe.growth.method)
     rows, config, tokenizer = read_rows(recipe)
     width = config.get_text_config().hidden_size
-    if training.learning_rate is None:
-        # Between those of a race, or TRL's for all weights.
-        training.learning_rate = prod(RATES) ** 0.5 / width if method else type(training).learning_rate
+    between = prod(RATES) ** 0.5 / width  # the rates of a race
+    training.learning_rate = training.learning_rate or (between if method else type(training).learning_rate)
     model: Any = move_to_device(_load_model(recipe, "float32"), training.device)
     report = None
     if method:
