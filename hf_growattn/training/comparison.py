@@ -122,7 +122,7 @@ class Race:
             return f"{title} wins: it is {gap} lower than LoRA, with a KV cache {wider:.0%} larger."
         if lead <= 0:
             return f"LoRA wins: {title} is {gap} higher."
-        return f"LoRA wins: {title} is {gap} lower, and must be lower by more than {MARGIN} and two standard errors."
+        return f"LoRA wins: {title} is {gap} lower, but must lead by more than {MARGIN} and two standard errors."
 
     def table(self) -> str:
         """A row for each method that ended, the lowest loss first."""

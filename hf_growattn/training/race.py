@@ -219,7 +219,7 @@ def run_race(
     race, rates = trainings.race, [rate / trainings.width for rate in RATES]
     methods = [name for name in METHODS if name != "both" or trainings.rank > 1]  # a rank cannot be shared
     total = len(methods) * (3 * (steps // SHORT) + steps) + 2 * (seeds - 1) * steps
-    print(f"The race of {', '.join(METHODS[name].title for name in methods)} takes {total:,} training steps.")
+    print(f"A race of {', '.join(methods)} takes {total:,} training steps.")
     try:
         compete(race, trainings.train, methods, rates, seeds)
     except KeyboardInterrupt:
