@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_growattn import Grower, GrowthConfig
-from hf_growattn.grow.batches import halves_of
-from hf_growattn.grow.search import StepSearch
-from hf_growattn.growable.models import attentions
+from hf_growattn.grow.trial import StepSearch
+from hf_growattn.growable.growths import attentions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.blocks import Block, measure_moments
+from hf_growattn.measure.blocks import MESSAGES, PATTERNS, Block, measure_moments
 from hf_growattn.measure.gradients import Gradient, beyond_old_dims, shares, sketched_gradients, whole_gradients
-from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import Objective, evaluation_mode
+from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 
 ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
 

@@ -14,14 +14,14 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_growattn import GrowableAttention, Grower, GrowthConfig, patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 
 
 def widened(variant: str, qk_dims: int = 6, v_dims: int = 0, attention: str = "sdpa", **kwargs):
     """A patched model whose first layer is wider by random, that is function-changing, weights."""
     model = patch_model(build(variant, attention=attention, **kwargs))
     add_dims(attentions(model)[0], qk_dims, v_dims)
-    model.sync_config()
+    sync_config(model)
     return model
 
 

@@ -7,7 +7,7 @@ from test_growth import fingerprint, same
 from transformers import AlbertConfig, AlbertModel, AutoModel
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 
 BATCH = lm_batches(1)[0]
 

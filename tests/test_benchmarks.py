@@ -13,7 +13,7 @@ import torch
 from conftest import LONG, ROOT
 from recall_task import PhoneBook
 
-from hf_growattn.growable.models import attentions, cache_bytes
+from hf_growattn.growable.growths import attentions, cache_bytes
 
 BENCH = ROOT / "scripts" / "bench"
 # A task from nothing, and timings; then also read-in vectors, a causal LM from a folder, and an encoder.

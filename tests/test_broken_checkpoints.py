@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_saving import grown
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 
 VARIANTS = ["llama-2", "gpt2-2"]
 

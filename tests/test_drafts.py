@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from test_functional import always, normal, seeds, spd
 from torch.testing import assert_close
 
+from hf_growattn.grow.old_dims import product_norm, quadratic_ratio, tangent_step
 from hf_growattn.measure import functional as F
 
 sizes = st.integers(1, 6)
@@ -159,7 +160,7 @@ def test_001_s1_1_the_tangent_step_is_steepest_and_minus_t_w_k_is_not():
         moved = d_a @ b.T + a @ d_b.mT
         return -(m * moved).sum((-2, -1)) / moved.norm(dim=(-2, -1))
 
-    step = [change[0] for change in F.tangent_step((m @ b)[None], (m.T @ a)[None], a[None], b[None])]
+    step = [change[0] for change in tangent_step((m @ b)[None], (m.T @ a)[None], a[None], b[None])]
     best = gain(*step)
     assert gain(roots_a[0] @ (-t @ w_k), roots_b[0] @ (-t.T @ w_q)) < 0.9 * best
     others = gain(normal(1000, d, k, seed=5), normal(1000, d, k, seed=6))
@@ -177,7 +178,7 @@ def test_001_s1_1_rho_is_a_norm():
     rho = -x @ (w_q @ w_q.T @ t + t @ w_k @ w_k.T) @ x.T
     with pytest.raises(RuntimeError):  # (9, 9) by (6, 2)
         -gamma / rho * (t @ w_k)
-    size = F.product_norm(torch.cat((x @ w_q, x @ t @ w_k), -1)[None], torch.cat((x @ t.T @ w_q, x @ w_k), -1)[None])
+    size = product_norm(torch.cat((x @ w_q, x @ t @ w_k), -1)[None], torch.cat((x @ t.T @ w_q, x @ w_k), -1)[None])
     d_q, d_k = -gamma / size * t @ w_k, -gamma / size * t.T @ w_q
     assert_close((x @ (w_q @ d_k.T + d_q @ w_k.T) @ x.T).norm().item(), gamma)
 
@@ -276,7 +277,7 @@ def test_001_s1_1_the_gradient_splits_into_tangent_and_bottleneck(layer):
     reached = d_a @ layer.shared.mT + layer.stacked @ d_b.mT
     assert abs((rest * reached).sum()) <= 1e-9 * (1 + rest.norm() * reached.norm())
     gradients = layer.whitened @ layer.shared, layer.whitened.mT @ layer.stacked
-    d_a, d_b = F.tangent_step(*gradients, layer.stacked, layer.shared)
+    d_a, d_b = tangent_step(*gradients, layer.stacked, layer.shared)
     reached = d_a @ layer.shared.mT + layer.stacked @ d_b.mT
     assert_close(reached, rest - layer.whitened, rtol=1e-6, atol=1e-8)
     p_a, p_b = (side @ torch.linalg.pinv(side) for side in (layer.stacked, layer.shared))
@@ -345,7 +346,7 @@ def test_001_s1_5_ds_is_linear_and_quadratic_in_the_ratio_of_the_direct_form(lay
     moved = x_a @ (dense(layer, w_a + gamma * d_a, w_b + gamma * d_b) - dense(layer, w_a, w_b)) @ x_b.T
     assert_close(moved, gamma * linear + gamma**2 * quadratic)
     sides = [F.stack_groups(root_a @ d_a, layer.groups), root_b @ d_b]
-    ratio = F.quadratic_ratio(*sides, F.stack_groups(root_a @ w_a, layer.groups), root_b @ w_b)
+    ratio = quadratic_ratio(*sides, F.stack_groups(root_a @ w_a, layer.groups), root_b @ w_b)
     scale = (x_a @ dense(layer, w_a, d_b) @ x_b.T).norm() + (x_a @ dense(layer, d_a, w_b) @ x_b.T).norm()
     assert (ratio * linear.norm() - quadratic.norm()).abs() < 1e-5 * ratio * scale
     bound = torch.linalg.matrix_norm(x_a, 2) * torch.linalg.matrix_norm(x_b, 2)
@@ -363,7 +364,7 @@ def test_001_problem_b_factors_are_the_best_of_their_rank_and_balanced(seed, gro
     assert_close(new[0] @ new[1].mT, (u[..., :rank] * sigma[..., None, :rank]) @ vh[..., :rank, :])
     assert rank < min(n, m, k) or (new[0] @ new[1].mT - product).norm() < 1e-9 * product.norm()
     assert_close(new[0].mT @ new[0], new[1].mT @ new[1])
-    assert_close(F.product_norm(left, right), product.norm())
+    assert_close(product_norm(left, right), product.norm())
 
 
 def test_004_propositions_1_to_4_hold_of_independent_samples():

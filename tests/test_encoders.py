@@ -24,7 +24,7 @@ from hf_growattn import (
     unpatch_model,
 )
 from hf_growattn.cli.inspection import inspect_model
-from hf_growattn.growable.models import attentions, extra_parameters
+from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
 from hf_growattn.interop.costs import costs_of
 
 TOLERANCE = 1e-5  # of the largest output, where nothing but fp32 differs
@@ -146,7 +146,7 @@ def test_stock_forms(grown, name, tmp_path):
     model = patch_model(build(name))
     for layer, attention in enumerate(attentions(model)):
         add_dims(attention, 6 + 6 * layer, 3 + 2 * layer, std=0.1)
-    model.sync_config()
+    sync_config(model)
     if name not in WITH_STOCK_FORM:
         with pytest.raises(ValueError, match=r"no exact stock form: .*model\.save_pretrained"):
             export_model(model, tmp_path / "m")

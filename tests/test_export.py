@@ -15,7 +15,7 @@ from families import HEADS, LLAMA, VARIANTS, add_dims, build, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, export_model, model_card, patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 from hf_growattn.interop import export, stock
 from hf_growattn.interop.costs import Cost, costs_of
 
@@ -35,7 +35,7 @@ def widened(model, qk_dims: int = 6, v_dims: int = 3):
         part = add_dims(attention, qk_dims * (layer + 1), v_dims + 2 * layer, std=0.1)
         if part.inside.bias is not None:
             torch.nn.init.normal_(part.inside.bias, std=0.1)
-    model.sync_config()
+    sync_config(model)
     return model
 
 

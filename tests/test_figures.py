@@ -7,7 +7,7 @@ import pytest
 from families import add_dims, build
 
 from hf_growattn import model_card, patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 from hf_growattn.interop.cards import FIGURES, read_figures
 from hf_growattn.interop.checkpoints import write_publication
 
@@ -22,7 +22,7 @@ MARKUP = (
 def model():
     model = patch_model(build("llama-2"))
     add_dims(attentions(model)[1], 4)
-    model.sync_config()
+    sync_config(model)
     return model
 
 

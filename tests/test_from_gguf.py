@@ -9,7 +9,7 @@ from families import GROUPED, VOCABULARY, lm_batches, tokens
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, export_model, patch_model, unpatch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install gguf")
 WIDTH, HEADS = GROUPED["hidden_size"], GROUPED["num_attention_heads"]

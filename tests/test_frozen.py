@@ -7,7 +7,7 @@ from optimizers import OPTIMIZERS
 from test_trainer import trainer
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
-from hf_growattn.growable.models import attentions, extra_parameters
+from hf_growattn.growable.growths import attentions, extra_parameters
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=1, oversampling=4)
 

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 from hf_growattn.model.extra import ROLES
 
 TOKEN = "hf_neverToBeSeenInAnyMessage"
@@ -143,7 +143,7 @@ def test_configs_that_make_sense(record_property):
         assert torch.equal(computed(patch_model(model)), expected)
         new = [(attention, dims) for attention, dims in zip(attentions(model), grown) if any(dims)]
         parts = [add_dims(attention, *dims, roles=("query", "value")) for attention, dims in new]
-        model.sync_config()
+        sync_config(model)
         # Sums of other lengths round otherwise: some bits of the largest logit.
         allowed = 64 * torch.finfo(precision).eps * expected.abs().max().item()
         torch.testing.assert_close(computed(model), expected, rtol=0, atol=allowed)
@@ -186,7 +186,7 @@ def stock_and_grown(tmp_path_factory):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **common, **fields))
         model.save_pretrained(folder / f"{family}-stock")
         add_dims(attentions(patch_model(model))[1], 3, 2, roles=("query", "value"))
-        model.sync_config()
+        sync_config(model)
         model.save_pretrained(folder / f"{family}-grown")
         code = json.loads((folder / f"{family}-grown" / "config.json").read_text())["auto_map"]
         edit(folder / f"{family}-stock" / "config.json", [(("auto_map",), code)])  # transformers reads it in both

@@ -8,15 +8,14 @@ from conftest import real_batches
 from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow import growth, keeping
-from hf_growattn.grow.search import StepSearch
-from hf_growattn.grow.trial import Change, Trial
+from hf_growattn.grow import growth
+from hf_growattn.grow.trial import Change, StepSearch, Trial
+from hf_growattn.growable import growths
 from hf_growattn.growable.attention import set_trial
-from hf_growattn.growable.models import attentions, cache_bytes, extra_parameters
-from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.growable.growths import attentions, cache_bytes, extra_parameters
+from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.measure.gradients import exact_gradients
-from hf_growattn.measure.kinds import MESSAGES, PATTERNS
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss, mean_of
 
 FIXED = dict(qk_dims=4, v_dims=4)
@@ -156,7 +155,6 @@ def test_report_holds_and_prints_what_happened():
         assert layer.predicted_gain == pytest.approx(layer.step_size * gain)
     assert report.predicted_gain == pytest.approx(sum(layer.predicted_gain for layer in report.layers))
     assert report.loss_after < report.loss_before and report.cache_bytes[1] == cache_bytes(model)
-    assert set(report.seconds) == {"moments", "probe", "solving", "line search"}
     text = " ".join(str(report).split())
     assert (
         "16 -> 20" in text
@@ -247,7 +245,7 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
     ],
 )
 def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, monkeypatch):
-    room = growth if hasattr(growth, phase) and phase != "add_new_parameters" else keeping
+    room = growth if hasattr(growth, phase) and phase != "add_new_parameters" else growths
     model = patch_model(build("llama-5-bias")).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(**lm_batches()[0]).loss.backward()

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, model_card, patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 from hf_growattn.interop.cards import FIGURES, read_figures, save_figures
 
 TOKEN = "hf_neverToBeSeenAnywhere"
@@ -264,7 +264,7 @@ def test_task_heads_and_a_growth_that_kept_nothing(task):
 
     model = patch_model(build("gpt2-2", getattr(transformers, f"AutoModelFor{task}")))
     add_dims(attentions(model)[0], 4)
-    model.sync_config()
+    sync_config(model)
     card = model_card(model, "me/grown", reports=[GrowthReport(1.0, 1.0, [], 0, {}, {})], picture=True)
     assert f"AutoModelFor{task}.from_pretrained" in card.text and card_errors(str(card)) == []
     assert "| 0 | 16 -> 20 | 16 |" in card.text and "nothing was added" in card.text and "](growth.png)" in card.text

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from families import FAMILIES, build, lm_batches, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 
 CONFIG = GrowthConfig(qk_dims=3, v_dims=2, layers=[1], oversampling=4)
 

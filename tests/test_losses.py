@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
-from hf_growattn.grow.provenance import origin_of
+from hf_growattn.growable.growths import origin_of
 
 LORA = dict(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
 

@@ -14,7 +14,7 @@ from families import build, lm_batches
 from optimizers import OPTIMIZERS, SCHEDULERS, step_scheduler
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 
 LR = 1e-2  # what bf16 weights still notice
 CHOICES = {

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig
 
 from hf_growattn import patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 from hf_growattn.training.methods import METHODS, choose_rank, make_trainer, prepare_model, weights_of_rank_one
 
 
@@ -44,7 +44,7 @@ def test_a_mix_leaves_alone_what_grew_before(variant):
     model = patch_model(families.build(variant))
     for attention in attentions(model):
         attention.add_part("growth_1", qk_dims=2, v_dims=6)
-    model.sync_config()
+    sync_config(model)
     rank, base = choose_rank(model, 0.3), model.num_parameters()
     budget = rank * weights_of_rank_one(model)
     ids = torch.randint(0, model.config.vocab_size, (4, 4, 16), generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable import models as modeling
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 
 CODE = {f"growattn/{name}.py" for name in TRAVELLING}
 COMMIT = "0123456789" * 4
@@ -27,7 +27,7 @@ def grown(variant: str, auto_class=AutoModelForCausalLM):
     model = patch_model(build(variant, auto_class))
     for index, attention in enumerate(attentions(model)):
         add_dims(attention, 4 + 2 * index, 2)
-    model.sync_config()
+    sync_config(model)
     return model
 
 

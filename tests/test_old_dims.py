@@ -8,16 +8,14 @@ from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import old_dims
-from hf_growattn.grow.batches import halves_of
-from hf_growattn.grow.old_dims import OldDimsTrial, make_trial, tangent_steps
+from hf_growattn.grow.old_dims import OldDimsTrial, make_trial, product_norm, tangent_steps
 from hf_growattn.grow.plan import strength_of
 from hf_growattn.grow.trial import Change, read_factors
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.gradients import whole_gradients
-from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
+from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of, mean_loss
 
 WAYS = [dict(update_existing=True), dict(method="refactor")]
 STOCK = 16  # width of the tiny models
@@ -52,7 +50,7 @@ def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors
     gradients = sketched(model, batches, 4)
     blocks = [gradient.block for gradient in gradients]
     logits = model(**batches[0]).logits
-    norms = [F.product_norm(*block.whitened_factors()) for block in blocks]
+    norms = [product_norm(*block.whitened_factors()) for block in blocks]
     changes = [Change(gradient, 4, strength_of(gradient)) for gradient in gradients]
     trial = trial_of(model, changes, batches, method="refactor")
     for step in (0.0, 1e-3):
@@ -67,7 +65,7 @@ def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors
             stacked = F.stack_groups(F.apply_root(block.roots.stacked_root, stacked), block.groups)
             shared = block.roots.shared_root @ shared
             if step == 0:
-                torch.testing.assert_close(F.product_norm(stacked, shared), norm)
+                torch.testing.assert_close(product_norm(stacked, shared), norm)
                 grams = stacked.mT @ stacked
                 diagonal = torch.diag_embed(grams.diagonal(dim1=-2, dim2=-1))
                 torch.testing.assert_close(grams, diagonal, rtol=1e-6, atol=1e-9)

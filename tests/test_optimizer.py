@@ -10,8 +10,8 @@ from families import build, lm_batches
 from optimizers import BOUNDED, LR, OPTIMIZERS, SCALED, SCHEDULERS, step_scheduler
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.models import attentions, extra_parameters
-from hf_growattn.growable.optimizers import check_optimizers
+from hf_growattn.growable.growths import attentions, extra_parameters
+from hf_growattn.growable.training_state import check_optimizers
 
 CONFIG = GrowthConfig(qk_dims=4, v_dims=2, oversampling=4)
 

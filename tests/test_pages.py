@@ -10,7 +10,7 @@ import torch
 from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, save_report
-from hf_growattn.grow.search import StepSearch
+from hf_growattn.grow.trial import StepSearch
 from hf_growattn.interop.cards import FIGURES, PICTURE, save_figures
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.report import words

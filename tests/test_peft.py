@@ -16,10 +16,9 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_growattn.measure.functional as F
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
-from hf_growattn.growable.models import attentions
-from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.growable.growths import attentions
+from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.gradients import exact_gradients
-from hf_growattn.measure.kinds import MESSAGES, PATTERNS
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")

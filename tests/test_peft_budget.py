@@ -10,7 +10,7 @@ from test_peft_method import BATCHES, LLAMA, VARIANTS, logits, near, peft, pytes
 
 import hf_growattn.measure.functional as F
 from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights, patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 
 BUDGET = 0.08
 

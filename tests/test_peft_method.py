@@ -17,7 +17,7 @@ from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, set_dims
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")
@@ -349,7 +349,7 @@ def test_a_base_in_half_precision_and_one_that_grew_before(tmp_path):
     model.save_pretrained(tmp_path)
     assert all(".extra.adapters." in name for name in load_file(tmp_path / FILE))  # what was kept is of the base
     again = patch_model(build(LLAMA))
-    again.set_parts(grown.config.extra_dims)
+    set_dims(again, grown.config.extra_dims)
     again.load_state_dict(grown.state_dict(), strict=False)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(again, tmp_path).eval()), expected)
     merged = model.merge_and_unload()

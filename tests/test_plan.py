@@ -8,15 +8,14 @@ from families import add_dims, build, lm_batches
 from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow.batches import halves_of
+from hf_growattn.grow.old_dims import product_norm
 from hf_growattn.grow.plan import candidates, strength_of
 from hf_growattn.grow.trial import Change, Trial, read_factors
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.blocks import measure_moments
+from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.gradients import sketched_gradients, whole_gradients
-from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import Objective, evaluation_mode
+from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
 DIM = {"patterns": 6 * (48 + 1), "messages": 4 * 48 + 2 * (48 + 1)}
@@ -187,7 +186,7 @@ def test_whitened_directions_gain_most_in_their_metric(estimator):
         others = compared_gradients(name, Objective(model), blocks, halves, 4, 0.05, 0)
     for parts, other in zip(whole, others):
         best = torch.linalg.svdvals(sum(parts) / 2)[:, :4].square().sum().sqrt()
-        length = F.product_norm(other.u * other.sigma.unsqueeze(-2), other.v)
+        length = product_norm(other.u * other.sigma.unsqueeze(-2), other.v)
         assert other.in_sample.sum() / length <= best * (1 + 1e-4)
 
 

@@ -13,15 +13,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from hf_growattn import patch_model
-from hf_growattn.grow.batches import halves_of
 from hf_growattn.growable.attention import set_trial
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.blocks import measure_moments
-from hf_growattn.measure.gradients import exact_gradients, sketched_gradients
-from hf_growattn.measure.kinds import MESSAGES, PATTERNS
-from hf_growattn.measure.passes import Objective, batch_loss, evaluation_mode
-from hf_growattn.measure.probes import KindProbe, Probe
+from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
+from hf_growattn.measure.gradients import KindProbe, Probe, exact_gradients, sketched_gradients
+from hf_growattn.measure.passes import Objective, batch_loss, evaluation_mode, halves_of
 
 VARIANTS = ["llama-2", "llama-5-bias", "gpt2-2", "gpt2-5-scaled"]
 

@@ -12,7 +12,7 @@ from transformers.integrations.bitnet import AutoBitLinear
 
 from hf_growattn import Grower, GrowthConfig, attention_views, export_model, patch_model, unpatch_model
 from hf_growattn.cli.inspection import inspect_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 
 peft = pytest.importorskip("peft")
 from hf_growattn import GrowAttnConfig, initialize_growattn_weights  # noqa: E402  they import peft

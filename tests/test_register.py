@@ -7,9 +7,8 @@ from own_family import OwnAttention, OwnConfig, OwnForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, Row, attention_views, patch_model, register_architecture
-from hf_growattn.growable.models import attentions
-from hf_growattn.growable.rows import ROWS
-from hf_growattn.model.shapes import REGISTERED
+from hf_growattn.growable.growths import attentions
+from hf_growattn.model.extra import REGISTERED
 
 NAMES = dict.fromkeys(("query", "key", "value"), "mix") | {"output": "o_proj"}
 
@@ -18,7 +17,7 @@ NAMES = dict.fromkeys(("query", "key", "value"), "mix") | {"output": "o_proj"}
 def registered():
     register_architecture("own", Row(NAMES, grouped_by_head=True, rotate="turn"))
     yield
-    del ROWS["own"], REGISTERED["own"]
+    del REGISTERED["own"]
 
 
 def own_model():
@@ -51,16 +50,16 @@ def test_a_row_tells_what_old_dims_can_follow(registered):
 
 def test_without_a_row_views_say_how_to_give_one(registered):
     assert attention_views(patch_model(own_model()))[0].pattern(0).shape == (48, 48)
-    row, names = ROWS.pop("own"), REGISTERED.pop("own")
+    row = REGISTERED.pop("own")
     with pytest.raises(ValueError, match=r"query projection of layer 0 is not known.*register_architecture"):
         attention_views(patch_model(own_model()))[0].pattern(0)
-    ROWS["own"], REGISTERED["own"] = row, names
+    REGISTERED["own"] = row
 
 
 def test_a_row_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="head is no role; roles are query, key, value and output"):
         register_architecture("own", Row({"head": "mix"}))
-    assert "own" not in ROWS
+    assert "own" not in REGISTERED
 
 
 def test_an_attention_with_names_of_ours_is_refused():

@@ -12,14 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import patch_model
 from hf_growattn.growable import models as modeling
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 from hf_growattn.model.extra import ROLES
 
 
 def grown(variant: str):
     model = patch_model(build(variant))
     add_dims(attentions(model)[0], 4, 2)
-    model.sync_config()
+    sync_config(model)
     return model
 
 

@@ -10,7 +10,7 @@ from conftest import ROOT
 from families import add_dims, build
 
 from hf_growattn import patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 
 MODEL = ROOT / "hf_growattn" / "model"
 # Of the standard library: nothing that starts a process, opens a connection, or reads what a pickle holds.
@@ -76,7 +76,7 @@ def test_loading_it_changes_nothing_that_stock_models_use(tmp_path):
     for variant in ("llama-2", "olmo2"):
         model = patch_model(build(variant))
         add_dims(attentions(model)[0], 2, 2)
-        model.sync_config()
+        sync_config(model)
         model.save_pretrained(tmp_path / variant)
         folders.append(str(tmp_path / variant))
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_growattn import patch_model, unpatch_model
 from hf_growattn.growable import folders
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 
 
 def grown(qk_dims: int, variant: str = "llama-2"):
     torch.manual_seed(qk_dims)
     model = patch_model(build(variant))
     add_dims(attentions(model)[0], qk_dims)
-    model.sync_config()
+    sync_config(model)
     return model
 
 

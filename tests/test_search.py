@@ -5,7 +5,7 @@ import torch
 from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow import growth, search
+from hf_growattn.grow import growth, trial
 from hf_growattn.measure import gradients
 
 CONFIGS = [GrowthConfig(budget=0.05, oversampling=4), GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)]
@@ -15,7 +15,7 @@ CONFIGS = [GrowthConfig(budget=0.05, oversampling=4), GrowthConfig(qk_dims=2, v_
 @pytest.mark.parametrize("batches", [2, 12])
 def test_ten_evaluations_of_four_batches_are_the_most(config, batches, monkeypatch):
     evaluated, measured = [], []
-    loss_at, mean_loss = search.StepSearch.loss_at, growth.mean_loss
+    loss_at, mean_loss = trial.StepSearch.loss_at, growth.mean_loss
 
     def counting(self, steps):
         before = sum(measured)
@@ -28,7 +28,7 @@ def test_ten_evaluations_of_four_batches_are_the_most(config, batches, monkeypat
         measured.append(len(few))
         return mean_loss(objective, few, tick)
 
-    monkeypatch.setattr(search.StepSearch, "loss_at", counting)
+    monkeypatch.setattr(trial.StepSearch, "loss_at", counting)
     monkeypatch.setattr(growth, "mean_loss", noting)
     assert Grower(patch_model(build("llama-2")), config).grow(lm_batches(batches)).applied
     assert 4 <= len(evaluated) <= 10 and max(evaluated) <= 4

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model
-from hf_growattn.grow.checks import refuse_sharded
+from hf_growattn.growable.training_state import refuse_sharded
 
 
 def on_ranks(forks, ranks: int, folder: Path, *scripts: str) -> list[str]:

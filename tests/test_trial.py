@@ -7,7 +7,7 @@ from families import VARIANTS, add_dims, build, lm_batches, padded, tokens
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.trial import Trial
 from hf_growattn.growable.attention import set_trial
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_kept_dims_compute_what_they_did_on_trial(variant, qk_dims, v_dims):
     before, state = model(**batch).logits, {name: value.clone() for name, value in model.state_dict().items()}
     for attention in attentions(model):
         add_dims(attention, qk_dims, v_dims)
-    model.sync_config()
+    sync_config(model)
     after, drafted = model(**batch).logits, model.generate(tokens(), max_new_tokens=4, do_sample=False)
     assert (after - before)[kept].abs().max() > 0.01
     parts = {attention: attention.extra.parts.pop("growth_1") for attention in attentions(model)}

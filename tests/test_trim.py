@@ -11,12 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_model
 from hf_growattn.grow.trial import read_factors
-from hf_growattn.grow.trim import GrownDims, cut_parts, swap_parts
-from hf_growattn.growable.models import attentions
-from hf_growattn.measure.blocks import Block, Roots, measure_moments
-from hf_growattn.measure.kinds import MESSAGES, PATTERNS
+from hf_growattn.grow.trim import GrownDims, cut_parts
+from hf_growattn.growable.growths import attentions, swap_parts, sync_config
+from hf_growattn.measure.blocks import MESSAGES, PATTERNS, Block, Roots, Rows, measure_moments
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
-from hf_growattn.measure.ranks import Rows
 
 STOCK, QK, V = 16, 4, 3  # widths of the tiny models, and what they grow by here
 ROLES = ("query", "key", "value", "output")
@@ -32,7 +30,7 @@ def grown(variant, scale=0.3, dtype=torch.float32):
         for tensor in (new_dims(attention, role, name) for role in ROLES for name in ("weight", "bias")):
             if tensor is not None:
                 tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
-    model.sync_config()
+    sync_config(model)
     return model
 
 
@@ -129,7 +127,7 @@ def test_a_model_trimmed_everywhere_is_stock_again(variant):
     for attention in attentions(model):
         attention.make_extra().parts["growth_1"] = attention.new_part(QK, V)
         torch.nn.init.normal_(new_dims(attention, "key"))  # half a dim computes nothing
-    model.sync_config()
+    sync_config(model)
     report = trim_model(model)
     assert {layer.width for layer in report.layers} == {(STOCK + QK, STOCK), (STOCK + V, STOCK)}
     assert model.config.extra_dims == {} and not any(attention.extra for attention in attentions(model))
@@ -210,7 +208,7 @@ def test_an_exception_leaves_everything_as_it_was(call, error, monkeypatch):
     with pytest.raises(error, match="on purpose"):
         trim_model(model, batches, 0.01, optimizer)
     assert same(fingerprint(model, optimizer), before)
-    monkeypatch.setattr(trim, "add_new_parameters", failing)
+    monkeypatch.setattr("hf_growattn.growable.growths.add_new_parameters", failing)
     calls = iter([call])
     kill_some(model)
     before = fingerprint(model, optimizer)
@@ -227,7 +225,7 @@ def test_growths_that_lose_nothing_stay_as_they_are():
         attention.extra.parts["growth_2"] = part = attention.new_part(2, 2)
         for parameter in part.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-    model.sync_config()
+    sync_config(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     model(**batches[0]).loss.backward()
     optimizer.step()
@@ -252,7 +250,7 @@ def test_the_directions_of_several_growths_are_found_together():
     model, batches = grown("gpt2-2"), lm_batches()
     for attention in attentions(model):
         attention.extra.parts["growth_2"] = copy.deepcopy(attention.parts[0])
-    model.sync_config()
+    sync_config(model)
     before, every = logits(model), found(model, batches)
     keep = {new: QK if new.kind is PATTERNS else V for new in every}
     assert max(new.trimmed_to(kept).error for new, kept in keep.items()) < 1e-10

@@ -12,7 +12,7 @@ from families import COMMON, GROUPED, HEADS_OF_16, VOCABULARY, add_dims, build, 
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_growth
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 
 SIZES = COMMON | GROUPED | dict(head_dim=16, num_hidden_layers=2)
 EXPERTS = dict(num_experts_per_tok=2, num_local_experts=4, num_experts=4, moe_intermediate_size=32)
@@ -63,7 +63,7 @@ def grown(name: str):
     model = patch_model(build_llava() if name == "llava" else build_encoder(name) if name in ENCODERS else build(name))
     for attention in attentions(model):
         add_dims(attention, 3, 2)
-    model.sync_config()
+    sync_config(model)
     return model
 
 

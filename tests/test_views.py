@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, T5Config, T5Model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_growattn import patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.views import attention_views
 
@@ -30,7 +30,7 @@ def grow(model, layers=None, qk_dims=3, v_dims=5):
         part = add_dims(attention, qk_dims, v_dims)
         if part.inside.bias is not None:
             torch.nn.init.normal_(part.inside.bias, std=0.3)
-    model.sync_config()
+    sync_config(model)
     return model
 
 

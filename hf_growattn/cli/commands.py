@@ -75,7 +75,7 @@ def run_inspect(options: argparse.Namespace) -> Result:
 
     The effective rank counts the directions that a head uses; it is at most the width.
     """
-    from ..growable.patching import patch_model
+    from ..growable.models import patch_model
     from ..interop.checkpoints import load_model
     from .inspection import format_inspection, inspect_model
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..growable.models import GrowableModelMixin, cache_bytes, is_grown
+from ..growable.growths import cache_bytes, is_grown
+from ..growable.models import GrowableModelMixin
 from ..interop.costs import Cost, costs_of
 from ..measure.views import FactoredMatrix, attention_views
 from ..model.configuration import PREFIX

@@ -1,9 +1,8 @@
 """Find new dims that lower the loss, try them, and keep or drop them: `Grower` and `Growth`."""
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
@@ -11,23 +10,34 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..growable.attention import GrowableAttention
-from ..growable.models import attentions
-from ..growable.optimizers import bare_optimizers, check_optimizers
-from ..growable.sharding import reshard
-from ..measure import ranks
+from ..growable.growths import attentions, leave_checkpoint, next_name, parts_of, replace_parts
+from ..growable.training_state import (
+    bare_optimizers,
+    broadcast_from_rank0,
+    check_optimizers,
+    raise_on_all_ranks,
+    rank,
+    refuse_sharded,
+    reshard,
+    total,
+)
 from ..measure.blocks import Block, measure_moments
 from ..measure.gradients import SKETCH_PASSES, Gradient, exact_gradients, sketched_gradients
-from ..measure.passes import Objective, mean_loss, mean_of
+from ..measure.passes import Objective, as_dicts, halves_of, lowering, mean_loss, mean_of, preserved_state
 from ..model.extra import Part
 from ..report.report import GrowthReport
-from .batches import as_dicts, halves_of
-from .checks import growable_model, layers_to_grow, refuse_sharded
-from .findings import growth_report
-from .keeping import keep_parts
-from .loss import lowering, preserved_state
-from .plan import GrowthConfig, candidates, check_limits, dims_worth_a_look, spend
-from .search import MOST_EVALUATIONS, SMALLEST_FALL, StepSearch, prices_of
-from .trial import Change, Trial
+from .plan import (
+    GrowthConfig,
+    candidates,
+    check_limits,
+    dims_worth_a_look,
+    growth_report,
+    layers_to_grow,
+    model_to_grow,
+    prices_of,
+    spend,
+)
+from .trial import MOST_EVALUATIONS, SMALLEST_FALL, Change, StepSearch, Trial
 
 _SEARCH_BATCHES = 4  # enough to find a step on; what it gains is then measured on all batches
 _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on all batches
@@ -35,23 +45,16 @@ _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on al
 
 @dataclass
 class _Run:
-    """One search for new dims: its layers, its batches in two halves that judge each other, its progress and times."""
+    """One search for new dims: its layers, its batches in two halves that judge each other and its progress."""
 
     objective: Objective
     chosen: list[GrowableAttention]
     halves: tuple[list, list]
     bar: tqdm
-    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def batches(self) -> list:
         return self.halves[0] + self.halves[1]
-
-    @contextlib.contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = time.perf_counter() - start
 
     @property
     def search_batches(self) -> list[list]:
@@ -105,7 +108,13 @@ class Growth:
         grower = self._grower
         if self._trial is not None:
             reshard(grower.model)
-            keep_parts(self.parts, grower.model, grower.wrapped, grower.optimizers)
+            name, kept = next_name(grower.model), parts_of(grower.model)
+            for attention, part in self.parts.items():
+                broadcast_from_rank0(*(parameter.detach() for parameter in part.parameters()))
+                part.requires_grad_(True).train(attention.training)
+            grown = {attention: kept[attention] | {name: part} for attention, part in self.parts.items()}
+            replace_parts(grower.model, grown, grower.optimizers, grower.wrapped)
+            leave_checkpoint(grower.model)
             self._trial.commit(grower.optimizers)
         self.drop()
         return replace(self.report, kept=True)
@@ -132,8 +141,8 @@ class Grower:
     Where torch.distributed runs, all ranks grow together, each on batches of its own: statistics and losses are summed
     over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
     Under FSDP2 (`fully_shard`, or accelerate's plugin with `fsdp_version=2`) new dims are sharded likewise; ranks with
-    fewer batches repeat one without weight. An error in one rank's forward pass or loss is raised on all of them (under
-    FSDP2 where the loss runs the model once).
+    fewer batches repeat one without weight. An error in one rank's forward pass or loss is raised on all of them; under
+    FSDP2, where the ranks run the model together, only a loss that is not finite is.
 
     Raises:
         ValueError: the model is not patched, model or optimizer are sharded in other ways, adapters add prompts, or no
@@ -143,7 +152,7 @@ class Grower:
     def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, accelerator=None, loss=None):
         self.optimizers = bare_optimizers(optimizer)
         refuse_sharded(model, self.optimizers, accelerator, but_fsdp2=True)
-        self.model, self.wrapped, self.loss = growable_model(model), model, loss
+        self.model, self.wrapped, self.loss = model_to_grow(model), model, loss
         check_limits(config, attentions(self.model))
         self.config = config
 
@@ -194,18 +203,22 @@ class Grower:
     @contextlib.contextmanager
     def _run(self, batches: Iterable) -> Iterator[_Run]:
         """Check all that can be checked before anything is measured, and read the batches."""
-        with ranks.raise_on_all_ranks():
+        with raise_on_all_ranks():
             reshard(self.model)
             chosen = layers_to_grow(self.model, self.config)
+            if self.config.moves_old_dims:
+                from .old_dims import check_old_dims
+
+                check_old_dims(self.model, self.config, chosen)
             check_optimizers(self.optimizers, self.model)
             read = as_dicts(batches, self.model) if self.loss is None else [*batches]
             halves = halves_of(read, whole=self.loss is not None)
-        if not all(ranks.total(*map(len, halves))):
+        if not all(total(*map(len, halves))):
             raise ValueError(
                 "There are too few batches to grow on: a growth needs two sequences at least, two batches with loss=, "
                 "so that one can judge what the other found. Pass a few dozen of your training batches."
             )
-        hidden = True if ranks.rank() > 0 else None
+        hidden = True if rank() > 0 else None
         with (
             lowering(self.loss, self.model, self.wrapped) as objective,
             tqdm(desc="growth: measuring", disable=hidden, leave=False) as bar,
@@ -236,20 +249,18 @@ class Grower:
         """Measure the mean loss, and every block's best directions."""
         config = self.config
         with self._preserved_state_of(run) as trains:
-            with run.timed("moments"):
-                # In the order they were given in: an error names a batch by its number.
-                given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
-                blocks, losses = measure_moments(
-                    run.objective, run.chosen, config.chosen_kinds, given, config.ridge, run.count_forward
-                )
-                loss_of = dict(zip(map(id, given), losses))
-                search_loss = sum(mean_of([loss_of[id(batch)] for batch in half]) for half in run.search_batches) / 2
+            # In the order they were given in: an error names a batch by its number.
+            given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
+            blocks, losses = measure_moments(
+                run.objective, run.chosen, config.chosen_kinds, given, config.ridge, run.count_forward
+            )
+            loss_of = dict(zip(map(id, given), losses))
+            search_loss = sum(mean_of([loss_of[id(batch)] for batch in half]) for half in run.search_batches) / 2
             if not blocks:
                 raise ValueError("The loss runs none of the attention modules that shall grow: choose other layers.")
             for block in blocks:
                 block.old_dims_train = trains[block.attention, block.kind.name]
-            with run.timed("probe"):
-                gradients = self.directions(run.objective, blocks, run.halves, run.count_training_step)
+            gradients = self.directions(run.objective, blocks, run.halves, run.count_training_step)
         return _Measured(mean_of(losses), search_loss, gradients)
 
     @contextlib.contextmanager
@@ -268,7 +279,7 @@ class Grower:
         """Choose the dims of each block: those of the config, or those that a budget buys."""
         changes = candidates(self.config, measured.gradients)
         if self.config.budget is not None:
-            with run.timed("pricing"), self._preserved_state():
+            with self._preserved_state():
                 prices, measured.search = prices_of(changes, run.search_loss, measured.search_loss)
             changes = spend(self.config, changes, prices, self.model.num_parameters())
         return [_as_on_rank0(change) for change in changes]
@@ -276,16 +287,15 @@ class Grower:
     def _try(self, run: _Run, measured: _Measured, changes: list[Change]) -> Growth:
         """Attach the new dims for a while, and search the steps that lower the loss most."""
         run.bar.set_description("growth: searching the step")
-        with run.timed("solving"):
-            trial = self._make_trial(run, changes)
+        trial = self._make_trial(run, changes)
         try:
             search = StepSearch(trial, run.search_loss, measured.search, measured.search_loss)
-            with run.timed("line search"), self._preserved_state():
+            with self._preserved_state():
                 steps, loss = self.steps(run.objective, search, run.batches, measured.loss, run.count_forward)
             tried = (measured.search or search).tried
             losses = {"loss_before": measured.loss, "loss_after": loss, "line_search": tried}
             losses["validated_loss"] = _validated_loss(search, steps)
-            report = growth_report(self.config, self.model, changes, trial, steps, seconds=run.seconds, **losses)
+            report = growth_report(self.config, self.model, changes, trial, steps, **losses)
             trial.detach()
         except BaseException:
             trial.drop()
@@ -351,5 +361,5 @@ def _as_on_rank0(change: Change) -> Change:
     """Return the change with the dims and strengths of rank 0: rounding may differ between machines."""
     dims = torch.tensor([change.dims], device=change.strength.device)
     strength = torch.nn.functional.pad(change.strength, (0, len(change.gradient.validated) - change.dims))
-    ranks.broadcast_from_rank0(dims, strength)
+    broadcast_from_rank0(dims, strength)
     return replace(change, dims=dims.item(), strength=strength[: dims.item()])

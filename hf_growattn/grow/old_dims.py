@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..growable.adapters import is_adapted, plain
-from ..growable.attention import GrowableAttention
-from ..growable.sharding import is_sharded
+from ..growable.attention import GrowableAttention, is_adapted, plain
+from ..growable.training_state import broadcast_from_rank0, is_sharded, sum_over_ranks, total
 from ..measure import functional as F
-from ..measure.blocks import Block
+from ..measure.blocks import PATTERNS, Block
 from ..measure.gradients import shares
-from ..measure.kinds import PATTERNS
 from ..measure.passes import Objective, backward
-from ..measure.ranks import broadcast_from_rank0, sum_over_ranks, total
 from ..model.extra import Part
 from .plan import GrowthConfig
 from .trial import Change, Trial, Write, read_factors, write_factors
@@ -163,14 +160,61 @@ def _old_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[f
     def slope(gradients: Iterable[Tensor], changes: Iterable[Tensor]) -> float:
         return -sum((gradient * change).sum().item() for gradient, change in zip(gradients, changes))
 
-    own = [F.tangent_step(*part, *factors) for part in parts]
+    own = [tangent_step(*part, *factors) for part in parts]
     validated = (slope(parts[1], own[0]) + slope(parts[0], own[1])) / 2
     in_sample = (slope(parts[0], own[0]) + slope(parts[1], own[1])) / 2
     strength = min(max(validated / in_sample, 0.0), 1.0) if in_sample > 0 else 0.0
     together = [weights[0] * first + weights[1] * second for first, second in zip(*parts)]
-    stacked, shared = (strength * change for change in F.tangent_step(together[0], together[1], *factors))
-    ratio = F.quadratic_ratio(stacked, shared, *factors).item() if strength > 0 else 0.0
+    stacked, shared = (strength * change for change in tangent_step(together[0], together[1], *factors))
+    ratio = quadratic_ratio(stacked, shared, *factors).item() if strength > 0 else 0.0
     return OldStep(stacked, shared, slope(together, (stacked, shared)), strength * validated, ratio)
+
+
+def tangent_step(
+    stacked_gradient: Tensor, shared_gradient: Tensor, stacked: Tensor, shared: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the steepest step of size 1 of the existing factors, whitened: (G, g a, k) and (G, b, k).
+
+    The changes `dW_a`, `dW_b` move the product by `dW_a W_b^T + W_a dW_b^T = -(P_a M + M P_b - P_a M P_b)`, the part of
+    the gradient that small changes of the factors can follow. Each takes half of what both could do.
+
+    Args:
+        stacked_gradient: `M W_b`, the whitened gradient of the loss in `W_a`, (G, g a, k).
+        shared_gradient: `M^T W_a`, the same in `W_b`, (G, b, k).
+        stacked: the whitened factors `W_a`, (G, g a, k).
+        shared: the whitened factors `W_b`, (G, b, k).
+
+    Source: the tangent space in "What new dims can do" of mathematics.md.
+    """
+
+    def half(gradient: Tensor, own: Tensor, other: Tensor) -> Tensor:
+        # (W^T W)^+ by way of the singular values of W: the product itself would square its condition.
+        _, values, vh = torch.linalg.svd(other, full_matrices=False)
+        kept = values > values[..., :1] * max(other.shape[-2:]) * torch.finfo(other.dtype).eps
+        inverse = torch.where(kept, values.square().reciprocal(), 0).unsqueeze(-2)
+        step = gradient @ (vh.transpose(-1, -2) * inverse) @ vh
+        basis = F.column_basis(own)
+        return -(step - basis @ (basis.transpose(-1, -2) @ step) / 2)
+
+    return half(stacked_gradient, stacked, shared), half(shared_gradient, shared, stacked)
+
+
+def product_norm(left: Tensor, right: Tensor) -> Tensor:
+    """Return `||L R^T||_F` summed over groups, without the product: (G, n, k), (G, m, k) -> scalar."""
+    return ((left.transpose(-1, -2) @ left) * (right.transpose(-1, -2) @ right)).sum().clamp_min(0).sqrt()
+
+
+def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, shared: Tensor) -> Tensor:
+    """Return `||dS_quad|| / ||dS_lin||` of a step of the existing factors, from the factors and moments alone.
+
+    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened; for a step of size `gamma` the ratio
+    is `gamma` times as large; it is 0 for a step of zero. New dims by themselves are linear in the step: both of their
+    sides carry its square root. Stacked sides are (G, g a, k), shared ones (G, b, k).
+
+    Source: "How linear is a step?" in mathematics.md.
+    """
+    linear = product_norm(torch.cat((stacked, stacked_step), -1), torch.cat((shared_step, shared), -1))
+    return product_norm(stacked_step, shared_step) / linear.clamp_min(torch.finfo(linear.dtype).tiny)
 
 
 class OldDimsWrite(Write):

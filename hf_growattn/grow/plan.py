@@ -1,17 +1,21 @@
-"""What to grow: `GrowthConfig`, and how a budget is spent over layers, patterns and messages."""
+"""What to grow: `GrowthConfig`, what it needs of a model, how a budget is spent, and the report of what came of it."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
+from ..growable.growths import attentions, cache_bytes, growable_model
 from ..measure import functional as F
+from ..measure.blocks import KINDS, MESSAGES, PATTERNS, Kind
 from ..measure.gradients import Gradient
-from ..measure.kinds import KINDS, MESSAGES, PATTERNS, Kind
-from .trial import Change, parameters_of_a_dim
+from ..report.report import GrowthReport, LayerGrowth
+from ..report.words import AT_LIMIT, NO_GAIN, NO_STEP, NOTHING_HELD, SPENT
+from .trial import AFTER_PRICING, Change, StepSearch, Trial, parameters_of_a_dim
 
 _CANDIDATES = 16  # directions of a layer and kind that a budget chooses from in one growth
 _EVEN_SHARES = 4  # times the even share of a budget: the most that one layer and kind gets
@@ -203,3 +207,162 @@ def check_limits(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> N
                 f"max_{name}={limit} is below the present width: no layer has less than {name}={width}. The limit is "
                 f"for the whole width of a head, not for what is added: choose at least {width + 1}, or leave it out."
             )
+
+
+def prices_of(
+    changes: list[Change], measure: Callable[[int], float], loss_before: float = math.inf
+) -> tuple[list[float], StepSearch]:
+    """Return what a unit of worth buys in each change's kind, and the search that found it.
+
+    All candidates are tried together for a moment. What they gain is divided between the kinds by the Shapley value,
+    the mean of what a kind adds first and what it adds last, and then among directions by their worth. Call inside
+    `evaluation_mode`.
+    """
+    kept = [change for change in changes if change.dims]
+    trial = Trial(kept)
+    try:
+        search = StepSearch(trial, measure, loss_before=loss_before)
+        _, after = search.run(spare=AFTER_PRICING)
+        gains = {kind: search.gain_alone(kind) for kind in search.promises}
+    finally:
+        trial.drop()
+    if len(gains) == 2:
+        both, (first, second) = search.loss_before - after, gains.values()
+        gains = dict(zip(gains, ((both + first - second) / 2, (both + second - first) / 2)))
+    worth = dict.fromkeys(gains, 0.0)
+    for change in kept:
+        if (kind := change.gradient.block.kind) in worth:
+            worth[kind] += worth_of(change.gradient)[: change.dims].sum().item()
+    kinds = [change.gradient.block.kind for change in changes]
+    return [gains[kind] / worth[kind] if worth.get(kind, 0.0) > 0 else 0.0 for kind in kinds], search
+
+
+def model_to_grow(model: nn.Module) -> PreTrainedModel:
+    """The patched model that a module holds, or is.
+
+    Raises:
+        ValueError: it holds no patched model or several; or peft adds prompts.
+    """
+    configs = (getattr(module, "peft_config", {}) for module in model.modules()) if isinstance(model, nn.Module) else ()
+    for name, config in (entry for each in configs for entry in each.items()):
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise ValueError(
+                f"The adapter {name!r} ({type(config).__name__}) adds prompts, which growth cannot see. Grow the model "
+                "before get_peft_model, or use LoRA."
+            )
+    return growable_model(model)
+
+
+def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[GrowableAttention]:
+    """The attention modules of these layers, or of all for None; a ValueError for an unknown layer."""
+    by_layer = {attention.layer: attention for attention in attentions(model)}
+    layers = by_layer if chosen is None else dict.fromkeys(chosen)
+    for layer in layers:
+        if layer not in by_layer:
+            raise ValueError(f"There is no attention in layer {layer!r}: choose of {', '.join(map(str, by_layer))}.")
+    return [by_layer[layer] for layer in layers]
+
+
+def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[GrowableAttention]:
+    """The attention modules that a config chooses, all of which can grow as it says.
+
+    Raises:
+        ValueError: a layer does not exist or cannot grow like that; the message names the fix.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
+    chosen = layers_of(model, config.layers)
+    for attention in chosen:
+        for name, parameter in attention.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(
+                    f"{name} of layer {attention.layer} is on the meta device: load the weights onto a real device "
+                    "first."
+                )
+            if parameter.is_inference():
+                raise ValueError(
+                    f"{name} of layer {attention.layer} was made under torch.inference_mode(): load the model outside "
+                    "of it."
+                )
+        _check_room(attention, config)
+    check_budget(config, chosen, model.num_parameters())
+    return chosen
+
+
+def _check_room(attention: GrowableAttention, config: GrowthConfig) -> None:
+    """Raise a ValueError if fixed widths ask for more than the layer can use."""
+    widest = attention.shape.in_features
+    for name, dims, limit in (
+        ("qk", config.qk_dims, config.max_qk_head_dim),
+        ("v", config.v_dims, config.max_v_head_dim),
+    ):
+        width = attention.width_of("key" if name == "qk" else "value")
+        if limit is None and dims and width + dims > widest:
+            raise ValueError(
+                f"Layer {attention.layer} has {name}_head_dim={width}; {dims} more would exceed "
+                f"the input's {widest} features, beyond which a head gains no rank. Choose fewer {name}_dims, set "
+                f"max_{name}_head_dim, or choose other layers."
+            )
+
+
+def growth_report(
+    config: GrowthConfig,
+    model: PreTrainedModel,
+    changes: list[Change],
+    trial: Trial,
+    steps: list[float],
+    **figures,
+) -> GrowthReport:
+    """The report of a trial, made before anything is written into the model.
+
+    `changes` are all that were planned, those of 0 dims too, and the trial holds those that do something, each with one
+    of the `steps`. `figures` are the report's losses and line search.
+    """
+    taken, weights = dict(zip(map(id, trial.changes), steps)), model.num_parameters()
+    added, applied = trial.added_parameters(), sum(steps) > 0
+    left = weights_of(config.budget, weights) - added
+    return GrowthReport(
+        layers=[_layer_growth(config, each, taken.get(id(each), 0.0), left) for each in changes],
+        added_parameters=added if applied else 0,
+        cache_bytes=(cache_bytes(model), cache_bytes(model, trial.parts if applied else None)),
+        parameters=weights,
+        **figures,
+    )
+
+
+def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) -> LayerGrowth:
+    """The report of one change at the step that was taken.
+
+    Args:
+        config: of the growth.
+        change: what was planned; it may have 0 dims.
+        step: 0 where nothing was taken.
+        left: weights of the budget that nothing was bought for.
+    """
+    gradient, block = change.gradient, change.gradient.block
+    width = block.attention.width_of(block.kind.shared)
+    weights = parameters_of_a_dim(block.attention, block.kind)
+    if step > 0 and change.dims:
+        why = ""
+    elif not config.most_dims(block.attention, block.kind):
+        why = AT_LIMIT
+    elif not strength_of(gradient).any():
+        why = NOTHING_HELD
+    elif change.dims:
+        why = NO_STEP
+    else:
+        why = SPENT if left < weights * config.multiple_of else NO_GAIN
+    return LayerGrowth(
+        layer=block.attention.layer,
+        kind=block.kind.name,
+        width=(width, width + (change.dims if step > 0 else 0)),
+        step_size=step,
+        in_sample=tuple(gradient.in_sample.tolist()),
+        validated=tuple(gradient.validated.tolist()),
+        strength=(*change.strength.tolist(), *[0.0] * (len(gradient.validated) - change.dims)),
+        starvation=gradient.starvation,
+        existing_slope=change.old_step.slope if change.old_step else 0.0,
+        existing_validated=change.old_step.validated if change.old_step else 0.0,
+        quadratic_ratio=step * change.quadratic_ratio,
+        left=why,
+    )

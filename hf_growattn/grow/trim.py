@@ -2,32 +2,27 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..growable.attention import GrowableAttention, drop_if_empty
-from ..growable.models import attentions, extra_parameters
-from ..growable.optimizers import (
-    add_new_parameters,
-    after_change,
+from ..growable.attention import GrowableAttention
+from ..growable.growths import Parts, attentions, replace_parts, swap_parts
+from ..growable.training_state import (
     bare_optimizers,
+    broadcast_from_rank0,
     check_optimizers,
-    remove_parameters,
-    warn_if_left_out,
+    raise_on_all_ranks,
+    rank,
+    refuse_sharded,
 )
 from ..measure import functional as F
-from ..measure import ranks
-from ..measure.blocks import Block, measure_moments
-from ..measure.kinds import KINDS, Kind
-from ..measure.passes import Objective, mean_loss, mean_of
+from ..measure.blocks import KINDS, Block, Kind, measure_moments
+from ..measure.passes import Objective, as_dicts, lowering, mean_loss, mean_of, preserved_state
 from ..model.extra import Part
 from ..report.report import LayerTrim, TrimReport
-from .batches import as_dicts
-from .checks import growable_model, refuse_sharded
-from .loss import lowering, preserved_state
+from .plan import model_to_grow
 from .trial import parameters_of_a_dim, read_factors, write_factors
 
 _RIDGE = 0.05  # of the mean eigenvalue, as in growth: directions that these batches hardly show are not free
@@ -79,8 +74,8 @@ def trim_model(
         raise ValueError("What is cut here could not be trained on: call trim_model outside torch.inference_mode().")
     optimizers = bare_optimizers(optimizer)
     refuse_sharded(model, optimizers)
-    wrapped, model = model, growable_model(model)
-    with ranks.raise_on_all_ranks():
+    wrapped, model = model, model_to_grow(model)
+    with raise_on_all_ranks():
         check_optimizers(optimizers, model)
         every = [GrownDims(attention, kind) for attention in attentions(model) for kind in KINDS.values()]
         found = [new for new in every if new.count]
@@ -91,10 +86,12 @@ def trim_model(
         with (
             lowering(loss, model, wrapped) as objective,
             preserved_state(wrapped, optimizers),
-            tqdm(desc="trimming", total=0, disable=True if ranks.rank() > 0 else None, leave=False) as bar,
+            tqdm(desc="trimming", total=0, disable=True if rank() > 0 else None, leave=False) as bar,
         ):
             keep, before, after = _least_needed(objective, found, batches, max_loss_increase, bar)
-    _keep_parts(cut_parts(keep), model, wrapped, optimizers)
+    parts = cut_parts(keep)
+    broadcast_from_rank0(*(p.detach() for own in parts.values() for part in own.values() for p in part.parameters()))
+    replace_parts(model, parts, optimizers, wrapped)
     return TrimReport(before, after, max_loss_increase, [new.trimmed_to(kept) for new, kept in keep.items()])
 
 
@@ -167,16 +164,13 @@ class GrownDims:
         return LayerTrim(self.attention.layer, self.kind.name, width, self.worth, lost, removed)
 
 
-_Parts = dict[GrowableAttention, dict[str, Part]]
-
-
-def cut_parts(keep: dict[GrownDims, int]) -> _Parts:
+def cut_parts(keep: dict[GrownDims, int]) -> Parts:
     """The parts of each attention module if of its new dims these numbers stay; nothing changes yet.
 
     A part that keeps all its dims is the same object, and one that keeps none is missing.
     """
-    parts: _Parts = {new.attention: {} for new in keep}
-    with ranks.raise_on_all_ranks():
+    parts: Parts = {new.attention: {} for new in keep}
+    with raise_on_all_ranks():
         for attention, own in parts.items():
             for name, part in attention.make_extra().parts.items():
                 inside = {new.kind: new for new in keep if part in new.alive}
@@ -195,38 +189,6 @@ def cut_parts(keep: dict[GrownDims, int]) -> _Parts:
     return parts
 
 
-def swap_parts(parts: _Parts) -> _Parts:
-    """Give attention modules these parts, and return those that they had."""
-    former: _Parts = {attention: dict(attention.make_extra().parts.items()) for attention in parts}
-    for attention, own in parts.items():
-        attention.make_extra().parts.clear()
-        attention.make_extra().parts.update(own)
-    return former
-
-
-def _keep_parts(parts: _Parts, model: Any, wrapped: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Give the model these parts for good, and let its config, its optimizers and DDP know."""
-    former, now = swap_parts(parts), extra_parameters(model)
-    known = {parameter for own in former.values() for part in own.values() for parameter in part.parameters()}
-    new, gone = [parameter for parameter in now if parameter not in known], known - {*now}
-    try:
-        ranks.broadcast_from_rank0(*(parameter.detach() for parameter in new))
-        model.sync_config()
-        add_new_parameters(optimizers, model, [parameter for parameter in new if parameter.requires_grad])
-    except BaseException:
-        swap_parts(former)
-        model.sync_config()
-        remove_parameters(optimizers, new)
-        raise
-    remove_parameters(optimizers, gone)
-    for attention in parts:
-        drop_if_empty(attention)
-    if new and not optimizers:
-        warn_if_left_out(model, new)
-    if gone:
-        after_change(model, wrapped)
-
-
 def _least_needed(
     objective: Objective, found: list[GrownDims], batches: list, max_loss_increase: float, bar: tqdm
 ) -> tuple[dict[GrownDims, int], float, float]:
@@ -242,7 +204,7 @@ def _least_needed(
     by_place = {(block.attention, block.kind): block for block in blocks}
     # Of modules that the loss does not run, or only as cross-attention, nothing is known.
     live = [new for new in found if new.live and (new.attention, new.kind) in by_place]
-    with ranks.raise_on_all_ranks():
+    with raise_on_all_ranks():
         for new in live:
             new.refactor(by_place[new.attention, new.kind])
 
@@ -291,5 +253,5 @@ def _ranking(live: list[GrownDims]) -> list[int]:
         shares = new.errors[: new.live] / total / parameters_of_a_dim(new.attention, new.kind)
         offers += [(max(new.worth or 0.0, 0.0) * share, share, -n, index) for n, share in enumerate(shares.tolist())]
     ranking = torch.tensor([offer[-1] for offer in sorted(offers)], device=live[0].errors.device)
-    ranks.broadcast_from_rank0(ranking)  # comparisons of rounded numbers may differ between machines
+    broadcast_from_rank0(ranking)  # comparisons of rounded numbers may differ between machines
     return ranking.tolist()

@@ -1,21 +1,188 @@
 """`GrowableAttention`: an attention module of a live model, whose old weights can be read head by head.
 
-Reading takes plain projections under the names that families commonly use, or the ones of a registered row. Without
-them growth works all the same: it takes the whole gradient, since nothing tells what old dims can do about it.
+Reading takes projections under the names that families commonly use, or those of a registered `Row`. Without them
+growth works all the same: it takes the whole gradient, since nothing tells what old dims can do about it.
+
+Quantized projections are read as the numbers that they compute with, and adapters count in, though neither peft nor a
+quantizer is imported. peft wraps a projection in a layer that holds it as `base_layer`, and keeps for each adapter, by
+name, two more linears: `lora_A` from the inputs to the rank, `lora_B` from the rank to the outputs.
 """
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from ..model.extra import ROLES, Part
+from ..model.configuration import PREFIX
+from ..model.extra import REGISTERED, ROLES, Part, find_projections, whole
 from ..model.seam import UNEQUAL_WIDTHS, WideAttention, common_width
-from .adapters import added_by_adapters, computed_weight, has_other_adapters, plain, why_not_readable
-from .rows import Row, row_of
-from .sharding import whole
+
+_MERGE = "Merge adapters other than plain LoRA into the weights (merge_and_unload() of peft)"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Packages whose linear layers compute with something else than their weight, even where that is floating-point.
+_QUANTIZERS = ("bitsandbytes.", "transformers.integrations.")
+_PACKS = "support_avx512bf16_for_cpu"  # of 4-bit layers of bitsandbytes: whether their first evaluation packs them
+
+
+@dataclass(frozen=True)
+class Row:
+    """How the projections of an attention class are called and laid out.
+
+    Attributes:
+        names: by role, the attribute that projects it; one name for queries, keys and values is a fused projection.
+        grouped_by_head: a fused projection's outputs are laid out `[query | key | value]` head by head, instead of all
+            queries, all keys, all values.
+        norms: attributes that normalize queries or keys.
+        rotate: name of the function of the modeling file that rotates `(query, key, cos, sin)`.
+        rotates: whether a module of the class rotates at all.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    grouped_by_head: bool = False
+    norms: tuple[str, ...] = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "qk_norm")
+    rotate: str = "apply_rotary_pos_emb"
+    rotates: Callable[[Any], bool] = lambda attention: True
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether queries, keys and values come out of one projection."""
+        return "query" in self.names and self.names["query"] == self.names.get("key")
+
+
+# Families of which some layers do not rotate.
+_ROTATES: dict[str, Callable[[Any], bool]] = {
+    "cohere2": lambda attention: attention.sliding_window is not None,
+    "esm": lambda attention: attention.position_embedding_type == "rotary",
+    "smollm3": lambda attention: attention.use_rope,
+}
+
+
+def row_of(attention: Any) -> Row:
+    """The row of an attention module: a registered one, or what the usual names tell."""
+    model_type = attention.config.model_type.removeprefix(PREFIX)
+    if model_type in REGISTERED:
+        return REGISTERED[model_type]
+    names = find_projections(attention)
+    row = Row(names, grouped_by_head=names.get("query") == "query_key_value")
+    return replace(row, rotates=_ROTATES[model_type]) if model_type in _ROTATES else row
+
+
+def register_architecture(model_type: str, row: Row) -> None:
+    """Describe the projections of a model family whose names or layout are unusual.
+
+    Raises:
+        ValueError: the row names a role that does not exist.
+    """
+    unknown = set(row.names) - {"query", "key", "value", "output"}
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))} is no role; roles are query, key, value and output.")
+    REGISTERED[model_type] = row
+
+
+def plain(module: Any) -> nn.Linear:
+    """The projection itself, inside whatever peft has put around it."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether peft has put anything around a projection."""
+    return hasattr(module, "base_layer")
+
+
+def has_other_adapters(module: Any) -> bool:
+    """Whether peft has put anything around a projection but plain LoRA."""
+    while hasattr(module, "base_layer"):
+        if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict) or getattr(module, "lora_variant", None):
+            return True
+        module = module.base_layer
+    return False
+
+
+def quantization(module: nn.Module) -> str | None:
+    """What quantizes a module's weight, and the fix; None where the module computes with the weight's own entries."""
+    weight: Any = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        return None
+    kind = type(module) if type(module).__module__.startswith(_QUANTIZERS) else type(weight)
+    if not f"{kind.__module__}.".startswith("torch."):  # weights of torchao say that they are fp32
+        how = f"quantized by {kind.__module__.partition('.')[0]} ({kind.__name__})"
+    elif weight.dtype not in _DTYPES:
+        how = f"in {weight.dtype}, quantized"
+    else:
+        return None
+    return f"{how}. Load the model without quantization."
+
+
+def why_not_readable(module: nn.Module) -> str | None:
+    """What keeps a projection's weight from being read, adapters apart, and the fix; None for a plain one."""
+    inside = plain(module)
+    if not isinstance(inside, (nn.Linear, Conv1D)) or not isinstance(getattr(inside, "weight", None), Tensor):
+        kind = f"{type(inside).__name__} of {type(inside).__module__}"
+        return f"a {kind}, no plain linear layer. {_MERGE}, and load the model without quantization."
+    return quantization(inside)
+
+
+def keep_unpacked(model: nn.Module) -> list[nn.Module]:
+    """Keep evaluation from packing 4-bit weights for inference, and return the layers concerned.
+
+    bitsandbytes does so on CPUs with AVX512-BF16. From then on gradients silently stop at such a layer.
+    """
+    packing = [module for module in model.modules() if getattr(module, _PACKS, False)]
+    for module in packing:
+        setattr(module, _PACKS, False)
+    return packing
+
+
+@contextlib.contextmanager
+def kept_unpacked(model: nn.Module) -> Iterator[None]:
+    """As `keep_unpacked`, for a while."""
+    packing = keep_unpacked(model)
+    try:
+        yield
+    finally:
+        for module in packing:
+            setattr(module, _PACKS, True)
+
+
+@torch.no_grad()
+def computed_weight(module: Any, inputs: int) -> Tensor:
+    """The weight (outputs, inputs) in fp32 that a quantized projection computes with: its answer to a unit matrix.
+
+    Raises:
+        ValueError: it gives no such answer, so it is no linear layer.
+    """
+    inside = plain(module)
+    numbers = [t for t in (getattr(inside, "weight", None), *inside.parameters(), *inside.buffers()) if t is not None]
+    kinds = (number.dtype for number in numbers if number.is_floating_point())
+    # bitsandbytes may store its packed bytes in any type, and answers in that of its inputs.
+    packed = type(inside).__module__.startswith("bitsandbytes.")
+    dtype = torch.float32 if packed else next(kinds, torch.float32)
+    questions = torch.eye(inputs + 1, inputs, dtype=dtype, device=numbers[0].device)  # the last one is zero
+    with torch.autocast(numbers[0].device.type, enabled=False), kept_unpacked(inside):
+        answer = inside(questions)
+    if answer.dim() != 2 or len(answer) != inputs + 1:
+        raise ValueError(f"A {type(inside).__name__} is no linear layer, so it has no weight to be read. {_MERGE}.")
+    return (answer[:-1].float() - answer[-1].float()).T
+
+
+def added_by_adapters(module: Any, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    """What each active adapter adds to a projection's "weight" or "bias", in its layout; none once they are merged."""
+    if not is_adapted(module) or module.disable_adapters or module.merged:
+        return
+    for adapter in (adapter for adapter in module.active_adapters if adapter in module.lora_A):
+        a, b, scale = module.lora_A[adapter].weight, module.lora_B[adapter], module.scaling[adapter]
+        if name == "weight":
+            added = scale * (whole(b.weight.detach()).to(dtype) @ whole(a.detach()).to(dtype))
+            yield added.T if isinstance(plain(module), Conv1D) else added
+        elif b.bias is not None:
+            yield scale * whole(b.bias.detach()).to(dtype)
 
 
 class GrowableAttention(WideAttention):
@@ -208,8 +375,9 @@ class GrowableAttention(WideAttention):
         return self.heads_of("query") if self.row.grouped_by_head and role != "output" else 1
 
     def _axis(self, role: str) -> int:
-        """Axis of the weight along which a role's heads lie."""
-        return self.row.axis(plain(self.projection_of(role)), outputs=role != "output")
+        """Axis of the weight along which a role's heads lie; Conv1D stores its weight transposed."""
+        transposed = isinstance(plain(self.projection_of(role)), Conv1D)
+        return int((role != "output") == transposed)
 
 
 def set_trial(attention: Any, part: nn.Module | None) -> None:

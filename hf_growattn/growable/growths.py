@@ -1,36 +1,193 @@
-"""A growth alone, apart from its base: a folder of a few megabytes."""
+"""The new dims that a living model keeps: which there are, how they change, and a small folder of them alone."""
 
+import contextlib
 import functools
 import gc
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..model.extra import Part
-from .attention import GrowableAttention
+from ..model.configuration import WideConfigMixin
+from ..model.extra import Part, whole
+from ..model.modeling import WideModelMixin
+from .attention import GrowableAttention, drop_if_empty
 from .folders import replacing
-from .models import GrowableModelMixin, growable_configs, is_grown
-from .sharding import whole
+from .training_state import (
+    add_new_parameters,
+    after_change,
+    optimizers_of,
+    remove_parameters,
+    shard_like,
+    warn_if_left_out,
+)
 
 WEIGHTS, DESCRIPTION = "growth.safetensors", "growth.json"
 GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
+_NOWHERE = str(Path(__file__).parent / "grown_in_memory")
+
+Parts = dict[GrowableAttention, dict[str, Part]]  # of each attention module by name
+Dims = dict[str, dict[str, list[int]]]  # the same as `extra_dims` of a config names them
 
 
-def growable_part(model: nn.Module) -> GrowableModelMixin:
-    """The patched model that a module holds, or is.
+def growable_model(model: Any) -> Any:
+    """The patched model that a module holds, or is: inside peft, sentence-transformers or whatever wraps it.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: it holds no patched model, or several.
     """
-    found = next((module for module in model.modules() if isinstance(module, GrowableModelMixin)), None)
-    if found is None:
+    inside = model.modules() if isinstance(model, nn.Module) else ()
+    found = [module for module in inside if isinstance(module, WideModelMixin)]
+    if not found:
         raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
-    return found
+    parts = set(found[0].modules())
+    if apart := [module for module in found if module not in parts]:
+        raise ValueError(
+            f"{type(model).__name__} holds several models that could grow, a {type(found[0]).__name__} and a "
+            f"{type(apart[0]).__name__}. Pass the one that shall grow, and the loss as a function of that."
+        )
+    return found[0]
+
+
+def attentions(model: nn.Module) -> list[GrowableAttention]:
+    """The growable attention modules of a model, by layer."""
+    found = (module for module in model.modules() if isinstance(module, GrowableAttention))
+    return sorted(found, key=lambda attention: attention.layer)
+
+
+def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
+    """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, WideConfigMixin)}.values())
+
+
+def is_grown(model: nn.Module) -> bool:
+    """Whether any attention module has new dims that are kept."""
+    return any(attention.parts for attention in attentions(model))
+
+
+def extra_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of all kept new dims."""
+    return [p for attention in attentions(model) for part in attention.parts for p in part.parameters()]
+
+
+def cache_bytes(model: nn.Module, tried: Mapping[Any, Part] | None = None) -> int:
+    """Bytes of a token's keys and values in the cache, over all layers, in the weights' precision.
+
+    They are counted as the attention implementation keeps them. `tried` are parts that are not kept yet.
+    """
+    numbers = 0
+    for attention in (attention for attention in attentions(model) if attention.caches):
+        part = (tried or {}).get(attention)
+        parts = attention.parts if part is None else [*attention.parts, part]
+        numbers += attention.heads_of("key") * sum(attention.cached_widths(parts))
+    return next(model.parameters()).element_size() * numbers
+
+
+def parts_of(model: nn.Module) -> Parts:
+    """The kept parts of every attention module."""
+    return {
+        attention: {} if attention.extra is None else dict(attention.extra.parts.items())
+        for attention in attentions(model)
+    }
+
+
+def dims_of(model: nn.Module) -> Dims:
+    """The kept new dims of a model, as the config's `extra_dims` names them."""
+    return {
+        str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in parts.items()}
+        for attention, parts in parts_of(model).items()
+        if parts
+    }
+
+
+def next_name(model: nn.Module) -> str:
+    """The name of the next growth: "growth_1" for the first."""
+    names = {name for parts in parts_of(model).values() for name in parts}
+    number = 1
+    while f"growth_{number}" in names:
+        number += 1
+    return f"growth_{number}"
+
+
+def sync_config(model: nn.Module) -> None:
+    """Write the new dims of every layer into every config of the model tree."""
+    for config in growable_configs(model):
+        config.extra_dims = dims_of(model)
+
+
+def swap_parts(parts: Parts) -> Parts:
+    """Give attention modules these parts, and return those that they had."""
+    former = {}
+    for attention, own in parts.items():
+        kept = attention.make_extra().parts
+        former[attention] = dict(kept.items())
+        kept.clear()
+        kept.update(own)
+        drop_if_empty(attention)
+    return former
+
+
+def replace_parts(
+    model: nn.Module, parts: Parts, optimizers: list[torch.optim.Optimizer], wrapped: nn.Module | None = None
+) -> None:
+    """Let attention modules keep these parts and no others; config, optimizers, DDP, FSDP2 and peft follow.
+
+    After an exception the model and its optimizers are as they were.
+
+    Args:
+        model: a patched model.
+        parts: of the modules that change. Those that a module has already stay as they are.
+        optimizers: those that train the model. Parameters that are new start with a fresh state.
+        wrapped: the model as the caller has it, in its wrappers if they are known.
+    """
+    former = swap_parts(parts)
+    new: list[nn.Parameter] = []
+    try:
+        for attention, own in parts.items():
+            for part in (part for part in own.values() if part not in former[attention].values()):
+                shard_like(part, attention)
+                new += part.parameters()  # sharded ones are others
+        sync_config(model)
+        add_new_parameters(optimizers, model, [parameter for parameter in new if parameter.requires_grad])
+    except BaseException:
+        swap_parts(former)
+        sync_config(model)
+        remove_parameters(optimizers, new)
+        raise
+    kept = {*extra_parameters(model)}
+    before = [p for own in former.values() for part in own.values() for p in part.parameters()]
+    gone = [parameter for parameter in before if parameter not in kept]
+    remove_parameters(optimizers, gone)
+    if new and not optimizers:
+        warn_if_left_out(model, new)
+    if new or gone:
+        after_change(model, model if wrapped is None else wrapped)
+        save_with_adapters(model)
+
+
+def set_dims(model: nn.Module, extra_dims: Dims) -> None:
+    """Let every attention module have these new dims and no others; parts of the same name and size stay.
+
+    Others begin as zeros. Optimizers that train the model follow.
+    """
+    if extra_dims == dims_of(model):
+        return
+    parts: Parts = {}
+    for attention, own in parts_of(model).items():
+        parts[attention] = {}
+        for name, (qk_dims, v_dims) in extra_dims.get(str(attention.layer), {}).items():
+            part = own.get(name)
+            if part is None or (part.qk_dims, part.v_dims) != (qk_dims, v_dims):
+                part = attention.new_part(qk_dims, v_dims)
+            parts[attention][name] = part
+    replace_parts(model, parts, optimizers_of(model))
 
 
 def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -44,7 +201,7 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
     Raises:
         ValueError: the model is not patched, or it has not grown.
     """
-    inner = growable_part(model)
+    inner = growable_model(model)
     start = next(name for name, module in model.named_modules() if module is inner)
     state = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
     if state_dict is not None:
@@ -52,7 +209,7 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
     state = {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
     if not state:
         raise ValueError("This model has not grown: there are no new dims to save.")
-    description = {"model_type": inner.config.model_type, "extra_dims": growable_configs(inner)[0].extra_dims}
+    description = {"model_type": inner.config.model_type, "extra_dims": dims_of(inner)}
     with replacing(Path(folder).resolve()) as partial:
         save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
@@ -67,7 +224,7 @@ def load_growth(model: nn.Module, folder: str | Path) -> None:
         ValueError: the model is not patched, or the growth is of another model.
         FileNotFoundError: the folder holds no growth.
     """
-    inner = growable_part(model)
+    inner = growable_model(model)
     description: dict[str, Any] = json.loads((Path(folder) / DESCRIPTION).read_text())
     state = load_file(Path(folder) / WEIGHTS)
     if description.get("model_type") != inner.config.model_type:
@@ -83,12 +240,15 @@ def load_growth(model: nn.Module, folder: str | Path) -> None:
                 sizes |= {place + own: parameter.shape for own, parameter in part.named_parameters()}
     if sizes != {name: tensor.shape for name, tensor in state.items()}:
         raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
-    inner.set_parts(description["extra_dims"])
-    save_with_adapters(inner)
+    set_dims(inner, description["extra_dims"])
     with torch.no_grad():
         for name, parameter in inner.named_parameters():
             if _is_new(name):
                 parameter.copy_(state[name])
+
+
+def _is_new(name: str) -> bool:
+    return ".extra.parts." in name
 
 
 class SavesGrowth:
@@ -123,5 +283,43 @@ def save_with_adapters(model: nn.Module) -> None:
                 thing.__class__ = SavesGrowth.mixed_into(kind)
 
 
-def _is_new(name: str) -> bool:
-    return ".extra.parts." in name
+class GrownInMemoryConfig(PreTrainedConfig):
+    """What the config in that folder is read as: an error."""
+
+    model_type = "growattn_in_memory"
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """Raise a RuntimeError that names the fix; AutoTokenizer would swallow other kinds."""
+        raise RuntimeError(
+            "This model grew in memory, and no checkpoint holds what it is now, so there is nothing to load a "
+            "reference model or a tokenizer from. Pass them, as in DPOTrainer(model, ref_model=copy.deepcopy(model), "
+            "processing_class=tokenizer, ...); or save the model and its tokenizer, load them, and train what you "
+            "loaded."
+        )
+
+
+AutoConfig.register(GrownInMemoryConfig.model_type, GrownInMemoryConfig, exist_ok=True)
+
+
+def leave_checkpoint(model: PreTrainedModel) -> None:
+    """Note that no checkpoint holds a model any more; `origin_of` still knows the one it came from."""
+    vars(model)["grown_from"] = origin_of(model)
+    for config in growable_configs(model):
+        config._name_or_path = _NOWHERE
+
+
+def origin_of(model: PreTrainedModel) -> str:
+    """Folder or Hub id of the checkpoint that a model came from, whatever it became since; "" without one."""
+    return getattr(model, "grown_from", model.config.name_or_path or "")
+
+
+@contextlib.contextmanager
+def name_kept(model: PreTrainedModel) -> Iterator[None]:
+    """Leave the name of its checkpoint to a model that grows inside: for a growth that is part of a longer run."""
+    before = [(config, config._name_or_path) for config in growable_configs(model)]
+    try:
+        yield
+    finally:
+        for config, name in before:
+            config._name_or_path = name

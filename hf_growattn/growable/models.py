@@ -1,21 +1,23 @@
-"""Model classes of living models: saved whole or not at all, and with new dims that follow what is loaded."""
+"""Model classes of living models, saved whole or not at all, and `patch_model`, which gives a model such a class."""
 
+import copy
 import importlib
 import inspect
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
-from ..model.configuration import WideConfigMixin
-from ..model.extra import Part
-from ..model.modeling import WideModelMixin, class_by_name
-from .attention import GrowableAttention, drop_if_empty
+from ..model.configuration import WideConfigMixin, auto_map, growable_config_class
+from ..model.modeling import WideModelMixin, class_by_name, find_attentions, renew_old_forward
+from ..model.seam import WideAttention, WideProjection, names_taken
+from .attention import GrowableAttention
 from .folders import loading, replacing
-from .optimizers import add_new_parameters, after_change, optimizers_of, remove_parameters
+from .growths import GROWTH, Dims, attentions, growable_configs, is_grown, save_growth, set_dims
+from .registration import auto_mappings
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -48,8 +50,7 @@ class GrowableModelMixin(WideModelMixin):
         with replacing(target) as partial:
             super().save_pretrained(partial, is_main_process, **kwargs)
         if getattr(self, "_hf_peft_config_loaded", False) and is_grown(self):  # those were its adapters alone
-            growths = importlib.import_module("hf_growattn.growable.growths")
-            growths.save_growth(self, target / growths.GROWTH, kwargs.get("state_dict"))
+            save_growth(self, target / GROWTH, kwargs.get("state_dict"))
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
 
@@ -69,57 +70,17 @@ class GrowableModelMixin(WideModelMixin):
         # Cards are written far above this room.
         return importlib.import_module("hf_growattn.interop.cards").push_model(self, repo_id, **kwargs)
 
-    def sync_config(self) -> None:
-        """Write the new dims of every layer into every config of the model tree."""
-        for config in growable_configs(self):
-            config.extra_dims = _parts_of(self)
-
-    def set_parts(self, extra_dims: dict[str, dict[str, list[int]]]) -> None:
-        """Let every attention module have these new dims and no others, as the config's `extra_dims` names them.
-
-        Parts of the same name and size stay; others begin as zeros. Optimizers that train the model follow, and
-        DistributedDataParallel.
-        """
-        before = extra_parameters(self)
-        optimizers = optimizers_of(self) if extra_dims != _parts_of(self) else []
-        for attention in attentions(self):
-            wanted = extra_dims.get(str(attention.layer), {})
-            kept = dict(attention.extra.parts.items()) if attention.extra is not None else {}
-            parts = attention.make_extra().parts
-            for name, part in kept.items():
-                if wanted.get(name) != [part.qk_dims, part.v_dims]:
-                    del parts[name]
-            for name, dims in wanted.items():
-                if name not in parts:
-                    parts[name] = attention.new_part(dims[0], dims[1])
-            drop_if_empty(attention)
-        now = extra_parameters(self)
-        if {*map(id, now)} != {*map(id, before)}:
-            self.sync_config()
-            remove_parameters(optimizers, {*before} - {*now})
-            add_new_parameters(optimizers, self, [parameter for parameter in now if parameter.requires_grad])
-            after_change(self, self)
-
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the parts that a state holds along with its weights, so that one from another growth loads."""
-        extra_dims = _parts_in(self, state_dict, prefix)
+        extra_dims = _dims_in(self, state_dict, prefix)
         if extra_dims is not None:
-            self.set_parts(extra_dims)
+            set_dims(self, extra_dims)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _parts_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
-    """The kept new dims of a model, as the config's `extra_dims` names them."""
-    return {
-        str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in attention.extra.parts.items()}
-        for attention in attentions(model)
-        if attention.extra is not None and len(attention.extra.parts)
-    }
-
-
-def _parts_in(model: nn.Module, state: dict[str, Any], prefix: str) -> dict[str, dict[str, list[int]]] | None:
+def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims | None:
     """The new dims that a state dict holds, by the sizes of its tensors; None if it is not of the whole model."""
-    found: dict[str, dict[str, list[int]]] = {}
+    found: Dims = {}
     for name, attention in model.named_modules():
         if not isinstance(attention, GrowableAttention):
             continue
@@ -146,39 +107,160 @@ def _stock_entries(attention: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{entry}" for entry in child.state_dict())
 
 
-def attentions(model: nn.Module) -> list[GrowableAttention]:
-    """The growable attention modules of a model, by layer."""
-    found = (module for module in model.modules() if isinstance(module, GrowableAttention))
-    return sorted(found, key=lambda attention: attention.layer)
+def patch_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model's attention growable, in place, for this instance only.
 
+    The classes of the model, its inner models and its attention modules are swapped for growable subclasses, and its
+    config for a copy with a `model_type` of our own. Outputs, parameters, buffers and hooks stay as they were: the
+    stock forward runs as it is. A model that was loaded from a GGUF into ordinary weights is no longer called
+    quantized, so it can be trained and saved.
 
-def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
-    """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in configs if isinstance(config, WideConfigMixin)}.values())
+    Args:
+        model: a transformers model: base model, causal LM, classifier or any other head.
 
+    Returns:
+        The same object. Patching it again changes nothing.
 
-def is_grown(model: nn.Module) -> bool:
-    """Whether any attention module has new dims that are kept."""
-    return any(attention.parts for attention in attentions(model))
-
-
-def extra_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of all kept new dims."""
-    return [p for attention in attentions(model) for part in attention.parts for p in part.parameters()]
-
-
-def cache_bytes(model: nn.Module, tried: Mapping[Any, Part] | None = None) -> int:
-    """Bytes of a token's keys and values in the cache, over all layers, in the weights' precision.
-
-    They are counted as the attention implementation keeps them. `tried` are parts that are not kept yet.
+    Raises:
+        TypeError: `model` is not a transformers model; pass the one inside a wrapper.
+        ValueError: none of its attention modules takes its attention function from transformers' table, one runs a
+            forward that other code has put there, or the model runs the code that came with its checkpoint. The model
+            is as it was then.
     """
-    numbers = 0
-    for attention in (attention for attention in attentions(model) if attention.caches):
-        part = (tried or {}).get(attention)
-        parts = attention.parts if part is None else [*attention.parts, part]
-        numbers += attention.heads_of("key") * sum(attention.cached_widths(parts))
-    return next(model.parameters()).element_size() * numbers
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"patch_model needs a transformers model, not {type(model).__name__}. Pass the model inside the wrapper: "
+            "accelerator.unwrap_model(model), model.get_base_model() for peft, model._orig_mod for torch.compile."
+        )
+    if isinstance(model, GrowableModelMixin):
+        return model
+    if any(cls.__name__ == WideModelMixin.__name__ for cls in type(model).__mro__):
+        raise ValueError(
+            "This model runs the code that its checkpoint carries, which cannot grow. Import hf_growattn first, then "
+            "load the model again."
+        )
+    _check(model)
+    _register(type(model.config))
+    _replace_configs(model)
+    GrowableModelMixin.adopt(model)
+    _forget_gguf(model)
+    return model
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Raise a ValueError if no attention module can have new dims, or one does not run its class's forward."""
+    found = [module for module, *_ in find_attentions(model)]
+    if not found:
+        named = {type(module).__name__ for module in model.modules() if "attention" in type(module).__name__.lower()}
+        reason = "has no attention module"
+        if named:
+            reason = (
+                f"computes attention in {', '.join(sorted(named))}, of which none takes its attention function from "
+                "transformers' table, ALL_ATTENTION_FUNCTIONS, with an output projection of its own after it"
+            )
+        raise ValueError(f"New dims cannot join {type(model).__name__}: it {reason}.")
+    for module in found:
+        taken = names_taken(GrowableModelMixin.attention_mixin, module)
+        if taken:
+            raise ValueError(f"New dims cannot join {type(module).__name__}, which has its own {', '.join(taken)}.")
+        if "forward" in vars(module) and "_old_forward" not in vars(module):
+            raise ValueError(
+                f"A {type(module).__name__} has a forward that other code has put there, which new dims could not "
+                "join. Patch the model before other libraries do."
+            )
+
+
+def _register(stock: type) -> None:
+    """Enter the grown models of one config class, which transformers itself may not know, into the Auto classes."""
+    made = growable_config_class(stock)
+    if made.model_type in CONFIG_MAPPING and made.model_type not in CONFIG_MAPPING._extra_content:
+        return
+    AutoConfig.register(made.model_type, made, exist_ok=True)
+    for mapping in auto_mappings():
+        found = mapping._extra_content.get(stock)
+        if found is not None:  # model classes, and tokenizers as they are
+            is_model = hasattr(found, "config_class")
+            mapping.register(made, GrowableModelMixin.mixed_into(found) if is_model else found, exist_ok=True)
+
+
+def _replace_configs(model: PreTrainedModel) -> None:
+    """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
+    growable: dict[int, Any] = {}
+    stock_class = type(model.config)
+    config_class: Any = growable_config_class(stock_class)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if type(config) is not stock_class:
+            continue
+        if id(config) not in growable:
+            growable[id(config)] = new = config_class.__new__(config_class)
+            vars(new).update(copy.deepcopy(vars(config)))
+            vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
+            new.extra_dims = {}
+        module.config = growable[id(config)]
+
+
+def _forget_gguf(model: PreTrainedModel) -> None:
+    """Call a model ordinary whose weights transformers unpacked from a GGUF; it would go on calling it quantized.
+
+    Neither Trainer nor `save_pretrained` takes a model that is called so. Weights that stayed in blocks are integers.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None or quantizer.quantization_config.quant_method != "gguf":
+        return
+    if all(parameter.is_floating_point() for parameter in model.parameters()):
+        quantizer.remove_quantization_config(model)
+        for config in growable_configs(model):
+            config.__dict__.pop("_is_quantized", None)
+
+
+def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrainedModel:
+    """Give a patched model its stock classes back, in place.
+
+    Args:
+        model: patched or not.
+        drop_growth: take new dims off, too; the stock weights are what they were, or what training made of them.
+
+    Returns:
+        The same object. A model that is not patched is returned as it is.
+
+    Raises:
+        ValueError: a layer has grown, and `drop_growth` is not set.
+    """
+    if not isinstance(model, GrowableModelMixin):
+        return model
+    if is_grown(model) and not drop_growth:
+        raise ValueError(
+            "This model has grown, and a stock model has no place for its new dims. Save it as it is with "
+            "model.save_pretrained, write a stock checkpoint of it with hf_growattn.export_model, or lose the new dims "
+            "with unpatch_model(model, drop_growth=True)."
+        )
+    for config in growable_configs(model):
+        _make_stock(config)
+    every: list[Any] = list(attentions(model))
+    for attention in every:
+        attention._modules.pop("extra", None)
+        for name in ("shape", "layer", "output_sibling", "call"):
+            vars(attention).pop(name, None)
+    for module in _ours(model):
+        module.__dict__.pop("share", None)
+        module.__class__ = type(module).__bases__[1]
+        if not isinstance(module, PreTrainedModel):
+            renew_old_forward(module)
+    return model
+
+
+def _make_stock(config: WideConfigMixin) -> None:
+    if getattr(config, "auto_map", None) == auto_map(config.model_type):
+        del config.auto_map
+    del config.extra_dims
+    config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _ours(model: nn.Module) -> list[Any]:
+    return [
+        module for module in model.modules() if isinstance(module, (GrowableModelMixin, WideAttention, WideProjection))
+    ]
 
 
 def __getattr__(name: str) -> type:

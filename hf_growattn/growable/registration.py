@@ -49,7 +49,7 @@ def register_families() -> None:
 
     from ..model.configuration import PREFIX, register_type_names
 
-    mappings, library = _auto_mappings(), sys.modules["hf_growattn"]
+    mappings, library = auto_mappings(), sys.modules["hf_growattn"]
     for model_type, name in list(CONFIG_MAPPING_NAMES.items()):
         if model_type.startswith(PREFIX):
             continue
@@ -62,26 +62,7 @@ def register_families() -> None:
             mapping._reverse_config_mapping[f"GrowAttn{name}"] = ours  # of several types the last, as in the stock one
 
 
-def register(stock: type) -> None:
-    """The same for the models of one config class, which transformers itself may not know."""
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from ..model.configuration import growable_config_class
-    from .models import GrowableModelMixin
-
-    made = growable_config_class(stock)
-    if made.model_type in CONFIG_MAPPING and made.model_type not in CONFIG_MAPPING._extra_content:
-        return
-    AutoConfig.register(made.model_type, made, exist_ok=True)
-    for mapping in _auto_mappings():
-        found = mapping._extra_content.get(stock)
-        if found is not None:  # model classes, and tokenizers as they are
-            is_model = hasattr(found, "config_class")
-            mapping.register(made, GrowableModelMixin.mixed_into(found) if is_model else found, exist_ok=True)
-
-
-def _auto_mappings() -> list:
+def auto_mappings() -> list:
     """What the Auto classes of models and tokenizers look classes up in."""
     from transformers.models.auto import modeling_auto, tokenization_auto
     from transformers.models.auto.auto_factory import _LazyAutoMapping

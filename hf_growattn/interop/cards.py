@@ -22,10 +22,9 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
-from ..grow.provenance import origin_of
 from ..growable.folders import INDEX, find_replaced_weights
-from ..growable.models import attentions
-from ..growable.sharding import is_sharded
+from ..growable.growths import attentions, origin_of
+from ..growable.training_state import is_sharded
 from ..model.configuration import PREFIX
 from ..report.pictures import draw_growth
 from ..report.report import GrowthReport

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from ..growable.models import attentions, cache_bytes, extra_parameters
-from ..model.extra import HeadShape
+from ..growable.growths import attentions, cache_bytes, extra_parameters
+from ..model.extra import HeadShape, read_shape
 from ..model.modeling import find_attentions
-from ..model.shapes import read_shape
 from .stock import find_stock_class, padded_config
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..grow.checks import refuse_sharded
 from ..growable.folders import replacing
-from ..growable.models import GrowableModelMixin, is_grown
+from ..growable.growths import is_grown
+from ..growable.models import GrowableModelMixin
+from ..growable.training_state import refuse_sharded
+from ..model.extra import read_shape
 from ..model.modeling import find_attentions
-from ..model.shapes import read_shape
 from .costs import Cost, costs_of
 from .stock import MULTIPLE, find_stock_class, fresh_rotary, stock_model, widest_head
 

@@ -14,16 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.versions import require_version
 
-from ..grow.checks import layers_of
 from ..grow.growth import Grower
-from ..grow.keeping import next_name
-from ..grow.plan import GrowthConfig, check_affordable, weights_of
+from ..grow.plan import GrowthConfig, check_affordable, layers_of, weights_of
 from ..grow.trial import parameters_of_a_dim
 from ..growable.attention import GrowableAttention, drop_if_empty
-from ..growable.models import GrowableModelMixin, is_grown
-from ..growable.patching import patch_model, unpatch_model
-from ..growable.sharding import is_sharded, sharded_modules
-from ..measure.kinds import KINDS
+from ..growable.growths import is_grown, next_name, sync_config
+from ..growable.models import GrowableModelMixin, patch_model, unpatch_model
+from ..growable.training_state import is_sharded, sharded_modules
+from ..measure.blocks import KINDS
 from ..model.extra import Inside, Outside, Part
 from ..report.report import GrowthReport
 
@@ -164,7 +162,7 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
             self._parts_of_merged[name] = next_name(attention)
             attention.make_extra().parts[self._parts_of_merged[name]] = part
             self.merged_adapters.append(name)
-        model.sync_config()
+        sync_config(model)
 
     def unmerge(self) -> None:
         """Take the merged parts out again."""
@@ -174,7 +172,7 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
                 del attention.make_extra().parts[part]
             self._parts_of_merged.clear()
             self.merged_adapters.clear()
-            model.sync_config()
+            sync_config(model)
 
     def enable_adapters(self, enabled: bool) -> None:
         """Switch the adapters on or off; merged ones are unmerged first, as peft's other methods do."""

@@ -16,14 +16,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..growable.adapters import quantization
-from ..growable.attention import GrowableAttention
-from ..growable.models import attentions, is_grown
-from ..growable.patching import patch_model, unpatch_model
+from ..growable.attention import GrowableAttention, quantization
+from ..growable.growths import attentions, is_grown
+from ..growable.models import patch_model, unpatch_model
 from ..model.configuration import PREFIX
-from ..model.extra import ROLES
+from ..model.extra import ROLES, read_shape
 from ..model.modeling import find_attentions
-from ..model.shapes import read_shape
 
 MULTIPLE = 8  # of the head width that flash kernels take
 _NORM_OFFSETS = {"gemma3_text": 1.0}  # what a family adds to the weight of a norm of queries or keys

@@ -9,11 +9,72 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.sharding import sharded_modules
+from ..growable.training_state import count, rank, sharded_modules, sum_over_ranks
 from . import functional as F
-from .kinds import Kind
-from .passes import Objective, batch_loss, batch_on_all_ranks, in_step
-from .ranks import Rows, raise_on_all_ranks, sum_over_ranks
+from .passes import Objective, batch_loss, failing_together, in_step
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of a head's two bottlenecks.
+
+    Attributes:
+        name: "patterns" or "messages".
+        stacked, shared: the roles of its two sides; the second one is shared by the query heads of a group.
+        width: what a number of its dims is called.
+    """
+
+    name: str
+    stacked: str
+    shared: str
+    width: str
+
+    @property
+    def roles(self) -> tuple[str, str]:
+        """The roles of both sides, the stacked one first."""
+        return self.stacked, self.shared
+
+
+PATTERNS = Kind("patterns", "query", "key", "qk_dims")
+MESSAGES = Kind("messages", "output", "value", "v_dims")
+KINDS = {kind.name: kind for kind in (PATTERNS, MESSAGES)}
+
+
+class Rows:
+    """A matrix of which each rank keeps some rows if it is `spread`, and all of it otherwise."""
+
+    def __init__(self, matrix: Tensor, spread: bool):
+        self.spread = spread
+        self._shape = matrix.shape
+        if spread:
+            first, last = (len(matrix) * number // count() for number in (rank(), rank() + 1))
+            self._rows = slice(first, last)
+        self._own = matrix[self._rows].clone() if spread else matrix
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor in the matrix's precision and on its device."""
+        return self._own.new_empty(0)
+
+    def add(self, matrix: Tensor | None) -> None:
+        """Add a matrix to it, that of all ranks where it is spread; they call this together then, with None for zeros.
+
+        The matrix is used up.
+        """
+        if self.spread:
+            matrix = self._own.new_zeros(self._shape) if matrix is None else matrix
+            sum_over_ranks(matrix)
+        if matrix is not None:
+            self._own += matrix[self._rows] if self.spread else matrix
+
+    def whole(self) -> Tensor:
+        """All of the matrix; ranks that have some rows call this together, and keep no more than those."""
+        if not self.spread:
+            return self._own
+        matrix = self._own.new_zeros(self._shape)
+        matrix[self._rows] = self._own
+        sum_over_ranks(matrix)
+        return matrix
 
 
 class Roots:
@@ -140,7 +201,7 @@ def measure_moments(
         sums[attention] = Rows(like.new_zeros([attention.shape.in_features + 1] * 2, dtype=dtype), spread)
         outputs[attention] = like.new_zeros((), dtype=_statistics_dtype(like))
     mask: Tensor | None = None
-    counted, seen = True, set()
+    counted = True
 
     def note_mask(module, args, kwargs):  # a loss may run the model several times, with another one each time
         nonlocal mask
@@ -157,12 +218,7 @@ def measure_moments(
             moment = F.moment_sum(F.augment(inputs), mask).to(sums[module].like) if counted else None
             if counted:
                 outputs[module] += F.square_sum(attended, mask)
-        seen.add(module)
         sums[module].add(moment)
-
-    def add_nothing(module):  # on a rank where the pass has failed: the others add theirs
-        if spread and module in sums and module not in seen:
-            sums[module].add(None)
 
     hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
     for module in model.modules():  # some heads call a part of their base model
@@ -170,11 +226,9 @@ def measure_moments(
             hooks.append(module.register_forward_pre_hook(note_mask, with_kwargs=True))
     losses = []
     try:
-        with torch.no_grad(), raise_on_all_ranks():
+        with torch.no_grad(), failing_together(model):
             for index, batch, counted in in_step(model, batches):
-                seen.clear()
-                with batch_on_all_ranks(model, add_nothing):
-                    loss = batch_loss(objective, batch, index).item()
+                loss = batch_loss(objective, batch, index).item()
                 if counted:
                     losses.append(loss)
                     tick()

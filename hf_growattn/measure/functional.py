@@ -159,53 +159,6 @@ def step_factors(
     return apply_root(stacked_whitening, unstack_groups(u * magnitude, heads)), -(shared_whitening @ (v * magnitude))
 
 
-def tangent_step(
-    stacked_gradient: Tensor, shared_gradient: Tensor, stacked: Tensor, shared: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the steepest step of size 1 of the existing factors, whitened: (G, g a, k) and (G, b, k).
-
-    The changes `dW_a`, `dW_b` move the product by `dW_a W_b^T + W_a dW_b^T = -(P_a M + M P_b - P_a M P_b)`, the part of
-    the gradient that small changes of the factors can follow. Each takes half of what both could do.
-
-    Args:
-        stacked_gradient: `M W_b`, the whitened gradient of the loss in `W_a`, (G, g a, k).
-        shared_gradient: `M^T W_a`, the same in `W_b`, (G, b, k).
-        stacked: the whitened factors `W_a`, (G, g a, k).
-        shared: the whitened factors `W_b`, (G, b, k).
-
-    Source: the tangent space in "What new dims can do" of mathematics.md.
-    """
-
-    def half(gradient: Tensor, own: Tensor, other: Tensor) -> Tensor:
-        # (W^T W)^+ by way of the singular values of W: the product itself would square its condition.
-        _, values, vh = torch.linalg.svd(other, full_matrices=False)
-        kept = values > values[..., :1] * max(other.shape[-2:]) * torch.finfo(other.dtype).eps
-        inverse = torch.where(kept, values.square().reciprocal(), 0).unsqueeze(-2)
-        step = gradient @ (vh.transpose(-1, -2) * inverse) @ vh
-        basis = column_basis(own)
-        return -(step - basis @ (basis.transpose(-1, -2) @ step) / 2)
-
-    return half(stacked_gradient, stacked, shared), half(shared_gradient, shared, stacked)
-
-
-def product_norm(left: Tensor, right: Tensor) -> Tensor:
-    """Return `||L R^T||_F` summed over groups, without the product: (G, n, k), (G, m, k) -> scalar."""
-    return ((left.transpose(-1, -2) @ left) * (right.transpose(-1, -2) @ right)).sum().clamp_min(0).sqrt()
-
-
-def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, shared: Tensor) -> Tensor:
-    """Return `||dS_quad|| / ||dS_lin||` of a step of the existing factors, from the factors and moments alone.
-
-    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened; for a step of size `gamma` the ratio
-    is `gamma` times as large; it is 0 for a step of zero. New dims by themselves are linear in the step: both of their
-    sides carry its square root. Stacked sides are (G, g a, k), shared ones (G, b, k).
-
-    Source: "How linear is a step?" in mathematics.md.
-    """
-    linear = product_norm(torch.cat((stacked, stacked_step), -1), torch.cat((shared_step, shared), -1))
-    return product_norm(stacked_step, shared_step) / linear.clamp_min(torch.finfo(linear.dtype).tiny)
-
-
 def balanced_factors(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the best factors of `L R^T` of a rank, each with the square root of the singular values.
 

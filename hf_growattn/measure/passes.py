@@ -1,17 +1,29 @@
-"""Passes over batches that leave the model as it was."""
+"""Batches that are read once, the loss that is lowered, and passes that leave the model as it was."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..growable.adapters import check_unpacked, kept_unpacked
-from ..growable.attention import GrowableAttention, set_trial
-from ..growable.sharding import forget_pass, gathering_to_the_end, loss_unrounded, own_part, reshard, sharded_modules
-from .ranks import of_all, raise_on_all_ranks, several, total
+from ..growable.attention import is_adapted, kept_unpacked, set_trial
+from ..growable.growths import attentions
+from ..growable.training_state import (
+    held,
+    of_all,
+    own_part,
+    raise_on_all_ranks,
+    rank,
+    reshard,
+    several,
+    sharded_modules,
+    total,
+    unsynchronized,
+)
 
 
 @contextlib.contextmanager
@@ -26,8 +38,7 @@ def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> It
     training = [(module, module.training) for module in model.modules()]
     every = dict.fromkeys((*model.parameters(), *others))
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in every]
-    attentions = [module for module in model.modules() if isinstance(module, GrowableAttention)]
-    trials = [(module, module.trial) for module in attentions]
+    trials = [(module, module.trial) for module in attentions(model)]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     # Probes would recompile a compiled model for a few passes; what attention itself compiles goes on being compiled.
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
@@ -52,6 +63,31 @@ def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> It
                 parameter.grad = gradient
             for attention, trial in trials:
                 set_trial(attention, trial)
+
+
+@contextlib.contextmanager
+def loss_unrounded(model: nn.Module) -> Iterator[None]:
+    """Let FSDP2 leave the outputs of a whole model as they are where no gradients are wanted.
+
+    A mixed precision of bf16 would round the loss to three digits, and the search compares losses.
+    """
+    if model not in sharded_modules(model):
+        yield
+        return
+    outputs: list[Any] = []
+
+    def note(module, args, output) -> None:
+        outputs[:] = [output]
+
+    def give_back(module, args, output) -> Any:
+        return output if torch.is_grad_enabled() else outputs[0]
+
+    handles = model.register_forward_hook(note, prepend=True), model.register_forward_hook(give_back)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Objective:
@@ -90,21 +126,22 @@ def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
         ValueError: the model returns no loss, or a NaN or infinite one; the message names the batch and a fix.
     """
     loss = objective(batch, index)
-    if not torch.isfinite(loss):
-        raise ValueError(
-            f"The loss of batch {index} is {loss.item()}. Look for labels that are all -100, for inputs that are not "
-            "finite, or for a diverged model, and leave that batch out."
-        )
+    # Between two passes the ranks of a sharded model can tell each other.
+    with raise_on_all_ranks() if sharded_modules(objective.model) else contextlib.nullcontext():
+        if not torch.isfinite(loss):
+            raise ValueError(
+                f"The loss of batch {index} is {loss.item()}. Look for labels that are all -100, for inputs that are "
+                "not finite, or for a diverged model, and leave that batch out."
+            )
     return loss
 
 
 def mean_loss(objective: Objective, batches: list, tick: Callable[[], object] = lambda: None) -> float:
     """Return the mean of the batches' losses over all ranks, finite or not. Call inside `evaluation_mode`."""
     losses = []
-    with torch.no_grad(), raise_on_all_ranks():
+    with torch.no_grad(), failing_together(objective.model):
         for index, batch, counts in in_step(objective.model, batches):
-            with batch_on_all_ranks(objective.model):
-                loss = objective(batch, index).item()
+            loss = objective(batch, index).item()
             if counts:
                 losses.append(loss)
                 tick()
@@ -128,20 +165,14 @@ def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
 
 
 @contextlib.contextmanager
-def batch_on_all_ranks(model: nn.Module, missed: Callable[[nn.Module], None] = lambda module: None) -> Iterator[None]:
-    """Around one batch's way forward: the ranks of a sharded model stop at the same one if one of them fails.
+def failing_together(model: nn.Module) -> Iterator[None]:
+    """`raise_on_all_ranks` around passes over batches, but not of a sharded model.
 
-    `missed` is called for each module then, in order, to take part in what its own hooks do on the other ranks.
+    Its ranks gather weights together, so one that fails amid a pass cannot tell the others, which are waiting for it.
+    As in any training under FSDP2, its process ends, and torchrun ends the others.
     """
-    if not sharded_modules(model):
+    with contextlib.nullcontext() if sharded_modules(model) else raise_on_all_ranks():
         yield
-        return
-    try:
-        with raise_on_all_ranks(), gathering_to_the_end(model, missed):
-            yield
-    except Exception:
-        forget_pass(model)
-        raise
 
 
 def mean_of(losses: list[float]) -> float:
@@ -188,14 +219,11 @@ def backward(objective: Objective, batches: list, tick: Callable[[], object] = l
     while scale >= 2.0**-16:
         for parameter in asked:
             parameter.grad = None
-        with torch.enable_grad(), _recomputing(model), raise_on_all_ranks():
+        with torch.enable_grad(), _recomputing(model), failing_together(model):
             for index, batch, counts in in_step(model, batches):
-                with batch_on_all_ranks(model):
-                    loss = batch_loss(objective, batch, index)
-                    if not loss.requires_grad:
-                        raise ValueError(
-                            f"The loss of batch {index} has no gradient: compute it outside torch.no_grad()."
-                        )
+                loss = batch_loss(objective, batch, index)
+                if not loss.requires_grad:
+                    raise ValueError(f"The loss of batch {index} has no gradient: compute it outside torch.no_grad().")
                 (loss * (scale if counts else 0.0)).backward()
                 if counts:
                     tick()
@@ -230,3 +258,123 @@ def _recomputing(model: PreTrainedModel) -> Iterator[None]:
         hook.remove()
         for module in checkpointed:
             module.training = False
+
+
+def check_unpacked(model: nn.Module) -> None:
+    """Raise a ValueError if an evaluation has packed weights, so that they give no gradients."""
+    for name, module in model.named_modules():
+        if getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False):
+            raise ValueError(
+                f"{name} was packed for inference by bitsandbytes, as its first evaluation does on this CPU, and gives "
+                "no gradients since. Load the model again and grow before you evaluate it, or use a GPU."
+            )
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile."""
+    while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
+@contextlib.contextmanager
+def lowering(loss: Callable | None, model: PreTrainedModel, wrapped: nn.Module) -> Iterator[Objective]:
+    """The user's loss, or the model's, of the model as the user wraps it; all else runs without autocast."""
+    objective = Objective(model, loss and partial(loss, unwrapped(wrapped)))
+    with adapters_stay(model), without_autocast(model):
+        yield objective
+
+
+@contextlib.contextmanager
+def preserved_state(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
+    """`evaluation_mode` for the wrapped model and for other parameters that its optimizers train."""
+    trained = [parameter for optimizer in optimizers for parameter in held(optimizer)]
+    with unsynchronized(wrapped), evaluation_mode(unwrapped(wrapped), trained):
+        yield
+
+
+@contextlib.contextmanager
+def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
+    """Refuse a loss whose reference is the model itself under other adapters: that would grow too.
+
+    Raises:
+        ValueError: from inside such a loss.
+    """
+    adapted = [module for module in model.modules() if is_adapted(module)]
+
+    def active(module: Any) -> tuple:
+        return module.disable_adapters, *module.active_adapters
+
+    before = [active(module) for module in adapted]
+
+    def check(*_) -> None:
+        if [active(module) for module in adapted] != before:
+            raise ValueError(
+                "The loss compares the model with itself under other adapters or none, and growth would change both: "
+                "new dims go into the base. Compute the reference before (in TRL precompute_ref_log_probs=True), or "
+                "give it a model of its own."
+            )
+
+    handle = attentions(model)[0].register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
+    """Read the batches once: tensors of input_ids become causal LM batches.
+
+    Raises:
+        ValueError: the list is empty, or this model cannot read a batch; the message names it and the fix.
+    """
+    listed = []
+    for index, batch in enumerate(batches):
+        if torch.is_tensor(batch):
+            batch = {"input_ids": batch, "labels": batch}
+        if not hasattr(batch, "keys"):
+            raise ValueError(
+                f"Batch {index} is a {type(batch).__name__}; growth takes dicts for model(**batch), or tensors of "
+                "input_ids."
+            )
+        _check_tokens(index, batch, model)
+        listed.append(dict(batch))
+    if not listed and not several():
+        raise ValueError("There are no batches; pass a few dozen of your training batches.")
+    return listed
+
+
+def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
+    """Refuse tokens that a model does not know: it would fail by an index, or on a GPU lose all that is in memory."""
+    head = model.get_output_embeddings()  # only where there is one are labels tokens
+    tokens = getattr(model.get_input_embeddings(), "weight", None)  # images have patches, and no such weight
+    counts = {"input_ids": None if tokens is None else len(tokens), "labels": getattr(head, "out_features", None)}
+    for name, known in counts.items():
+        ids: Any = batch.get(name)
+        if known is None or not torch.is_tensor(ids) or ids.is_floating_point() or not ids.numel():
+            continue
+        lowest, highest = int(ids.min()), int(ids.max())
+        if highest >= known or (lowest < 0 and name == "input_ids"):  # a negative label is one to ignore
+            raise ValueError(
+                f"Batch {index} has {name} from {lowest} to {highest}, and the tokens of this model go from 0 to "
+                f"{known - 1}: tokenize with its own tokenizer, or resize_token_embeddings first."
+            )
+
+
+def halves_of(batches: list, whole: bool = False) -> tuple[list, list]:
+    """Split the batches in two, every other one; a single batch, unless `whole`, by its rows, if it has several."""
+    if len(batches) != 1:
+        return batches[0::2], batches[1::2]
+    batch, rows = batches[0], 0
+    if not whole:
+        rows = max((len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()), default=0)
+    if rows < 2:
+        return (batches, []) if rank() % 2 == 0 else ([], batches)
+
+    def part(start: int, stop: int) -> dict:
+        return {
+            key: value[start:stop] if torch.is_tensor(value) and value.dim() and len(value) == rows else value
+            for key, value in batch.items()
+        }
+
+    return [part(0, rows // 2)], [part(rows // 2, rows)]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.models import attentions
+from ..growable.growths import attentions
+from ..model.extra import read_shape
 from ..model.modeling import find_attentions
-from ..model.shapes import read_shape
 
 ROTARY = ("rotary_emb", "rotary_embeddings")  # what families call the module that gives cos and sin
 

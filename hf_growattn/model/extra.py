@@ -3,14 +3,28 @@
 A part has two small modules. `inside` projects the attention's input to new queries, keys and values; `outside`
 projects what the heads read through the new values to a share of the output. They are used through their `forward`
 alone, so whatever works with modules works with them: sharding, hooks, checkpointing.
+
+How large they are is read from what attention modules note of themselves. Names of projections are those that families
+commonly use; without them new dims work all the same, and only what reads old weights does not.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 ROLES = ("query", "key", "value", "output")
+_NAMES = {
+    "query": ("q_proj", "query", "q_lin", "q"),
+    "key": ("k_proj", "key", "k_lin", "k"),
+    "value": ("v_proj", "value", "v_lin", "v"),
+    "output": ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "Wo", "wo", "proj", "projection_layer"),
+}
+REGISTERED: dict[str, Any] = {}  # by model type, what says by its `names` that a family has others
+_FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_attention_heads_per_partition")
+_WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
 
 
 class HeadShape(NamedTuple):
@@ -35,6 +49,65 @@ class HeadShape(NamedTuple):
     def heads_of(self, role: str) -> int:
         """Number of heads of a role."""
         return self.num_key_value_heads if role in ("key", "value") else self.num_heads
+
+
+def find_projections(module: nn.Module) -> dict[str, str]:
+    """The names of a module's children that project each role; a role whose name is unusual is missing.
+
+    One name for queries, keys and values is a fused projection.
+    """
+    config: Any = getattr(module, "config", None)
+    registered = REGISTERED.get(getattr(config, "model_type", "").removeprefix("growattn_"))
+    if registered is not None:
+        return dict(registered.names)
+    children = dict(module.named_children())
+    found = {role: name for role in ROLES for name in reversed(_NAMES[role]) if name in children}
+    fused = next((name for name in _FUSED if name in children), None)
+    if fused is not None and "query" not in found:
+        found |= dict.fromkeys(ROLES[:3], fused)
+    return found
+
+
+def read_shape(module: Any) -> HeadShape:
+    """The sizes of a stock attention module.
+
+    Raises:
+        ValueError: it has no linear projection, so nothing tells the size of its input.
+    """
+    config, names = module.config, find_projections(module)
+    heads = _first_number(module, _HEADS) or config.num_attention_heads
+    groups = getattr(module, "num_key_value_groups", None)
+    key_heads = heads // groups if groups else _first_number(module, ("num_key_value_heads",)) or heads
+    width = _first_number(module, _WIDTHS) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    linear = [child for child in module.children() if _sizes_of(child) is not None]
+    if not linear:
+        raise ValueError(f"{type(module).__name__} has no linear projection, so its input has no known size.")
+    first, last = linear[0], getattr(module, names.get("output", ""), None)
+    in_features = _sizes_of(first)[0]
+    out_features = _sizes_of(last)[1] if last is not None and _sizes_of(last) else in_features
+    biased = tuple(role for role in ROLES[:3] if _has_bias(getattr(module, names.get(role, ""), first)))
+    return HeadShape(
+        heads, key_heads, width, _first_number(module, ("v_head_dim",)) or width, in_features, out_features, biased
+    )
+
+
+def _first_number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _sizes_of(module: Any) -> Any:
+    """Sizes of a linear module's inputs and outputs, quantized or under an adapter, too; None for other modules."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return sizes if None not in sizes else None
+
+
+def _has_bias(module: Any) -> bool:
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return getattr(module, "bias", None) is not None
 
 
 class Inside(nn.Module):
@@ -124,9 +197,9 @@ class Part(nn.Module):
         """A role's weight, a view of (heads, new dims, features); of a sharded one a copy that all processes gather."""
         if role == "output":
             weight = self.outside.weight if self.outside else self.inside.weight.new_zeros(self.shape.out_features, 0)
-            return _whole(weight).T.unflatten(0, (self.shape.num_heads, self.v_dims))
+            return whole(weight).T.unflatten(0, (self.shape.num_heads, self.v_dims))
         index = ROLES.index(role)
-        rows = _whole(self.inside.weight).split(self.inside.rows)[index]
+        rows = whole(self.inside.weight).split(self.inside.rows)[index]
         return rows.unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
 
     def bias_of(self, role: str) -> Tensor | None:
@@ -136,13 +209,14 @@ class Part(nn.Module):
         index, biased = ROLES.index(role), self.inside.biased
         sizes = [rows if has else 0 for rows, has in zip(self.inside.rows, biased)]
         return (
-            _whole(self.inside.bias)
+            whole(self.inside.bias)
             .split(sizes)[index]
             .unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
         )
 
 
-def _whole(tensor: Any) -> Tensor:
+def whole(tensor: Any) -> Tensor:
+    """A tensor as it is, or all of a sharded one, gathered from all ranks, which call this together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -16,8 +16,8 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel, conversion_m
 from transformers.utils import output_capturing
 
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
+from .extra import find_projections, read_shape
 from .seam import WideAttention, WideProjection, reaches_seam
-from .shapes import find_projections, read_shape
 
 _INNER_NORMS = ("layernorm", "layer_norm")  # children of an attention module that norms its own output
 _Model = PreTrainedModel if TYPE_CHECKING else object  # what this is mixed into

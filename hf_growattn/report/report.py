@@ -67,7 +67,6 @@ class GrowthReport:
         line_search: mean loss, of some of the growth batches, at every common step that was tried; by the step of the
             first layer and kind, where kinds differ. Each half has the directions of the other. A budget buys only some
             of the dims that were tried here.
-        seconds: wall time of each phase.
         kept: False for what `Grower.measure` tried and took back.
         cache_bytes: of a token's keys and values over all layers, before and after.
         parameters: number of the model's weights before; 0 where that is not known.
@@ -81,7 +80,6 @@ class GrowthReport:
     layers: list[LayerGrowth]
     added_parameters: int
     line_search: dict[float, float]
-    seconds: dict[str, float]
     kept: bool = True
     cache_bytes: tuple[int, int] = (0, 0)
     parameters: int = 0
@@ -119,7 +117,7 @@ class GrowthReport:
     def to_dict(self) -> dict:
         """The report as what `json.dumps` takes."""
         of_layer = ("layer", "kind", "width", "starvation", "predicted_gain", "step_size", "left")
-        of_all = ("loss_before", "loss_after", "validated_loss", "added_parameters", "cache_bytes", "seconds")
+        of_all = ("loss_before", "loss_after", "validated_loss", "added_parameters", "cache_bytes")
         layers = [_select(layer, of_layer) for layer in self.layers]
         return {"applied": self.applied, **_select(self, of_all), "layers": layers}
 

@@ -15,11 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
-from ..grow.checks import growable_model
 from ..grow.growth import Grower
-from ..growable.growths import GROWTH, load_growth, save_with_adapters
-from ..growable.models import is_grown
-from ..growable.patching import patch_model, unpatch_model
+from ..growable.growths import GROWTH, growable_model, is_grown, load_growth, save_with_adapters
+from ..growable.models import patch_model, unpatch_model
 from ..interop.cards import save_figures
 from ..interop.checkpoints import load_config, load_model, load_tokenizer
 from ..report.report import GrowthReport

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from trl.trainer.sft_config import SFTConfig
 
-from ..growable.models import cache_bytes
-from ..growable.patching import patch_model
+from ..growable.growths import cache_bytes
+from ..growable.models import patch_model
 from ..report.report import GrowthReport
 from .comparison import SHORT, Race, Run, compete
 from .data import Prepared, draw_batches, first_rows, prepare_rows, without_training

@@ -20,13 +20,11 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..grow.checks import growable_model
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig
-from ..grow.provenance import name_kept
-from ..growable.adapters import is_adapted
-from ..growable.growths import GROWTH, load_growth
-from ..growable.sharding import sharded_modules
+from ..growable.attention import is_adapted
+from ..growable.growths import GROWTH, growable_model, load_growth, name_kept, set_dims
+from ..growable.training_state import sharded_modules
 from ..report.report import GrowthReport
 
 _MOMENTS = ("middle", "epoch", "plateau")
@@ -179,7 +177,7 @@ def _load_growth_of_base(model: Any, checkpoint: Path) -> None:
     if (checkpoint / GROWTH).is_dir():
         load_growth(model, checkpoint / GROWTH)
     else:
-        model.set_parts({})
+        set_dims(model, {})
 
 
 def _has_adapters(model: nn.Module) -> bool:
@@ -233,7 +231,7 @@ def _train_with_saved_growth(trainer: Any, train: Callable, resume_from_checkpoi
     if folder and _has_adapters(model):
         _load_growth_of_base(model, Path(folder))
     elif folder and Path(folder, "config.json").is_file() and not sharded_modules(model):
-        model.set_parts(AutoConfig.from_pretrained(folder).extra_dims)
+        set_dims(model, AutoConfig.from_pretrained(folder).extra_dims)
     return train(resume_from_checkpoint, *args, **kwargs)
 
 

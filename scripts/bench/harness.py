@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import hf_growattn
-from hf_growattn.growable.models import cache_bytes
+from hf_growattn.growable.growths import cache_bytes
 
 TUNING_SEED = 100
 STEP = 3  # between a learning rate and the next

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_growattn import patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class InContextRegression(Task):
             for attention in attentions(model):
                 new = attention.add_part("wide", qk_dims=self.wide - self.narrow, v_dims=0)
                 nn.init.normal_(new.inside.weight, std=config.initializer_range)
-            model.sync_config()
+            sync_config(model)
         return model
 
 

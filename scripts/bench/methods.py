@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_growattn import Grower, GrowthConfig
 from hf_growattn.growable.attention import GrowableAttention
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions
 from hf_growattn.model.extra import Part
 from hf_growattn.training import methods as library
 

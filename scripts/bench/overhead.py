@@ -30,7 +30,7 @@ from transformers import logging as transformers_logging
 from transformers.pytorch_utils import Conv1D
 
 from hf_growattn import patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 
 BATCH, VOCABULARY = 1, 512  # short turns: what else the machine does then hits both models alike
 HEAD, GROWN = 64, 80
@@ -109,7 +109,7 @@ def build(family: Callable, kind: str, size: Size) -> nn.Module:
             part = attention.add_part("growth_1", GROWN - HEAD, GROWN - HEAD)
             for weight in (part.inside.weight, part.outside.weight):
                 nn.init.normal_(weight, std=0.02)
-        model.sync_config()
+        sync_config(model)
     return model.eval()
 
 

@@ -10,7 +10,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from wide_values import widen_values
 
 from hf_growattn import patch_model
-from hf_growattn.growable.models import attentions
+from hf_growattn.growable.growths import attentions, sync_config
 
 THETA = 254.0  # with 4 dims, the base at which no other offset up to 160 is close to that of the token before
 QUESTIONS = 16  # of a held-out book
@@ -147,7 +147,7 @@ def build(task: PhoneBook, extra: int, seed: int) -> SmolLM3ForCausalLM:
         nn.init.normal_(of_first.inside.weight, std=0.02)
         for role, weight in compared.items():
             of_match.weight_of(role)[0] = weight[task.head_dim :]
-        model.sync_config()
+        sync_config(model)
     for layer in model.model.layers:
         layer.mlp.down_proj.weight.mul_(0.1)
     return model.requires_grad_(True)

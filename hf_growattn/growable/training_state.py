@@ -1,22 +1,33 @@
-"""Let a running training follow new dims: its optimizers, DistributedDataParallel and compiled code.
+"""What a running training has besides the model, and how it follows new dims: optimizers, ranks, DDP and FSDP2.
 
-The parameters of new dims join an existing group of an optimizer, and old ones are never touched.
+The parameters of new dims join an existing group of an optimizer, and old ones are never touched. Old weights that
+FSDP2 (`fully_shard`) holds in shards are read whole, one at a time, and new dims are sharded like the rest. Without
+torch.distributed, or with one process, what is here for ranks does nothing.
 """
 
+import contextlib
 import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .sharding import is_sharded
+# By the name of the class, so that nothing has to be imported or even installed.
+_CLASSES = {
+    "FullyShardedDataParallel": "wrapped by FSDP1",
+    "ZeroRedundancyOptimizer": "torch's ZeroRedundancyOptimizer",
+}
+# By what the libraries leave on a parameter; FSDP1 and ZeRO-3 may be met without their wrappers.
+_MARKS = {"_fsdp_flattened": "flattened by FSDP1", "ds_id": "partitioned by DeepSpeed ZeRO-3"}
+_DISTRIBUTED_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
@@ -121,6 +132,164 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     return list(found.values())
 
 
+def rank() -> int:
+    """This process's number, 0 without torch.distributed."""
+    return dist.get_rank() if several() else 0
+
+
+def count() -> int:
+    """How many processes take part."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def several() -> bool:
+    """Whether more than one process takes part."""
+    return count() > 1
+
+
+def sum_over_ranks(*tensors: Tensor) -> None:
+    """Replace each tensor by its sum over the ranks, the same to the bit on all of them."""
+    if several():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+def total(*numbers: float) -> list[float]:
+    """Return each number's sum over the ranks."""
+    if not several():
+        return list(numbers)
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=_device())
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def of_all(thing: Any) -> list[Any]:
+    """What each rank brings, in their order."""
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, thing)
+    return everything
+
+
+def broadcast_from_rank0(*tensors: Tensor) -> None:
+    """Replace each tensor by that of rank 0: solvers may round differently from machine to machine."""
+    if several():
+        for tensor in tensors:
+            whole = tensor.contiguous()
+            dist.broadcast(whole, src=0)
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks() -> Iterator[None]:
+    """Raise an exception on every rank if one rank raises, so that no rank waits for a failed one.
+
+    Raises:
+        RuntimeError: another rank failed; its own error says why.
+    """
+    if not several():
+        yield
+        return
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    (failed,) = total(float(error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError("The growth failed in another process, whose own error says why; nothing was changed here.")
+
+
+@contextlib.contextmanager
+def unsynchronized(wrapped: nn.Module) -> Iterator[None]:
+    """Let DistributedDataParallel around a model pass it on as it is: a loss of the user's may call it."""
+    with contextlib.ExitStack() as stack:
+        for module in wrapped.modules():
+            if isinstance(module, DistributedDataParallel):
+                stack.enter_context(module.no_sync())
+        yield
+
+
+def _device() -> torch.device:
+    """Where the backend takes tensors from."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, of which each process holds a part."""
+    return hasattr(tensor, "placements")
+
+
+def own_part(tensor: Any) -> Tensor:
+    """A tensor as it is, or this rank's part of a sharded one, as a view."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def shard_like(part: nn.Module, attention: nn.Module) -> None:
+    """Shard the modules of new dims over the processes that shard an attention module, if any do."""
+    mesh = next((p.device_mesh for p in attention.parameters() if is_sharded(p)), None)  # pyright: ignore
+    if mesh is None:
+        return
+    from torch.distributed.fsdp import fully_shard
+
+    for module in (child for child in part.children() if any(True for _ in child.parameters())):
+        fully_shard(module, mesh=mesh)
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` was called on."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let all modules hold their sharded parameters: after a forward pass the outermost ones are whole."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but_fsdp2: bool = False) -> None:
+    """Make sure that neither the model nor its bare optimizers are sharded over processes.
+
+    Raises:
+        ValueError: they are, by FSDP, tensor parallelism, DeepSpeed, Megatron or ZeroRedundancyOptimizer. With
+            `but_fsdp2`, `fully_shard` is allowed.
+    """
+    kind = str(getattr(getattr(accelerator, "distributed_type", None), "value", None))
+    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    allowed = but_fsdp2 and kind == "FSDP" and getattr(plugin, "fsdp_version", 1) == 2
+    found = f"accelerator.distributed_type is {kind}" if kind in _DISTRIBUTED_TYPES and not allowed else None
+    parts = chain(model.named_modules(), model.named_parameters()) if isinstance(model, nn.Module) else ()
+    for name, part in chain(((f"the optimizer, {type(o).__name__},", o) for o in optimizers), parts):
+        how = _sharding_of(part)
+        found = found or (how and f"{name or 'the model'} is {how}")
+    by_fsdp2 = bool(sharded_modules(model)) if isinstance(model, nn.Module) else False
+    spread = isinstance(model, nn.Module) and any(map(is_sharded, model.parameters()))
+    if not found and spread and not (by_fsdp2 and but_fsdp2):
+        found = "the model is sharded by FSDP2" if by_fsdp2 else "the model is spread by tensor parallelism"
+    if found:
+        instead = "Growth goes on in a model that fully_shard of torch has sharded (FSDP2). " if but_fsdp2 else ""
+        raise ValueError(
+            f"This needs every weight whole, and {found}. {instead}Otherwise do it in one process, with the whole "
+            "model, and load its checkpoint into the sharded run."
+        )
+
+
+def _sharding_of(part) -> str | None:
+    """What shards a module, a parameter or an optimizer, by its marks and its classes; None if nothing does."""
+    for cls in type(part).__mro__:
+        if cls.__name__ in _CLASSES:
+            return _CLASSES[cls.__name__]
+        if cls.__module__.partition(".")[0] == "deepspeed":
+            return "DeepSpeed's"
+    return next((what for mark, what in _MARKS.items() if hasattr(part, mark)), None)
+
+
 def rebuild_ddp(model: nn.Module, wrapped: nn.Module) -> None:
     """Let DistributedDataParallel around a model reduce the parameters that it has now.
 
@@ -131,8 +300,7 @@ def rebuild_ddp(model: nn.Module, wrapped: nn.Module) -> None:
         model: the model that has new parameters.
         wrapped: the same model as the caller has it, in its wrappers if they are known.
     """
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not several or any(map(is_sharded, model.parameters())):
+    if not several() or any(map(is_sharded, model.parameters())):
         return
     found = [module for module in wrapped.modules() if isinstance(module, DistributedDataParallel)]
     for ddp in found:
