@@ -20,7 +20,6 @@ from .recipe import Recipe
 _LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _FEWEST = 20  # rows: with fewer, neither training nor measuring means anything
 _HELD_OUT = 128  # rows at most
-_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # a warning; rows are cut to what the model reads
 
 
 def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
@@ -70,15 +69,13 @@ def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTC
     Raises:
         ValueError: there are too few rows.
     """
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.deprecation_warnings[_LONG] = True
     config = LlamaConfig(vocab_size=3, hidden_size=2, intermediate_size=1, num_attention_heads=1, num_hidden_layers=1)
     trainer = SFTTrainer(
         LlamaForCausalLM(config),
         without_training(training),
         train_dataset=train,
         eval_dataset=test,
-        processing_class=tokenizer,
+        processing_class=copy.deepcopy(tokenizer),
     )
     rows = _drop_unpredicted(trainer.train_dataset)
     if test is not None:
