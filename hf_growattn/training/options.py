@@ -19,7 +19,7 @@ class BudgetOptions:
     """How much to add, by a growth or by LoRA."""
 
     budget: float | None = option(
-        "the most weights to add: a share of the model's, such as 0.02, which it is unless set, or a number"
+        "the most weights to add, as a share of the model's weights or as a number (default: 0.02)"
     )
     growth_batches: int = option("how many training batches to measure on, on each device", 16)
 
