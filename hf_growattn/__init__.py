@@ -1,11 +1,11 @@
 """Attention that grows: widen the heads of Hugging Face models where the loss asks for it.
 
-`patch_model` makes a model growable, and `Grower.find` finds new dims. The way of a batch: the model computes its loss
-while a probe sits in each attention module (`model.seam` lets it join, `measure.probes` is what joins,
-`measure.passes` runs the batches); the probe's gradient tells what new dims could do (`measure.gradients`); dims are
-chosen (`grow.plan`), tried in the same place (`grow.trial`) by steps that other batches judge (`grow.search`), and kept
-there as a part of `attention.extra` (`grow.keeping`), or dropped. Old weights are never touched. Each room, a
-sub-package, says in its first lines what lives there. Import from here alone: what lies deeper may move.
+`patch_model` makes a model growable, and `Grower.find` (`grow.growth`) finds new dims. The way of a batch: the model
+computes its loss while a probe sits in each attention module (`model.seam` lets it join, `measure.passes` runs the
+batches); the probe's gradient tells what new dims could do (`measure.gradients`); dims are chosen (`grow.plan`), tried
+in the same place by steps that other batches judge (`grow.trial`), and kept there as a part of `attention.extra`
+(`growable.growths`), or dropped. Old weights are never touched. Each room, a sub-package, says in its first lines what
+lives there. Import from here alone: what lies deeper may move.
 """
 
 import importlib

@@ -91,9 +91,8 @@ class Growth:
         report: what was measured; prints as a table. `report.applied` says whether any step lowers the loss.
     """
 
-    def __init__(self, grower: "Grower", trial: Trial, report: GrowthReport):
-        self._grower, self.report = grower, report
-        self._trial = trial if report.applied else None
+    def __init__(self, grower: "Grower", trial: Trial | None, report: GrowthReport):
+        self._grower, self._trial, self.report = grower, trial, report
 
     @property
     def parts(self) -> dict[GrowableAttention, Part]:
@@ -300,7 +299,7 @@ class Grower:
         except BaseException:
             trial.drop()
             raise
-        return Growth(self, trial, report)
+        return Growth(self, trial if any(steps) else None, report)
 
     def _make_trial(self, run: _Run, changes: list[Change]) -> Trial:
         """Attach the changes; where old weights take steps along, by what `old_dims.py` does."""

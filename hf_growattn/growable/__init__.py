@@ -1,4 +1,4 @@
-"""A living model: patched and unpatched, old weights read by heads, optimizers that follow, saved whole or not at all.
+"""A living model: patched and unpatched, its old weights read by heads, its growths kept, its training that follows.
 
 May import model.
 """
