@@ -9,7 +9,7 @@ from families import build, word_tokenizer
 from trl import SFTConfig, SFTTrainer
 
 from hf_growattn.cli.options import read_recipe
-from hf_growattn.training.data import draw_batches, load_data, prepare_rows
+from hf_growattn.training.data import load_data, prepare_rows
 from hf_growattn.training.finetuning import prepare_growth, read_rows
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16 --budget 0.05".split()
@@ -100,7 +100,7 @@ def test_what_is_measured_is_what_sft_trains(folder, names, options, count):
     trainer = SFTTrainer(build("llama-2"), config, train_dataset=rows, processing_class=tokenizer)
     trained = {(tuple(row["input_ids"]), tuple(row["labels"])) for row in trainer.train_dataset}
     prepared = prepare_rows(rows, test, tokenizer, training)
-    batches = draw_batches(prepared, training, 40, seed=0)
+    batches = prepared.draw_batches(40, seed=0)
     drawn = {
         (tuple(ids[mask].tolist()), tuple(labels[mask].tolist()))
         for batch in batches

@@ -11,6 +11,7 @@ from trl import SFTConfig
 
 from hf_growattn import patch_model
 from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.training.data import Prepared
 from hf_growattn.training.methods import METHODS, choose_rank, make_trainer, prepare_model, weights_of_rank_one
 
 
@@ -75,7 +76,9 @@ def test_a_mix_trains_at_two_learning_rates(name, tmp_path):
             pairs = ((group["lr"], p in adapters) for group in optimizer.param_groups for p in group["params"])
             found.append({(round(rate, 9), adapter) for rate, adapter in pairs})
 
-    trainer = make_trainer(model, word_tokenizer(), (rows, None), training, 0.1 if name == "both" else 1.0)
+    trainer = make_trainer(
+        model, Prepared(rows, None, list, word_tokenizer(), training), 0.1 if name == "both" else 1.0
+    )
     trainer.add_callback(Watch())
     trainer.train()
     held = [p for group in trainer.optimizer.param_groups for p in group["params"]]

@@ -198,7 +198,7 @@ def test_a_diverged_run_is_kept(finished, tmp_path, monkeypatch):
     folder, race = finished
     runs = len(race.runs)
     diverged = copied(folder, tmp_path / "diverged", lines=2 + runs - 1)
-    monkeypatch.setattr(module, "measure_rows", lambda model, rows, *_: ([math.nan] * len(rows), [1] * len(rows)))
+    monkeypatch.setattr(module, "measure_rows", lambda model, rows: ([math.nan] * len(rows.test), [1] * len(rows.test)))
     race = hold(diverged)
     assert len(race.runs) == runs and [run.loss == math.inf for run in race.runs] == [False] * (runs - 1) + [True]
     assert str(hold(diverged)) == str(race)

@@ -56,11 +56,28 @@ def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
 
 
 class Prepared(NamedTuple):
-    """Rows as the model reads them, to train on and held out, and the function that makes a batch of some."""
+    """Rows as the model reads them, and what SFTTrainer needs to train on them.
+
+    Attributes:
+        train: to train on.
+        test: held out; None for a trainer that measures nothing.
+        collate: makes a batch of some.
+        tokenizer, training: what made them.
+    """
 
     train: Dataset
-    test: Dataset
+    test: Any
     collate: Callable[[list[dict]], dict]
+    tokenizer: Any
+    training: SFTConfig
+
+    def draw_batches(self, count: int, seed: int) -> list[dict]:
+        """Batches from all over the rows to train on, two at least, on the device of the training."""
+        size = self.training.per_device_train_batch_size
+        drawn: list[Any] = list(first_rows(self.train, count * size, seed))
+        size = min(size, -(-len(drawn) // 2) or 1)
+        batches: list[Any] = [self.collate(drawn[start : start + size]) for start in range(0, len(drawn), size)]
+        return send_to_device(batches, self.training.device)
 
 
 def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTConfig) -> Prepared:
@@ -79,14 +96,14 @@ def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTC
     )
     rows = _drop_unpredicted(trainer.train_dataset)
     if test is not None:
-        return Prepared(rows, _drop_unpredicted(trainer.eval_dataset), trainer.data_collator)
+        return Prepared(rows, _drop_unpredicted(trainer.eval_dataset), trainer.data_collator, tokenizer, training)
     if len(rows) < _FEWEST:
         raise ValueError(
             f"The data give {len(rows)} rows of at most {training.max_length} tokens, too few to hold any out. Add "
             f"data, or choose a shorter --max_length: at least {_FEWEST} rows are needed."
         )
     parts = rows.train_test_split(min(max(len(rows) // 10, 8), _HELD_OUT), seed=training.seed)
-    return Prepared(parts["train"], parts["test"], trainer.data_collator)
+    return Prepared(parts["train"], parts["test"], trainer.data_collator, tokenizer, training)
 
 
 def _drop_unpredicted(rows: Any) -> Dataset:
@@ -105,12 +122,3 @@ def without_training(training: SFTConfig) -> SFTConfig:
 def first_rows(rows: Dataset, count: int, seed: int) -> Dataset:
     """The first rows in the seed's order; all rows if there are fewer."""
     return rows.shuffle(seed=seed).select(range(min(count, len(rows))))
-
-
-def draw_batches(rows: Prepared, training: SFTConfig, count: int, seed: int) -> list[dict]:
-    """Batches from all over the rows to train on, two at least, on the device of the training."""
-    size = training.per_device_train_batch_size
-    drawn: list[Any] = list(first_rows(rows.train, count * size, seed))
-    size = min(size, -(-len(drawn) // 2) or 1)
-    batches: list[Any] = [rows.collate(drawn[start : start + size]) for start in range(0, len(drawn), size)]
-    return send_to_device(batches, training.device)

@@ -22,7 +22,7 @@ from ..interop.cards import save_figures
 from ..interop.checkpoints import load_config, load_model, load_tokenizer
 from ..report.report import GrowthReport
 from .comparison import Race
-from .data import Prepared, draw_batches, first_rows, load_data, prepare_rows
+from .data import Prepared, first_rows, load_data, prepare_rows
 from .methods import (
     METHODS,
     RATES,
@@ -70,8 +70,8 @@ def make_callback(recipe: Recipe) -> GrowthCallback | None:
     )
 
 
-def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTrainedConfig, Any]:
-    """Rows to train on and held-out ones, of `count` rows of data or all, and the config and tokenizer of the model.
+def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTrainedConfig]:
+    """Rows to train on and held-out ones, of `count` rows of data or all, and the config of the model.
 
     Raises:
         ValueError: the data cannot be read, or model, tokenizer and data do not fit each other.
@@ -101,7 +101,7 @@ def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTr
             f"The tokenizer has a token {largest:,}, which the model does not know: save the model's own tokenizer in "
             "its folder."
         )
-    return rows, config, tokenizer
+    return rows, config
 
 
 def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedModel:
@@ -125,13 +125,13 @@ def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
         ValueError: options, model and data do not fit each other.
     """
     growth_config, training, count = recipe.growth_config(), recipe.training, recipe.growth.growth_batches
-    rows, _, tokenizer = read_rows(recipe, _SPARE * count * training.per_device_train_batch_size)
+    rows, _ = read_rows(recipe, _SPARE * count * training.per_device_train_batch_size)
     model: Any = _load_model(recipe, "auto")
     grower = Grower(model, growth_config)  # which refuses quantized weights
-    grower.loss = make_sft_loss(model.to(training.device), tokenizer, training)
-    batches = draw_batches(rows, training, count, training.seed)
+    grower.loss = make_sft_loss(model.to(training.device), rows)
+    batches = rows.draw_batches(count, training.seed)
     print(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
-    return grower, batches, tokenizer
+    return grower, batches, rows.tokenizer
 
 
 def race_recipe(recipe: Recipe) -> Race:
@@ -141,8 +141,8 @@ def race_recipe(recipe: Recipe) -> Race:
         ValueError: options, model and data do not fit each other.
     """
     options = replace(recipe.growth, budget=recipe.growth_config().budget)
-    rows, _, tokenizer = read_rows(recipe)
-    return run_race(partial(_load_model, recipe, "float32"), tokenizer, rows, recipe.training, options)
+    rows, _ = read_rows(recipe)
+    return run_race(partial(_load_model, recipe, "float32"), rows, options)
 
 
 def finetune(recipe: Recipe) -> dict:
@@ -153,24 +153,18 @@ def finetune(recipe: Recipe) -> dict:
     """
     growth = make_callback(recipe)
     training, method = recipe.training, METHODS.get(recipe.growth.method)
-    rows, config, tokenizer = read_rows(recipe)
+    rows, config = read_rows(recipe)
     width = config.get_text_config().hidden_size
     between = prod(RATES) ** 0.5 / width  # the rates of a race
     training.learning_rate = training.learning_rate or (between if method else type(training).learning_rate)
     model: Any = move_to_device(_load_model(recipe, "float32"), training.device)
     report = None
     if method:
-        model, report = _prepare_start(recipe, model, rows, tokenizer)
+        model, report = _prepare_start(recipe, model, rows)
     quantized = is_quantized(model)
-    trainer = make_trainer(
-        model,
-        tokenizer,
-        rows[:2],
-        training,
-        method.grown_share(width) if method else 1.0,
-        peft_config=get_peft_config(recipe.model),
-        callbacks=[growth] if growth else [],
-    )
+    share = method.grown_share(width) if method else 1.0
+    options = {"peft_config": get_peft_config(recipe.model), "callbacks": [growth] if growth else []}
+    trainer = make_trainer(model, rows, share, **options)
     save_with_adapters(growable_model(trainer.model))  # a growth before the training is part of a checkpoint, too
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     history = trainer.state.log_history
@@ -198,14 +192,12 @@ def finetune(recipe: Recipe) -> dict:
     return figures | {"summary": "\n".join([*lines, f"The model is in {training.output_dir}."])}
 
 
-def _prepare_start(
-    recipe: Recipe, model: PreTrainedModel, rows: Prepared, tokenizer
-) -> tuple[nn.Module, GrowthReport | None]:
+def _prepare_start(recipe: Recipe, model: Any, rows: Prepared) -> tuple[nn.Module, GrowthReport | None]:
     """The model as its training by a method starts, and the report of a growth before it."""
     training = recipe.training
     rank = choose_rank(model, recipe.growth_config().budget or 0)
-    batches = draw_batches(rows, training, recipe.growth.growth_batches, training.seed)
-    loss_of = partial(make_sft_loss, tokenizer=tokenizer, training=training)
+    batches = rows.draw_batches(recipe.growth.growth_batches, training.seed)
+    loss_of = partial(make_sft_loss, rows=rows)
     untrained, report = prepare_model(model, METHODS[recipe.growth.method], rank, batches, training.seed, loss_of)
     if report and not report.applied:
         raise ValueError(

@@ -3,15 +3,14 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, set_seed
 from transformers.pytorch_utils import Conv1D
-from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from ..grow.growth import Grower
@@ -19,7 +18,7 @@ from ..grow.plan import GrowthConfig, weights_of
 from ..growable.attention import keep_unpacked
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
 from ..report.report import GrowthReport
-from .data import without_training
+from .data import Prepared, without_training
 from .trainer import loss_of
 
 RATES = (0.5, 1.5)  # learning rates that a race tries, times `hidden_size`: wider models take smaller steps
@@ -118,16 +117,14 @@ def prepare_model(
     return trained, Grower(trained, config, loss=loss_of and loss_of(trained)).grow(batches)
 
 
-def make_trainer(
-    model, tokenizer, rows: tuple[Dataset, Dataset | None], training: SFTConfig, grown_share: float = 1.0, **options
-) -> SFTTrainer:
-    """An SFTTrainer on rows of `prepare_rows`; grown dims take `grown_share` of the learning rate."""
-    training = copy.copy(training)
+def make_trainer(model: Any, rows: Prepared, grown_share: float = 1.0, **options) -> SFTTrainer:
+    """An SFTTrainer on prepared rows; grown dims take `grown_share` of the learning rate."""
+    training = copy.copy(rows.training)
     training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
     set_seed(training.seed)  # adapters begin alike; TRL 1.14 leaves that to the caller
     unrounded = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
-    data = {"train_dataset": rows[0], "eval_dataset": rows[1]}
-    trainer = SFTTrainer(model, training, processing_class=tokenizer, **data, **options)
+    data = {"train_dataset": rows.train, "eval_dataset": rows.test, "processing_class": rows.tokenizer}
+    trainer = SFTTrainer(model, training, **data, **options)
     for parameter, values in unrounded.items():
         parameter.data = values  # TRL rounds adapters of quantized models to bf16, which takes large steps to move
     if grown_share < 1:
@@ -135,10 +132,9 @@ def make_trainer(
     return trainer
 
 
-def make_sft_loss(model, tokenizer, training: SFTConfig) -> Callable:
-    """The loss that SFTTrainer lowers with these options, for a growth before the training."""
-    row = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
-    return loss_of(make_trainer(model, tokenizer, (row, None), without_training(training)))
+def make_sft_loss(model: nn.Module, rows: Prepared) -> Callable:
+    """The loss that SFTTrainer lowers on prepared rows, for a growth before the training."""
+    return loss_of(make_trainer(model, rows._replace(test=None, training=without_training(rows.training))))
 
 
 def scale_grown_rates(optimizer: Optimizer, model: nn.Module, share: float) -> None:

@@ -22,7 +22,7 @@ from ..growable.growths import cache_bytes
 from ..growable.models import patch_model
 from ..report.report import GrowthReport
 from .comparison import SHORT, Race, Run, compete
-from .data import Prepared, draw_batches, first_rows, prepare_rows, without_training
+from .data import Prepared, first_rows, prepare_rows, without_training
 from .methods import METHODS, RATES, choose_rank, make_sft_loss, make_trainer, move_to_device, prepare_model
 from .options import RaceOptions
 
@@ -39,25 +39,25 @@ class _Trainings:
         width: the model's `hidden_size`.
     """
 
-    def __init__(self, load_model, tokenizer, rows: Prepared, training: SFTConfig, options: RaceOptions):
-        self.load_model, self.tokenizer, self.rows, self.options = load_model, tokenizer, rows, options
-        self.held_out = first_rows(rows.test, _HELD_OUT, seed=0)
-        self.training = without_training(training)
-        self.training.save_strategy, self.training.logging_strategy = "no", "no"
-        self.training.eval_on_start, self.training.train_sampling_strategy = False, "sequential"
+    def __init__(self, load_model, rows: Prepared, options: RaceOptions):
+        training: Any = without_training(rows.training)
+        training.save_strategy, training.logging_strategy = "no", "no"
+        training.eval_on_start, training.train_sampling_strategy = False, "sequential"
+        self.rows = rows._replace(test=first_rows(rows.test, _HELD_OUT, seed=0), training=training)
+        self.load_model, self.options = load_model, options
         self._prepared: tuple = ()  # method, seed, model, report, and the weights that train as they start
         model = load_model()
         self.rank, self.width = choose_rank(model, options.budget or 0), model.config.get_text_config().hidden_size
-        identity = self.training.to_dict() | {
+        identity = training.to_dict() | {
             "output_dir": "",
             "model": _hash_model(model),
-            "train_dataset": _hash_rows(rows.train),
-            "eval_dataset": _hash_rows(self.held_out),
+            "train_dataset": _hash_rows(self.rows.train),
+            "eval_dataset": _hash_rows(self.rows.test),
             "budget": self.rank,
             "steps": options.steps,
             "growth_batches": options.growth_batches,
         }
-        self.file = Path(training.output_dir or ".", RUNS)
+        self.file = Path(rows.training.output_dir or ".", RUNS)
         runs = self._read_runs(json.loads(json.dumps(identity, default=str)))
         if not runs:
             runs = [self._keep(Run("start", 0.0, 0, 0, *self._measure(model), 0, cache_bytes(model)))]
@@ -91,11 +91,12 @@ class _Trainings:
         model, report = self._prepare(method, seed)
         if report and not report.applied:
             return None
-        training = copy.copy(self.training)
+        training = copy.copy(self.rows.training)
         training.learning_rate, training.max_steps, training.seed = rate, steps, seed
         rows_of_a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        rows = first_rows(self.rows.train, steps * rows_of_a_step, seed), None
-        trainer = make_trainer(model, self.tokenizer, rows, training, METHODS[method].grown_share(self.width))
+        train = first_rows(self.rows.train, steps * rows_of_a_step, seed)
+        rows = self.rows._replace(train=train, test=None, training=training)
+        trainer = make_trainer(model, rows, METHODS[method].grown_share(self.width))
         trainer.train()
         with trainer.compute_loss_context_manager():
             nats, counts = self._measure(model)
@@ -111,9 +112,9 @@ class _Trainings:
         if self._prepared[:2] != (method, seed):
             self._prepared = ()
             gc.collect()  # a Trainer refers to itself, and holds the last model
-            patched: Any = move_to_device(self.load_model(), self.training.device)
-            batches = draw_batches(self.rows, self.training, self.options.growth_batches, seed)
-            loss_of = partial(make_sft_loss, tokenizer=self.tokenizer, training=self.training)
+            patched: Any = move_to_device(self.load_model(), self.rows.training.device)
+            batches = self.rows.draw_batches(self.options.growth_batches, seed)
+            loss_of = partial(make_sft_loss, rows=self.rows)
             model, report = prepare_model(patched, METHODS[method], self.rank, batches, seed, loss_of)
             start = {weight: weight.detach().clone() for weight in model.parameters() if weight.requires_grad}
             self._prepared = method, seed, model, report, start
@@ -125,7 +126,7 @@ class _Trainings:
 
     def _measure(self, model: nn.Module) -> tuple[list[float], list[int]]:
         """The loss and number of tokens of each held-out row, without losses if one is not finite."""
-        nats, counts = measure_rows(model, self.held_out, self.rows.collate, self.training)
+        nats, counts = measure_rows(model, self.rows)
         return nats if math.isfinite(sum(nats)) else [], counts
 
 
@@ -139,24 +140,24 @@ def _hash_model(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _hash_rows(rows: Dataset) -> str:
+def _hash_rows(rows: Any) -> str:
     digest = hashlib.sha256()
-    row: Any
     for row in rows:
         digest.update(json.dumps([row["input_ids"], row["labels"]]).encode())
     return digest.hexdigest()
 
 
 @torch.no_grad()
-def measure_rows(model: nn.Module, rows: Any, collate, training: SFTConfig) -> tuple[list[float], list[int]]:
-    """The summed loss of each row in nats, and the number of its tokens.
+def measure_rows(model: nn.Module, rows: Prepared) -> tuple[list[float], list[int]]:
+    """The summed loss of each held-out row in nats, and the number of its tokens.
 
     Rows that the collator packs into one count as one. The model stays in evaluation mode.
     """
+    training = rows.training
     move_to_device(model.eval(), training.device)
     nats: list[float] = []
     counts: list[int] = []
-    for batch in DataLoader(rows, training.per_device_eval_batch_size, collate_fn=collate):
+    for batch in DataLoader(rows.test, training.per_device_eval_batch_size, collate_fn=rows.collate):
         inputs = {key: value.to(training.device) for key, value in batch.items() if torch.is_tensor(value)}
         labels = inputs.pop("labels")[:, 1:]
         logits = model(**inputs, use_cache=False).logits[:, :-1].float().transpose(1, 2)
@@ -203,19 +204,17 @@ def race(
     """
     rows = prepare_rows(train_dataset, eval_dataset, tokenizer, training)
     options = RaceOptions(budget, growth_batches, steps, seeds)
-    return run_race(lambda: patch_model(copy.deepcopy(model)), tokenizer, rows, training, options)
+    return run_race(lambda: patch_model(copy.deepcopy(model)), rows, options)
 
 
-def run_race(
-    load_model: Callable[[], PreTrainedModel], tokenizer, rows: Prepared, training: SFTConfig, options: RaceOptions
-) -> Race:
+def run_race(load_model: Callable[[], PreTrainedModel], rows: Prepared, options: RaceOptions) -> Race:
     """Run a `race` of the patched model that `load_model` gives."""
     steps, seeds = options.steps, options.seeds
     if steps < SHORT or seeds < 1:
         raise ValueError(f"A race takes at least {SHORT} steps and 1 seed; got {steps} and {seeds}.")
-    if training.world_size > 1:
+    if rows.training.world_size > 1:
         raise ValueError("A race runs in one process: start it without torchrun, then train by the winner's method.")
-    trainings = _Trainings(load_model, tokenizer, rows, training, options)
+    trainings = _Trainings(load_model, rows, options)
     race, rates = trainings.race, [rate / trainings.width for rate in RATES]
     methods = [name for name in METHODS if name != "both" or trainings.rank > 1]  # a rank cannot be shared
     total = len(methods) * (3 * (steps // SHORT) + steps) + 2 * (seeds - 1) * steps
@@ -224,5 +223,6 @@ def run_race(
         compete(race, trainings.train, methods, rates, seeds)
     except KeyboardInterrupt:
         print(race.table())
-        raise KeyboardInterrupt(f"the same command continues in {training.output_dir}, where runs are kept.") from None
+        kept = f"the same command continues in {rows.training.output_dir}, where runs are kept."
+        raise KeyboardInterrupt(kept) from None
     return race

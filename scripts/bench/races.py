@@ -63,15 +63,16 @@ class Pair:
         given = {"kind": type(self.task).__name__, "source": source_of(self.task), "files": files, **asdict(self)}
         return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
 
-    def rows(self) -> tuple[Prepared, int]:
-        """Rows to train on and held-out ones, and how many make a batch."""
+    def rows(self, tokenizer, **options) -> Prepared:
+        """Rows to train on and held-out ones, and how to train on them: `options` are for SFTConfig."""
         trained = [self.task.batch(0, step) for step in range(LONGER * self.steps)]
         size = len(trained[0]["input_ids"])
         if isinstance(self.task, OnText):
             aside = self.task.tested(0)
         else:
             aside = [self.task.batch(1, step) for step in range(-(-self.held_out // size))]
-        return Prepared(_dataset(trained), _dataset(aside), collate), size
+        training = SFTConfig(per_device_train_batch_size=size, **options)
+        return Prepared(_dataset(trained), _dataset(aside), collate, tokenizer, training)
 
 
 def _dataset(batches: list[dict]) -> Dataset:
@@ -111,7 +112,6 @@ def lead_of(race: Race, name: str | None) -> tuple[float | None, float | None]:
 
 def run(pair: Pair, steps: int) -> tuple[Race, float]:
     """A race of some steps, and its processor time."""
-    rows, size = pair.rows()
     task = pair.task
     model = task.model(0)
     words = {str(word): word for word in range(model.config.vocab_size)}  # the rows are tokens already
@@ -120,9 +120,9 @@ def run(pair: Pair, steps: int) -> tuple[Race, float]:
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         plain = dict(gradient_checkpointing=False, bf16=False, use_cpu=True, report_to=[])
-        training = SFTConfig(output_dir=folder, per_device_train_batch_size=size, **plain)
+        rows = pair.rows(tokenizer, output_dir=folder, **plain)
         options = RaceOptions(RANK * weights_of_rank_one(model), pair.growth_batches, steps, pair.seeds)
-        race = run_race(lambda: task.model(0), tokenizer, rows, training, options)
+        race = run_race(lambda: task.model(0), rows, options)
     return race, time.process_time() - began
 
 
