@@ -17,7 +17,7 @@ from hf_growattn.cli.commands import main as growattn
 OPTIONS = """
 --max_length 128 --per_device_train_batch_size 16 --per_device_eval_batch_size 16 --learning_rate 3e-3
 --lr_scheduler_type cosine --warmup_steps 0.05 --weight_decay 0.01 --gradient_checkpointing False
---logging_steps 0.05 --save_strategy no --budget 8%
+--logging_steps 0.05 --save_strategy no --budget 0.08
 """
 
 

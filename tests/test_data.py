@@ -9,10 +9,10 @@ from families import build, word_tokenizer
 from trl import SFTConfig, SFTTrainer
 
 from hf_growattn.cli.options import read_recipe
-from hf_growattn.training.data import draw_batches, load_data, prepare_rows
+from hf_growattn.training.data import load_data, prepare_rows
 from hf_growattn.training.finetuning import prepare_growth, read_rows
 
-SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16 --budget 5%".split()
+SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16 --budget 0.05".split()
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }} <eos>"
     "{% endgeneration %}{% else %}{{ 'w90 ' + message.content + ' w91 ' }}{% endif %}{% endfor %}"
@@ -47,7 +47,6 @@ def folder(tmp_path_factory) -> Path:
     rows = datasets.Dataset.from_dict({"text": TEXTS, "number": list(range(60))})
     rows.to_csv(folder / "rows[1].csv")  # a pattern, unless it is escaped
     rows.to_csv(folder / "rows.csv")
-    rows.to_csv(folder / "rows.tsv", sep="\t")
     rows.to_json(folder / "rows.jsonl")
     rows.to_json(folder / "rows.json", lines=False)
     rows.to_parquet(folder / "rows.parquet")
@@ -80,7 +79,6 @@ def recipe_of(folder: Path, names: str, options: str = ""):
         ("texts/a/one.txt texts/b/two.txt", "", 46),
         ("rows.csv", "", 60),
         ("rows[1].csv rows.csv", "", 120),
-        ("rows.tsv", "", 60),
         ("rows.json", "", 60),
         ("rows.json rows.jsonl", "", 120),
         ("rows.jsonl", "--packing --packing_strategy wrapped", 49),  # an end of text for each row
@@ -102,7 +100,7 @@ def test_what_is_measured_is_what_sft_trains(folder, names, options, count):
     trainer = SFTTrainer(build("llama-2"), config, train_dataset=rows, processing_class=tokenizer)
     trained = {(tuple(row["input_ids"]), tuple(row["labels"])) for row in trainer.train_dataset}
     prepared = prepare_rows(rows, test, tokenizer, training)
-    batches = draw_batches(prepared, training, 40, seed=0)
+    batches = prepared.draw_batches(40, seed=0)
     drawn = {
         (tuple(ids[mask].tolist()), tuple(labels[mask].tolist()))
         for batch in batches
@@ -153,7 +151,7 @@ BAD = {
     "empty.jsonl": ("", "StopIteration: there are no rows"),
     "empty.csv": ("text\n", "no data"),
     "ragged.csv": ("text\nw1\nw2,w3,w4\n", "Expected 1 fields in line 3, saw 3"),
-    "columns.csv": ("question,reply\nw1,w2\n", "KeyError: 'text'; see --dataset_text_field"),
+    "columns.csv": ("question,reply\nw1,w2\n", "KeyError: 'text' (See TRL's --dataset_text_field"),
     "gaps.jsonl": (json.dumps({"text": None}) + '\n{"text": "w1 w2"}', ""),
     "short.txt": (
         " ".join(TEXTS[:3]),
@@ -198,7 +196,7 @@ def test_a_name_of_the_hub_that_does_not_load(folder, monkeypatch):
         read_rows(read_recipe("measure", [f"{folder}/model", "me/nowhere", *SMALL]))
 
 
-def test_a_tokenizer_must_be_the_models_own_end_texts_and_know_chats(folder, tmp_path):
+def test_a_tokenizer_must_be_the_models_own_and_know_chats(folder, tmp_path):
     build("llama-2").save_pretrained(tmp_path)
     tokenizer = word_tokenizer()
     tokenizer.add_tokens(["more"])
@@ -206,9 +204,5 @@ def test_a_tokenizer_must_be_the_models_own_end_texts_and_know_chats(folder, tmp
     (tmp_path / "text.txt").write_text("w5 more " * 400)
     with pytest.raises(ValueError, match="save the model's own tokenizer"):
         read_rows(read_recipe("measure", [f"{tmp_path}", f"{tmp_path}/text.txt", *SMALL]))
-    tokenizer.eos_token = None
-    recipe = recipe_of(folder, "rows.csv")
-    with pytest.raises(ValueError, match="name one that it knows by --eos_token"):
-        prepare_rows(*load_data(recipe), tokenizer, recipe.training)
-    with pytest.raises(ValueError, match=r"chats\.jsonl cannot be read .* no chat template: .*--chat_template_path"):
+    with pytest.raises(ValueError, match=r"chats\.jsonl cannot .*chat_template is not set.*--chat_template_path"):
         read_rows(read_recipe("measure", [f"{tmp_path}", f"{folder}/chats.jsonl", *SMALL]))

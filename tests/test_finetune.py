@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_growattn.cli.options import read_recipe
-from hf_growattn.training.finetuning import check_recipe, finetune
+from hf_growattn.training.finetuning import finetune, make_callback
 
 OPTIONS = (
     "--max_length 16 --growth_batches 4 --learning_rate 1e-3 --max_steps 24 --save_steps 6 --logging_steps 2".split()
@@ -123,7 +123,7 @@ def test_adapters_grow_along_and_are_merged(given, tmp_path):
 
 @pytest.mark.parametrize("method", ["lora", "growth", "both"])
 def test_methods_that_train_the_budget_alone(given, tmp_path, method):
-    options = ["--method", method, "--budget", "10%", "--max_steps", 8, "--save_steps", 4]
+    options = ["--method", method, "--budget", "0.1", "--max_steps", 8, "--save_steps", 4]
     figures = run(given, tmp_path / "one", *options)
     assert figures["held_out"][-1][1] < figures["held_out"][0][1] and len(figures["growths"]) == (method != "lora")
     assert ("KV cache" in figures["summary"]) == (method != "lora")
@@ -148,4 +148,4 @@ def test_methods_that_train_the_budget_alone(given, tmp_path, method):
 )
 def test_options_that_exclude_each_other_are_refused_before_anything_is_loaded(options, message):
     with pytest.raises(ValueError, match=message):
-        check_recipe(read_recipe("finetune", ["none", "none", "-o", "nowhere", *options.split()]))
+        make_callback(read_recipe("finetune", ["none", "none", "-o", "nowhere", *options.split()]))

@@ -8,7 +8,7 @@ from hf_growattn.cli.options import read_recipe
 from hf_growattn.training.finetuning import finetune, prepare_growth, race_recipe
 
 pytest.importorskip("bitsandbytes")
-OPTIONS = "--max_length 16 --growth_batches 4 --budget 10% --per_device_train_batch_size 4".split()
+OPTIONS = "--max_length 16 --growth_batches 4 --budget 0.1 --per_device_train_batch_size 4".split()
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_the_dense_model_is_saved_with_the_trained_weights(method, option, given
 
 def test_a_race_of_the_methods_that_train_quantized_models(given, tmp_path):
     words = [*given, "-o", str(tmp_path / "race"), *OPTIONS, "--load_in_4bit", "--steps", "8", "--seeds", "1"]
-    race = race_recipe(read_recipe("race", words), say=lambda text: None)
+    race = race_recipe(read_recipe("race", words))
     assert {run.method for run in race.runs} >= {"growth", "lora"}
     assert race.runs_of("growth")[0].cache > race.runs_of("lora")[0].cache
 

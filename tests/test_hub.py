@@ -231,6 +231,14 @@ def made_card(model, folder, *arguments) -> str:
     return text
 
 
+def test_a_dry_run_asks_nothing_of_the_hub(here, checkpoint, tmp_path):
+    assert "would be pushed to me/grown" in push(checkpoint, "me/grown", "--dry-run", tmp_path / "look").out
+    names = {path.name for path in (tmp_path / "look").iterdir()}
+    assert names >= {"README.md", "model.safetensors", "config.json", "tokenizer.json", "growth.png"}
+    assert "checkpoint-8" not in names and "me/grown" in (tmp_path / "look" / "README.md").read_text()
+    assert not here.requests
+
+
 def test_local_names_do_not_travel(grown, tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "secret.txt").write_text("")

@@ -11,8 +11,8 @@ from trl import SFTConfig
 
 from hf_growattn import patch_model
 from hf_growattn.growable.growths import attentions, sync_config
-from hf_growattn.training.methods import METHODS, Budget, Method, count_trained_weights, prepare_model
-from hf_growattn.training.sft import make_trainer
+from hf_growattn.training.data import Prepared
+from hf_growattn.training.methods import METHODS, choose_rank, make_trainer, prepare_model, weights_of_rank_one
 
 
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2", "bert"])
@@ -20,23 +20,23 @@ def test_every_method_trains_as_many_weights(variant):
     """LoRA exactly the budget, growth at most that; neither moves the rest of the base."""
     build = encoders.build if variant in encoders.ENCODERS else families.build
     stock = build(variant)
-    budget = Budget.near(patch_model(build(variant)), 0.3)
-    assert budget.rank >= 3
+    patched = patch_model(build(variant))
+    rank = choose_rank(patched, 0.3)
+    assert rank >= 3
+    budget = rank * weights_of_rank_one(patched)
     ids = torch.randint(0, stock.config.vocab_size, (4, 4, 16), generator=torch.Generator().manual_seed(0))
     batches = [{"input_ids": rows, "labels": rows} for rows in ids]
     for name in ("lora", "growth", "both"):
-        model, report = prepare_model(patch_model(build(variant)), METHODS[name], budget, batches, seed=0)
-        weights = count_trained_weights(model)
+        model, report = prepare_model(patch_model(build(variant)), METHODS[name], rank, batches, seed=0)
+        weights = model.num_parameters(only_trainable=True)
         if name == "lora":
-            assert weights == budget.weights and report is None
-        assert weights <= budget.weights
+            assert weights == budget and report is None
+        assert weights <= budget
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         model(**batches[0]).loss.backward()
         optimizer.step()
         embeddings = model.get_input_embeddings().weight
         assert embeddings.equal(stock.get_input_embeddings().weight) and not embeddings.requires_grad
-    whole, _ = prepare_model(patch_model(build(variant)), METHODS["full"], budget, [], seed=0)
-    assert count_trained_weights(whole) == whole.num_parameters()
 
 
 @pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
@@ -46,12 +46,13 @@ def test_a_mix_leaves_alone_what_grew_before(variant):
     for attention in attentions(model):
         attention.add_part("growth_1", qk_dims=2, v_dims=6)
     sync_config(model)
-    budget, base = Budget.near(model, 0.3), model.num_parameters()
+    rank, base = choose_rank(model, 0.3), model.num_parameters()
+    budget = rank * weights_of_rank_one(model)
     ids = torch.randint(0, model.config.vocab_size, (4, 4, 16), generator=torch.Generator().manual_seed(0))
-    mix, report = prepare_model(model, METHODS["both"], budget, [{"input_ids": r, "labels": r} for r in ids], seed=0)
+    mix, report = prepare_model(model, METHODS["both"], rank, [{"input_ids": r, "labels": r} for r in ids], seed=0)
     adapters = sum(p.numel() for name, p in mix.named_parameters() if "lora_" in name)
     added = sum(p.numel() for p in mix.parameters()) - base - adapters
-    assert report.applied and added > 0 and count_trained_weights(mix) == added + adapters <= budget.weights
+    assert report.applied and added > 0 and mix.num_parameters(only_trainable=True) == added + adapters <= budget
 
 
 @pytest.mark.parametrize("width, share", [(16, 1.0), (64, 1.0), (256, 0.125), (4096, 1 / 30)])
@@ -62,13 +63,12 @@ def test_what_grew_beside_lora_takes_smaller_steps_in_wider_models(width, share)
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own setting
 @pytest.mark.parametrize("name", ["both", "growth"])
-def test_a_mix_trains_at_two_learning_rates(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(Method, "grown_share", lambda self, width: 0.1 if self is METHODS["both"] else 1.0)
+def test_a_mix_trains_at_two_learning_rates(name, tmp_path):
     rows = Dataset.from_dict({"input_ids": [list(range(2, 18))] * 16, "labels": [list(range(2, 18))] * 16})
     batch = {name: torch.tensor(rows[name][:4]) for name in rows.column_names}
     training = SFTConfig(str(tmp_path), max_steps=4, learning_rate=1e-2, use_cpu=True, bf16=False, report_to=[])
     stock, found = patch_model(families.build("llama-5-bias")), []
-    model, _ = prepare_model(stock, METHODS[name], Budget.near(stock, 0.3), [batch, batch], seed=0)
+    model, _ = prepare_model(stock, METHODS[name], choose_rank(stock, 0.3), [batch, batch], seed=0)
 
     class Watch(TrainerCallback):
         def on_optimizer_step(self, args, state, control, optimizer, model, **kwargs):
@@ -76,7 +76,9 @@ def test_a_mix_trains_at_two_learning_rates(name, tmp_path, monkeypatch):
             pairs = ((group["lr"], p in adapters) for group in optimizer.param_groups for p in group["params"])
             found.append({(round(rate, 9), adapter) for rate, adapter in pairs})
 
-    trainer = make_trainer(model, word_tokenizer(), (rows, None), training, None, method=METHODS[name])
+    trainer = make_trainer(
+        model, Prepared(rows, None, list, word_tokenizer(), training), 0.1 if name == "both" else 1.0
+    )
     trainer.add_callback(Watch())
     trainer.train()
     held = [p for group in trainer.optimizer.param_groups for p in group["params"]]

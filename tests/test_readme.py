@@ -12,11 +12,11 @@ from test_data import CHATS, TEMPLATE, TEXTS
 from test_hub import here, hub  # noqa: F401  fixtures
 
 SMALL = "--max_length 16 --growth_batches 4 --per_device_train_batch_size 5 --use_cpu".split()
-TRAINING = "--max_steps 8 --eval_steps 4 --save_strategy no --budget 5%".split()
+TRAINING = "--max_steps 8 --eval_steps 4 --save_strategy no --budget 0.05".split()
 # What a tiny model takes, or no network gives.
 CHANGED = {
     "measure": [*SMALL],
-    "race": [*SMALL, "--steps", "8", "--budget", "5%"],
+    "race": [*SMALL, "--steps", "8", "--budget", "0.05"],
     "finetune": [*SMALL, *TRAINING],
 }
 

@@ -56,6 +56,7 @@ def grown_at(state) -> list[int]:
 @pytest.mark.parametrize(
     "when, options, expected",
     [
+        (dict(), {}, [3]),
         (dict(steps=[2, 5]), {}, [2, 5]),
         (dict(every=2), {}, [2, 4]),  # not after the last step
         (dict(at="epoch"), dict(max_steps=-1, num_train_epochs=3), [6, 12]),
@@ -155,18 +156,27 @@ def test_lora_is_resumed_with_the_growth_of_its_base(tmp_path):
     assert losses == unbroken
 
 
+def test_a_plateau_of_several_evaluation_sets_is_that_of_the_first(tmp_path):
+    callback = GrowthCallback(CONFIG, at="plateau")
+    state = trainer(tmp_path, callback).state
+    state.max_steps = 9
+    assert not callback.is_time(state)
+    for step, first, second, due in ((1, 3.0, 9.0, False), (2, 2.0, 9.5, False), (3, 2.5, 8.0, True)):
+        state.log_history += [{"step": step, "eval_a_loss": first}, {"step": step, "eval_b_loss": second}]
+        assert callback.is_time(state) == due
+
+
 def test_never_firing_is_said_at_the_end(tmp_path):
     run = trainer(tmp_path, GrowthCallback(CONFIG, at="plateau"), eval_strategy="steps", eval_steps=5)
-    with pytest.warns(UserWarning, match=r"never fired.*never stopped falling"):
+    with pytest.warns(UserWarning, match="never fired"):
         run.train()
 
 
 @pytest.mark.parametrize(
     "when, message",
     [
-        (dict(), "one of steps"),
         (dict(steps=[2], every=2), "one of steps"),
-        (dict(at="noon"), "'epoch', 'plateau'"),
+        (dict(at="noon"), "'middle', 'epoch', 'plateau'"),
         (dict(every=0), "every must be"),
         (dict(steps=[2], batches=0), "batches must be"),
     ],

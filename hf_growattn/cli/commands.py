@@ -11,113 +11,66 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .options import (
-    DATA,
-    UsageError,
-    check_new_folder,
-    make_parser,
-    read_recipe,
-    refuse_unknown,
-)
+from .options import UsageError, check_new_folder, read_command
 
 FAILED, USAGE_ERROR, NOTHING, INTERRUPTED = 1, 2, 3, 130
-_HELP = """Usage: growattn COMMAND ...
-
-Find out whether the attention of a language model is too narrow for your data, and widen it there.
-
-{}
-
-growattn COMMAND --help explains a command. --json prints JSON alone, --debug shows where an error came from, --version
-the version.
-Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing grew, or growth did not win; 130
-interrupted, nothing is half-written."""
 _EXPECTED = (ValueError, OSError, ImportError)  # errors whose message names the fix
 
 
 class Result(NamedTuple):
-    """What a command found out: for --json, for people, its exit code, and lines to standard error after the result."""
+    """What a command found out: for --json, for people, and its exit code."""
 
     figures: dict
     text: str
     code: int = 0
-    next_steps: Sequence[str] = ()
 
 
 def main(words: list[str]) -> int:
     """Run a command line; returns its exit code."""
     as_json, debug = "--json" in words, "--debug" in words
     words = [word for word in words if word not in ("--json", "--debug")]
-    if not words or words[0] in ("-h", "--help"):
-        commands = [f"  {name:<10}{str(run.__doc__).splitlines()[0]}" for name, (run, _) in COMMANDS.items()]
-        print(_HELP.format("\n".join(commands)))
-        return 0
-    if words[0] == "--version":
-        print(f"growattn {sys.modules['hf_growattn'].__version__}")
-        return 0
-    if not sys.stderr.isatty():
-        for library in ("HUB", "DATASETS"):  # transformers goes by the Hub's
-            os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
-    name, rest = words[0], words[1:]
     try:
-        if name not in COMMANDS:
-            refuse_unknown([name], COMMANDS)
-        run, names = COMMANDS[name]
-        parser = make_parser(name, names, str(run.__doc__))
-        if "-h" in rest or "--help" in rest:
-            parser.print_help()
-            return 0
-        if DATA in names:
-            options = read_recipe(name, rest)
-        else:
-            options, unknown = parser.parse_known_args(rest)
-            refuse_unknown(unknown, [f"--{option}" for option in vars(options)])
-        result = run(options, rest)
+        options = read_command(words, {name: str(run.__doc__) for name, run in COMMANDS.items()})
+        with contextlib.redirect_stdout(sys.stderr):  # where progress and logs belong
+            result = COMMANDS[words[0]](options)
     except UsageError as error:
-        command = f"growattn {name}" if name in COMMANDS else "growattn"
-        _say(f"Usage error: {error} See {command} --help.")
-        return USAGE_ERROR
+        return _fail(USAGE_ERROR, f"Usage error: {error} See --help.")
     except KeyboardInterrupt as interrupt:
-        _say(f"Interrupted: {str(interrupt) or 'nothing was written.'}")
-        return INTERRUPTED
+        return _fail(INTERRUPTED, f"Interrupted: {str(interrupt) or 'nothing was written.'}")
     except Exception as error:
         if debug:
             traceback.print_exc()
         message = " ".join(str(error).split())
         if not isinstance(error, _EXPECTED):
             message = f"{type(error).__name__}: {message} (add --debug to see where)"
-        _say(f"Error: {message}")
-        return FAILED
+        return _fail(FAILED, f"Error: {message}")
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(result.figures, indent=1) if as_json else result.text, flush=True)
-        for line in result.next_steps:
-            _say(line)
     return result.code
 
 
-def _say(text: str) -> None:
-    """Write for people; standard output is for results."""
-    print(text, file=sys.stderr, flush=True)
+def _fail(code: int, message: str) -> int:
+    print(message, file=sys.stderr, flush=True)
+    return code
 
 
-def _format_next(command: str, model: str, recipe: Any, words: list[str], *more: str) -> str:
+def _format_next(command: str, model: str, recipe: Any, *more: str) -> str:
     """A command to call next, with those of the given options that it takes, too."""
     dropped = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     dropped.add_argument("-o", "--output", "--output_dir", "--output-dir")
     for option in ("--steps", "--seeds") if command == "finetune" else ("--qk_dims", "--v_dims"):
         dropped.add_argument(option, option.replace("_", "-"))
-    given = list(dropwhile(lambda word: not word.startswith("-"), words))
-    _, options = dropped.parse_known_args(given)
+    _, options = dropped.parse_known_args(recipe.words)
     return shlex.join(["growattn", command, model, *recipe.datasets, "-o", "DIR", *options, *more])
 
 
-def run_inspect(options: argparse.Namespace, words: list[str]) -> Result:
+def run_inspect(options: argparse.Namespace) -> Result:
     """Show how wide the heads are, and how much of that they use.
 
     The effective rank counts the directions that a head uses; it is at most the width.
@@ -132,7 +85,7 @@ def run_inspect(options: argparse.Namespace, words: list[str]) -> Result:
     return Result(figures, f"{text}Does that hold the model back on your data? growattn measure {options.model} DATA")
 
 
-def run_measure(recipe: Any, words: list[str]) -> Result:
+def run_measure(recipe: Any) -> Result:
     """Measure where width holds the model back on your data.
 
     A growth is tried on the loss that finetune would train, then taken back. Nothing is changed or written. This does
@@ -142,13 +95,12 @@ def run_measure(recipe: Any, words: list[str]) -> Result:
     from ..training.finetuning import prepare_growth
 
     grower, batches, _ = prepare_growth(recipe)
-    _say(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
     report = grower.measure(batches)
-    text = report_text(report, _format_next("race", recipe.model_name, recipe, words))
+    text = report_text(report, _format_next("race", recipe.model_name, recipe))
     return Result(report.to_dict(), text, 0 if report.found else NOTHING)
 
 
-def run_grow(recipe: Any, words: list[str]) -> Result:
+def run_grow(recipe: Any) -> Result:
     """Widen heads once where that lowers the loss, and save the model.
 
     The output gets the model, its tokenizer, a model card, and report.html. If no growth helps on data
@@ -163,9 +115,8 @@ def run_grow(recipe: Any, words: list[str]) -> Result:
     from ..training.finetuning import prepare_growth
 
     grower, batches, tokenizer = prepare_growth(recipe)
-    _say(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
     report = grower.grow(batches)
-    text = report_text(report, _format_next("race", recipe.model_name, recipe, words))
+    text = report_text(report, _format_next("race", recipe.model_name, recipe))
     if not report.applied:
         return Result(report.to_dict() | {"output": None}, text, NOTHING)
     with replacing(Path(output).resolve()) as folder:
@@ -175,11 +126,11 @@ def run_grow(recipe: Any, words: list[str]) -> Result:
         if find_spec("matplotlib"):
             save_report([report], folder / "report.html", model=recipe.model_name, data=recipe.dataset)
     load = f"Saved in {output}. Load it: import hf_growattn, then AutoModelForCausalLM.from_pretrained({output!r})."
-    train = f"Train it: {_format_next('finetune', output, recipe, words, '--max_growths', '0')}"
-    return Result(report.to_dict() | {"output": output}, text, next_steps=[load, train])
+    train = f"Train it: {_format_next('finetune', output, recipe, '--max_growths', '0')}"
+    return Result(report.to_dict() | {"output": output}, f"{text}\n{load}\n{train}")
 
 
-def run_race(recipe: Any, words: list[str]) -> Result:
+def run_race(recipe: Any) -> Result:
     """Find out whether growth beats LoRA on your data.
 
     LoRA on all linear layers, growth, and a third of growth with LoRA train for a short while: the same number of
@@ -193,17 +144,17 @@ def run_race(recipe: Any, words: list[str]) -> Result:
     from ..training.finetuning import race_recipe
     from ..training.methods import METHODS
 
-    race = race_recipe(recipe, _say)
-    trainings = []
+    race = race_recipe(recipe)
+    lines = [str(race)]
     for place, name in (("winner", race.winner), ("runner-up", race.runner_up)):
         if name:
             method = ["--method", name, "--learning_rate", f"{race.rates[name]:.2g}"]
-            command = _format_next("finetune", recipe.model_name, recipe, words, *method)
-            trainings.append(f"Train by the {place}, {METHODS[name].title}: {command}")
-    return Result(race.figures(), str(race), 0 if METHODS[race.winner].growth else NOTHING, trainings)
+            command = _format_next("finetune", recipe.model_name, recipe, *method)
+            lines.append(f"Train by the {place}, {METHODS[name].title}: {command}")
+    return Result(race.figures(), "\n".join(lines), NOTHING if race.winner == "lora" else 0)
 
 
-def run_finetune(recipe: Any, words: list[str]) -> Result:
+def run_finetune(recipe: Any) -> Result:
     """Train with TRL's SFTTrainer, and grow on the way.
 
     By default all weights train, and attention grows once, half-way. --method trains something else. A tenth of the
@@ -212,24 +163,16 @@ def run_finetune(recipe: Any, words: list[str]) -> Result:
     """
     if not recipe.training.resume_from_checkpoint:
         check_new_folder(recipe.training.output_dir)
-    from ..training.finetuning import check_recipe, finetune
-    from ..training.recipe import last_checkpoint
+    from ..training.finetuning import finetune
 
     try:
-        check_recipe(recipe)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # where progress and logs belong
-            figures = finetune(recipe)
+        figures = finetune(recipe)
     except KeyboardInterrupt:
-        last = last_checkpoint(Path(recipe.training.output_dir))
-        whole = f"{last} is whole; add --resume_from_checkpoint True to continue."
-        raise KeyboardInterrupt(whole if last else "no checkpoint was saved yet.") from None
+        raise KeyboardInterrupt("--resume_from_checkpoint True continues from the last checkpoint.") from None
     return Result(figures, figures["summary"])
 
 
-def run_export(options: argparse.Namespace, words: list[str]) -> Result:
+def run_export(options: argparse.Namespace) -> Result:
     """Write a grown model as an ordinary one, which needs no hf_growattn.
 
     All heads become as wide as the widest, rounded up to a multiple of 8. To push the ordinary model: hf upload
@@ -247,26 +190,34 @@ def run_export(options: argparse.Namespace, words: list[str]) -> Result:
     return Result(asdict(report) | {"path": str(report.path)}, str(report))
 
 
-def run_push(options: argparse.Namespace, words: list[str]) -> Result:
+def run_push(options: argparse.Namespace) -> Result:
     """Push a grown model with its card to the Hub, in one commit.
 
     The card is the README.md in the folder, which grow and finetune write. You may edit it first. The push replaces
-    you/your-model in it with the name of the repository.
+    you/your-model in it with the name of the repository. --dry-run writes the files and the card into a folder instead.
     """
-    from ..interop.checkpoints import publish
+    from ..growable.folders import replacing
+    from ..interop.cards import complete_card
+    from ..interop.checkpoints import publish, write_publication
 
-    if options.repo.count("/") != 1:
-        raise UsageError(f"{options.repo} is no name on the Hub: give the owner and the model, as in you/your-model.")
-    url = publish(Path(options.folder), options.repo, options.private)
-    return Result({"repo": options.repo, "commit": url}, f"Pushed: {url}")
+    checkpoint, repo, folder = Path(options.folder), options.repo, options.dry_run
+    if repo.count("/") != 1:
+        raise UsageError(f"{repo} is no name on the Hub: give the owner and the model, as in you/your-model.")
+    if not folder:
+        url = publish(checkpoint, repo, options.private)
+        return Result({"repo": repo, "commit": url}, f"Pushed: {url}")
+    check_new_folder(folder)
+    with replacing(Path(folder).resolve()) as partial:
+        complete_card(write_publication(checkpoint, partial), partial, repo)
+    return Result({"repo": repo, "folder": folder}, f"{folder} holds what would be pushed to {repo}.")
 
 
-COMMANDS: dict[str, tuple[Callable[[Any, list[str]], Result], tuple[str, ...]]] = {
-    "inspect": (run_inspect, ("MODEL",)),
-    "measure": (run_measure, ("MODEL", DATA)),
-    "grow": (run_grow, ("MODEL", DATA)),
-    "race": (run_race, ("MODEL", DATA)),
-    "finetune": (run_finetune, ("MODEL", DATA)),
-    "export": (run_export, ("FOLDER",)),
-    "push": (run_push, ("FOLDER", "REPO")),
+COMMANDS: dict[str, Callable[[Any], Result]] = {
+    "inspect": run_inspect,
+    "measure": run_measure,
+    "grow": run_grow,
+    "race": run_race,
+    "finetune": run_finetune,
+    "export": run_export,
+    "push": run_push,
 }

@@ -45,8 +45,6 @@ def inspect_model(model: GrowableModelMixin) -> dict:
     return {
         "model": config.name_or_path,
         "family": config.model_type.removeprefix(PREFIX),
-        "parameters": model.num_parameters(),
-        "hidden_size": config.get_text_config().hidden_size,
         "grown": is_grown(model),
         "costs": {form: asdict(cost) for form, cost in costs.items()},
         "layers": layers,
@@ -78,7 +76,6 @@ def format_inspection(figures: dict) -> str:
     return (
         format_table(["layer", "kind", "width", "effective rank: mean (range)", "full heads"], rows)
         + format_table(["form", "KV cache, bytes a token", "weights"], costs)
-        + f"{figures['family']}, {'grown' if figures['grown'] else 'stock widths'}, hidden size "
-        f"{figures['hidden_size']}.\n"
+        + f"{figures['family']}, {'grown' if figures['grown'] else 'stock widths'}.\n"
         f"A head is full if its effective rank, the number of directions that it uses, is {FULL:.0%} of its width.\n"
     )

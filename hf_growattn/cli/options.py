@@ -2,15 +2,15 @@
 
 import argparse
 import difflib
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-from ..training.options import FinetuneOptions, GrowthOptions, RaceOptions, option
+from .. import __version__
+from ..training.options import FinetuneOptions, GrowthOptions, RaceOptions, UsageError, option
 
 DATA = "DATA..."  # what the commands that read data are given after the model
 _NAMES = {
@@ -25,10 +25,12 @@ _TRL = (
     "--max_length, --per_device_train_batch_size, --learning_rate and --dataset_text_field. --config FILE reads "
     "options from YAML."
 )
-
-
-class UsageError(ValueError):
-    """A command line that cannot be read; the message names the fix."""
+_ABOUT = "Find out whether the attention of a language model is too narrow for your data, and widen it there."
+_END = (
+    "growattn COMMAND --help explains a command. --json prints JSON alone, --debug shows where an error came from. "
+    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing grew, or growth did not win; 130 "
+    "interrupted, nothing is half-written."
+)
 
 
 @dataclass
@@ -43,44 +45,52 @@ class PushOptions:
     """The options of `push`."""
 
     private: bool = option("make a new repository private", False)
+    dry_run: str = option("write everything into this new folder, and push nothing", "", "--dry-run")
 
 
-OPTIONS: dict[str, tuple[type, ...]] = {  # the last one of a command that reads data is parsed along with TRL's
-    "inspect": (),
-    "measure": (GrowthOptions,),
-    "grow": (OutputOptions, GrowthOptions),
-    "race": (OutputOptions, RaceOptions),
-    "finetune": (OutputOptions, FinetuneOptions),
-    "export": (OutputOptions,),
-    "push": (PushOptions,),
+# What a command takes: names, then groups of options, of which the last one is parsed along with TRL's for data.
+OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
+    "inspect": (("MODEL",), ()),
+    "measure": (("MODEL", DATA), (GrowthOptions,)),
+    "grow": (("MODEL", DATA), (OutputOptions, GrowthOptions)),
+    "race": (("MODEL", DATA), (OutputOptions, RaceOptions)),
+    "finetune": (("MODEL", DATA), (OutputOptions, FinetuneOptions)),
+    "export": (("FOLDER",), (OutputOptions,)),
+    "push": (("FOLDER", "REPO"), (PushOptions,)),
 }
 
 
-def make_parser(command: str, names: Sequence[str], description: str) -> argparse.ArgumentParser:
-    """A parser of the names and options of a command, but for those of TRL; it needs no torch."""
-    parser = argparse.ArgumentParser(
-        f"growattn {command}",
-        usage=f"%(prog)s {' '.join(names)} [options]",
-        description=description,
-        epilog=_TRL if DATA in names else None,
-        allow_abbrev=False,
-    )
-    for name in names:
-        parser.add_argument(name.lower(), metavar=name, help=_NAMES[name])
-    for item in chain.from_iterable(map(fields, OPTIONS[command])):
-        settings: dict[str, Any] = {"help": item.metadata["help"], "default": item.default}
-        if item.default:
-            settings["help"] += f" (default: {item.default})"
-        kinds = [item.type, *get_args(item.type)]  # of `list[int] | None`, the parts too
-        if bool in kinds:
-            settings["action"] = "store_true"
-        for kind in kinds:
-            if get_origin(kind) is Literal:
-                settings["choices"] = get_args(kind)
-            elif get_origin(kind) is list:
-                settings["nargs"] = "+"
-        parser.add_argument(*item.metadata["aliases"], f"--{item.name}", **settings)
-    return parser
+def read_command(words: Sequence[str], descriptions: Mapping[str, str]) -> Any:
+    """What a command line says: a `Recipe` if the command reads data, otherwise a namespace. Help needs no torch.
+
+    Args:
+        words: of the command line.
+        descriptions: help by command.
+
+    Raises:
+        UsageError: an option is unknown; otherwise as `read_recipe`.
+        SystemExit: help was asked for, or a name is unknown or missing.
+    """
+    names, _ = OPTIONS.get("".join(words[:1]), ((), ()))
+    if DATA in names and not {"-h", "--help"}.intersection(words):
+        return read_recipe(words[0], words[1:])
+    parser = argparse.ArgumentParser("growattn", description=_ABOUT, epilog=_END)
+    parser.add_argument("--version", action="version", version=f"growattn {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command, (names, groups) in OPTIONS.items():
+        text, more = descriptions[command], _TRL if DATA in names else None
+        title = text.partition("\n")[0]
+        part = commands.add_parser(command, help=title, description=text, epilog=more, allow_abbrev=False)
+        for name in names:
+            part.add_argument(name.lower(), metavar=name, help=_NAMES[name])
+        for item in chain.from_iterable(map(fields, groups)):
+            action = "store_true" if item.type is bool else "store"
+            default = f" (default: {item.default})" if item.default else ""
+            flags = [*item.metadata["aliases"], f"--{item.name}"]
+            part.add_argument(*flags, action=action, default=item.default, help=item.metadata["help"] + default)
+    options, unknown = parser.parse_known_args(words)
+    refuse_unknown(unknown, [f"--{option}" for option in vars(options)])
+    return options
 
 
 def read_recipe(command: str, words: Sequence[str]) -> Any:
@@ -98,7 +108,7 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
 
     from ..training.recipe import Recipe, Training
 
-    groups = [OPTIONS[command][-1], ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
+    groups = [OPTIONS[command][1][-1], ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
     parser = TrlParser(groups, allow_abbrev=False, usage=f"growattn {command} MODEL {DATA} [options]")
     # The data and the method choose these if nobody does.
     parser.set_defaults(packing=None, packing_strategy=None, dtype=None, learning_rate=None)
@@ -114,7 +124,7 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
     if not model.model_name_or_path or not (datasets or mixture.datasets):
         raise UsageError("name MODEL and DATA first, then the options; or name both in a YAML file, by --config.")
     refuse_unknown(unknown, [f"--{item.name}" for group in groups for item in fields(group)])
-    return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture)
+    return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture, options)
 
 
 def refuse_unknown(words: Sequence[str], known: Iterable[str]) -> None:
@@ -130,18 +140,13 @@ def refuse_unknown(words: Sequence[str], known: Iterable[str]) -> None:
 
 
 def check_new_folder(folder: str | None) -> None:
-    """Check that a folder can be written and holds nothing yet.
+    """Check that a folder was named, and holds nothing yet.
 
     Raises:
-        UsageError: it is a file, it holds something, it cannot be written, or nothing was named.
+        UsageError: it is a file, it holds something, or nothing was named.
     """
     if not folder:
         raise UsageError("name the folder to write: --output DIR")
     path = Path(folder)
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise UsageError(f"{path} exists and is not empty; name a new folder.")
-    parent = next(each for each in (path, *path.resolve().parents) if each.exists())
-    try:  # os.access promises nothing for mounts and for root
-        tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:
-        raise UsageError(f"nothing can be written in {parent} ({error.strerror}); name another folder.") from error

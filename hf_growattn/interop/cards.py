@@ -131,13 +131,21 @@ def _is_hub_id(name: str) -> bool:
     return not Path(name).exists()
 
 
-def push_model(model: PreTrainedModel, repo_id: str, *, reports: Iterable[GrowthReport] = (), **options) -> CommitInfo:
+def push_model(
+    model: PreTrainedModel,
+    repo_id: str,
+    *,
+    reports: Iterable[GrowthReport] = (),
+    max_shard_size: int | str = "50GB",
+    **options,
+) -> CommitInfo:
     """Push a grown model with a card, in one commit; this is `model.push_to_hub`.
 
     Args:
         model: the grown model.
         repo_id: where to; made if it does not exist.
         reports: of the growths. With them the card is written again; without them a card in the repository stays.
+        max_shard_size: size of a file of weights at most, in bytes or as in "5GB".
         **options: those of `PreTrainedModel.push_to_hub`.
 
     Raises:
@@ -147,9 +155,18 @@ def push_model(model: PreTrainedModel, repo_id: str, *, reports: Iterable[Growth
     refuse_sharded(model, [])  # every process would push
     reports = list(reports)
     with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
         if reports:
             write_card(model, folder, reports)
         return push_folder(model, Path(folder), repo_id, **options)
+
+
+def complete_card(model: PreTrainedModel, folder: Path, repo_id: str) -> None:
+    """Write a card into a folder that has none, and name the repository in it."""
+    card = folder / CARD
+    if not card.exists():
+        write_card(model, folder)
+    card.write_text(card.read_text(encoding="utf-8").replace(REPO, repo_id), encoding="utf-8")
 
 
 def push_folder(
@@ -159,14 +176,13 @@ def push_folder(
     *,
     private: bool | None = None,
     token: bool | str | None = None,
-    max_shard_size: int | str = "50GB",
     tags: Iterable[str] | None = None,
     revision: str | None = None,
     create_pr: bool = False,
     commit_message: str = "Upload model",
     commit_description: str | None = None,
 ) -> CommitInfo:
-    """Save a grown model into a folder, and push all that lies there as one commit.
+    """Push all that lies in a folder, in which a grown model was saved, as one commit.
 
     Of the repository it removes only the former weights that the new ones replace. `HfApi.upload_folder` may make
     several commits, between which the repository holds half a model. Without a card in the folder, one in the
@@ -176,13 +192,10 @@ def push_folder(
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not create_pr and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
     there = set(api.list_repo_files(repo_id, revision=revision))
     if not card.exists() and CARD in there:
         shutil.copy(api.hf_hub_download(repo_id, CARD, revision=revision), card)
-    elif not card.exists():
-        write_card(model, folder)
-    card.write_text(card.read_text(encoding="utf-8").replace(REPO, repo_id), encoding="utf-8")
+    complete_card(model, folder, repo_id)
     if tags:
         metadata = metadata_load(card) or {}
         metadata_save(card, metadata | {"tags": list(dict.fromkeys([*metadata.get("tags", []), *tags]))})

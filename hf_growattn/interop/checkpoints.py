@@ -90,8 +90,27 @@ def load_grown(checkpoint: Path):
     return model, load_tokenizer(str(checkpoint)) if has_tokenizer else None
 
 
+def write_publication(checkpoint: Path, folder: Path) -> PreTrainedModel:
+    """Write what is pushed into an empty folder: the model, its tokenizer, and the card and picture that lie there.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the checkpoint is not a grown one.
+    """
+    model, tokenizer = load_grown(checkpoint)
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for name in (CARD, PICTURE):
+        if (checkpoint / name).is_file():
+            shutil.copy(checkpoint / name, folder)
+    return model
+
+
 def publish(checkpoint: Path, repo_id: str, private: bool) -> str:
-    """Push a grown checkpoint to the Hub in one commit, with the card and the picture that lie there.
+    """Push a grown checkpoint to the Hub in one commit.
 
     Returns:
         The address of the commit.
@@ -101,11 +120,6 @@ def publish(checkpoint: Path, repo_id: str, private: bool) -> str:
         OSError: the token is missing.
         huggingface_hub.errors.HfHubHTTPError: the Hub refused; nothing was changed there but for an empty repository.
     """
-    model, tokenizer = load_grown(checkpoint)
     with tempfile.TemporaryDirectory() as folder:
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        for name in (CARD, PICTURE):
-            if (checkpoint / name).is_file():
-                shutil.copy(checkpoint / name, folder)
+        model = write_publication(checkpoint, Path(folder))
         return push_folder(model, Path(folder), repo_id, private=private or None, token=True).commit_url

@@ -1,12 +1,13 @@
 """What a race compares: the runs, the rule, the table and the sentence. It trains nothing."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
+from typing import Any
 
 from ..report.words import MARGIN, format_gap, format_table
-from .methods import METHODS, round_rate
+from .methods import METHODS
 
 SURE = 2  # standard errors that a lead must exceed
 SHORT = 4  # how many times shorter the trainings are that choose a learning rate
@@ -43,9 +44,9 @@ class Run:
 def compare_runs(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float]:
     """How much lower `own` ends than `other`, paired by seed and row, and the standard error."""
     pairs = [(a, b) for a in own for b in other if a.seed == b.seed]
-    if any(a.loss == math.inf for a, _ in pairs):
+    if not all(a.nats for a, _ in pairs):
         return -math.inf, 0.0
-    if any(b.loss == math.inf for _, b in pairs):
+    if not all(b.nats for _, b in pairs):
         return math.inf, 0.0
     leads = [b.loss - a.loss for a, b in pairs]
     mean = fmean(leads)
@@ -73,9 +74,9 @@ class Race:
     start: Run
     runs: list[Run] = field(default_factory=list)
 
-    def runs_of(self, method: str, steps: int | None = None) -> list[Run]:
-        """The trainings of a method with a number of steps; by default the long ones, by seed."""
-        return [run for run in self.runs if run.method == method and run.steps == (steps or self.steps)]
+    def runs_of(self, method: str) -> list[Run]:
+        """The long trainings of a method, by seed."""
+        return [run for run in self.runs if run.method == method and run.steps == self.steps]
 
     @property
     def rates(self) -> dict[str, float]:
@@ -99,7 +100,7 @@ class Race:
     def winner(self) -> str:
         """The challenger if it leads by more than the margin and two standard errors; otherwise LoRA."""
         lead, error = self.lead
-        return self.challenger if self.challenger and lead > MARGIN and lead > SURE * error else "lora"
+        return self.challenger if self.challenger and lead > max(MARGIN, SURE * error) else "lora"
 
     @property
     def runner_up(self) -> str | None:
@@ -121,17 +122,14 @@ class Race:
             return f"{title} wins: it is {gap} lower than LoRA, with a KV cache {wider:.0%} larger."
         if lead <= 0:
             return f"LoRA wins: {title} is {gap} higher."
-        if lead <= MARGIN:
-            return f"LoRA wins: {title} is {gap} lower, below the {MARGIN} that a larger KV cache must earn."
-        return f"LoRA wins: {title} is {gap} lower, which is within two standard errors."
+        return f"LoRA wins: {title} is {gap} lower, but must lead by more than {MARGIN} and two standard errors."
 
     def table(self) -> str:
         """A row for each method that ended, the lowest loss first."""
         rows = [["before training", "", f"{self.start.loss:.4f}", "", "", f"{self.start.cache:,}"]]
         losses = {name: fmean(run.loss for run in self.runs_of(name)) for name in self.rates}
         for name in sorted(losses, key=losses.__getitem__):
-            runs = self.runs_of(name)
-            lead = ""
+            runs, lead = self.runs_of(name), ""
             if name != "lora":
                 lead = "{:+.4f} ± {:.4f}".format(*compare_runs(runs, self.runs_of("lora")))
             sizes = [f"{runs[0].weights:,}", f"{runs[0].cache:,}"]
@@ -142,58 +140,49 @@ class Race:
         return f"{self.table()}\n{self.verdict}"
 
     def figures(self) -> dict:
-        """The race as valid JSON, in which null stands for a number without bound."""
+        """The result as valid JSON, in which null stands for a lead without bound."""
         lead, error = self.lead
-        runs = []
-        for run in [self.start, *self.runs]:
-            known = {name: value for name, value in vars(run).items() if name not in ("nats", "counts")}
-            runs.append(known | {"loss": _finite(run.loss)})
         return {
             "winner": self.winner,
             "runner_up": self.runner_up,
             "verdict": self.verdict,
             "rates": self.rates,
-            "lead": _finite(lead),
+            "lead": lead if math.isfinite(lead) else None,
             "error": error,
-            "runs": runs,
         }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def compete(race: Race, train: Callable[[str, float, int, int], Run | None], rates: dict, seeds: int) -> None:
+def compete(race: Race, train: Callable, methods: Iterable[str], rates: Sequence[float], seeds: int) -> None:
     """Choose learning rates, train every method with the best one, then LoRA and its challenger with further seeds.
 
     Args:
         race: gets the runs as they end, of which it has those of an earlier call.
-        train: runs a method with a learning rate, a number of steps and a seed; None if nothing grew.
-        rates: the two learning rates that each method tries first.
+        train: returns the `Run` of a method, a learning rate, a number of steps and a seed; None if nothing grew.
+        methods: of `METHODS`.
+        rates: that each method tries first.
         seeds: how many.
     """
+
+    def run(*setting) -> Any:
+        for kept in race.runs:
+            if (kept.method, kept.rate, kept.steps, kept.seed) == setting:
+                return kept
+        trained = train(*setting)
+        race.runs += [trained] if trained else []
+        return trained
+
     short = race.steps // SHORT
-    for method, first in rates.items():
-        for rate in first:
-            _run(race, train, method, rate, short, 0)
-        tried = [run for run in race.runs_of(method, short) if run.rate in first]
-        if not tried:  # nothing grew
+    for method in methods:
+        tried = [run(method, rate, short, 0) for rate in rates]
+        if None in tried:  # nothing grew
             continue
         best = _best_rate(tried)
-        further = round_rate(3 * best if best == max(first) else best / 3)
-        _run(race, train, method, further, short, 0)
-        _run(race, train, method, _best_rate(race.runs_of(method, short)), race.steps, 0)
+        tried.append(run(method, 3 * best if best == max(rates) else best / 3, short, 0))
+        run(method, _best_rate(tried), race.steps, 0)
     finalists = ["lora", race.challenger] if race.challenger else []
     for seed in range(1, seeds):
         for method in finalists:
-            _run(race, train, method, race.rates[method], race.steps, seed)
-
-
-def _run(race: Race, train: Callable, *setting) -> None:
-    """Train with a setting that the race does not have yet."""
-    if setting not in [(run.method, run.rate, run.steps, run.seed) for run in race.runs]:
-        run = train(*setting)
-        race.runs += [run] if run else []
+            run(method, race.rates[method], race.steps, seed)
 
 
 def _best_rate(runs: list[Run]) -> float:

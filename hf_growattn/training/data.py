@@ -10,19 +10,16 @@ from typing import Any, NamedTuple
 from accelerate.utils import send_to_device
 from datasets import Dataset, load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-from trl.data_utils import is_conversational
 from trl.scripts.utils import get_dataset
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from .recipe import Recipe
 
-# By suffix of files that hold data, the loader of datasets that reads them, and its options.
-_LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-_OPTIONS = {".txt": {"sample_by": "document"}, ".tsv": {"sep": "\t"}}
+# By suffix of files that hold data, the loader of datasets that reads them.
+_LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _FEWEST = 20  # rows: with fewer, neither training nor measuring means anything
 _HELD_OUT = 128  # rows at most
-_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # a warning; rows are cut to what the model reads
 
 
 def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
@@ -32,76 +29,81 @@ def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
         ValueError: several data are not files of one kind, or they are streamed.
     """
     names, training, script = recipe.datasets, recipe.training, recipe.script
+    if script.dataset_streaming or recipe.mixture.streaming:
+        raise ValueError("rows are drawn from all over the data, so they cannot be streamed")
     paths = [Path(name) for name in names]
     files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
-    suffixes = [file.suffix for file in files if file.suffix in _LOADERS]
-    kinds = [(_LOADERS[suffix], _OPTIONS.get(suffix, {})) for suffix in suffixes]
-    if any(kind != kinds[0] for kind in kinds):  # datasets would read the most frequent kind alone
+    loaders = {_LOADERS[file.suffix] for file in files if file.suffix in _LOADERS}
+    if len(loaders) > 1:  # datasets would read the most frequent kind alone
         raise ValueError("files of several kinds cannot be read together; list them in a YAML file, under datasets")
-    loader: str
-    options: dict[str, Any]
-    loader, options = kinds[0] if kinds else ("", {})
+    is_text = loaders == {"text"}
+    options: dict[str, Any] = {"sample_by": "document"} if is_text else {}
     if not names:
         set_seed(training.seed)  # by which TRL splits a mixture
         splits = get_dataset(recipe.mixture)
     elif all(path.suffix in _LOADERS for path in paths):
-        splits = load_dataset(loader, data_files=[glob.escape(name) for name in names], **options)
+        splits = load_dataset(loaders.pop(), data_files=[glob.escape(name) for name in names], **options)
     elif len(names) == 1:
         splits = load_dataset(names[0], script.dataset_config, **options)
     else:
         raise ValueError("name files, or one folder or Hub id alone; list others in a YAML file, under datasets")
-    if script.dataset_streaming or recipe.mixture.streaming:
-        raise ValueError("rows are drawn from all over the data, so they cannot be streamed")
     if training.packing is None:
-        training.packing = loader == "text"
-    training.packing_strategy = training.packing_strategy or ("wrapped" if loader == "text" else "bfd")
+        training.packing = is_text
+    training.packing_strategy = training.packing_strategy or ("wrapped" if is_text else "bfd")
     train, test = script.dataset_train_split, script.dataset_test_split
     has_test = test in splits or test != "test"  # which is the default, and may be missing
     return splits[train], splits[test] if has_test else None
 
 
 class Prepared(NamedTuple):
-    """Rows as the model reads them, to train on and held out, and the function that makes a batch of some."""
+    """Rows as the model reads them, and what SFTTrainer needs to train on them.
+
+    Attributes:
+        train: to train on.
+        test: held out; None for a trainer that measures nothing.
+        collate: makes a batch of some.
+        tokenizer, training: what made them.
+    """
 
     train: Dataset
-    test: Dataset
+    test: Any
     collate: Callable[[list[dict]], dict]
+    tokenizer: Any
+    training: SFTConfig
+
+    def draw_batches(self, count: int, seed: int) -> list[dict]:
+        """Batches from all over the rows to train on, two at least, on the device of the training."""
+        size = self.training.per_device_train_batch_size
+        drawn: list[Any] = list(first_rows(self.train, count * size, seed))
+        size = min(size, -(-len(drawn) // 2) or 1)
+        batches: list[Any] = [self.collate(drawn[start : start + size]) for start in range(0, len(drawn), size)]
+        return send_to_device(batches, self.training.device)
 
 
 def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTConfig) -> Prepared:
     """Tokenize, mask and pack data as SFTTrainer does; without a test split, a tenth is held out.
 
     Raises:
-        ValueError: the tokenizer has no token that ends a text or no template for chats, or there are too few rows.
+        ValueError: there are too few rows.
     """
-    if tokenizer.eos_token is None and training.eos_token is None:
-        raise ValueError("The tokenizer has no token that ends a text: name one that it knows by --eos_token TOKEN.")
-    first: Any = next(iter(train), {})
-    if is_conversational(first) and not (tokenizer.chat_template or training.chat_template_path):
-        raise ValueError(
-            "These are chats, and the tokenizer has no chat template: name a file, or a model that has one, by "
-            "--chat_template_path."
-        )
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.deprecation_warnings[_LONG] = True
     config = LlamaConfig(vocab_size=3, hidden_size=2, intermediate_size=1, num_attention_heads=1, num_hidden_layers=1)
     trainer = SFTTrainer(
         LlamaForCausalLM(config),
         without_training(training),
         train_dataset=train,
         eval_dataset=test,
-        processing_class=tokenizer,
+        processing_class=copy.deepcopy(tokenizer),
     )
     rows = _drop_unpredicted(trainer.train_dataset)
     if test is not None:
-        return Prepared(rows, _drop_unpredicted(trainer.eval_dataset), trainer.data_collator)
+        return Prepared(rows, _drop_unpredicted(trainer.eval_dataset), trainer.data_collator, tokenizer, training)
     if len(rows) < _FEWEST:
         raise ValueError(
             f"The data give {len(rows)} rows of at most {training.max_length} tokens, too few to hold any out. Add "
             f"data, or choose a shorter --max_length: at least {_FEWEST} rows are needed."
         )
     parts = rows.train_test_split(min(max(len(rows) // 10, 8), _HELD_OUT), seed=training.seed)
-    return Prepared(parts["train"], parts["test"], trainer.data_collator)
+    return Prepared(parts["train"], parts["test"], trainer.data_collator, tokenizer, training)
 
 
 def _drop_unpredicted(rows: Any) -> Dataset:
@@ -120,13 +122,3 @@ def without_training(training: SFTConfig) -> SFTConfig:
 def first_rows(rows: Dataset, count: int, seed: int) -> Dataset:
     """The first rows in the seed's order; all rows if there are fewer."""
     return rows.shuffle(seed=seed).select(range(min(count, len(rows))))
-
-
-def draw_batches(rows: Prepared, training: SFTConfig, count: int, seed: int) -> list[dict]:
-    """Batches from all over the rows to train on, two at least, on the device of the training."""
-    size = training.per_device_train_batch_size
-    drawn: list[Any] = list(first_rows(rows.train, count * size, seed))
-    size = min(size, -(-len(drawn) // 2) or 1)
-    batches: list[Any] = [rows.collate(drawn[start : start + size]) for start in range(0, len(drawn), size)]
-    moved: list[Any] = [send_to_device(batch, training.device) for batch in batches]
-    return moved

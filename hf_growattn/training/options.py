@@ -5,19 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def parse_budget(text: str) -> int | float:
-    """A budget as people write it: 1%, 0.01 or 20000.
-
-    Raises:
-        ValueError: it is no number.
-    """
-    try:
-        number = float(text.rstrip("%"))
-    except ValueError:
-        raise ValueError(f"The budget {text!r} is not a number; write 1%, 0.01 or 20000.") from None
-    if text.endswith("%"):
-        return number / 100
-    return int(number) if number >= 1 and number.is_integer() else number
+class UsageError(ValueError):
+    """A command line that cannot be read; the message names the fix."""
 
 
 def option(help: str, default: Any = None, *aliases: str) -> Any:
@@ -29,9 +18,8 @@ def option(help: str, default: Any = None, *aliases: str) -> Any:
 class BudgetOptions:
     """How much to add, by a growth or by LoRA."""
 
-    budget: str | None = option(
-        "the most weights to add: a share of the model's, such as 0.02, or a number; unless set, 0.02, and 0.01 for "
-        "measure and grow"
+    budget: float | None = option(
+        "the most weights to add, as a share of the model's weights or as a number (default: 0.02)"
     )
     growth_batches: int = option("how many training batches to measure on, on each device", 16)
 
@@ -46,13 +34,14 @@ class GrowthOptions(BudgetOptions):
 
 @dataclass
 class FinetuneOptions(GrowthOptions):
-    """What to train, and when to grow; once and half-way by default."""
+    """What to train, and when to grow."""
 
-    grow_steps: list[int] | None = option("grow after these steps; unless set, once, half-way")
-    grow_every: int | None = option("instead: grow each time after this number of steps")
-    grow_at: Literal["epoch", "plateau"] | None = option(
-        "instead: grow after each epoch, or whenever the held-out loss stops falling (plateau)"
+    grow_at: Literal["middle", "epoch", "plateau"] = option(
+        "grow once, half-way (middle), after each epoch, or whenever the held-out loss stops falling (plateau)",
+        "middle",
     )
+    grow_steps: list[int] | None = option("instead: grow after these steps")
+    grow_every: int | None = option("instead: grow each time after this number of steps")
     max_growths: int | None = option("the most growths; 0 trains without growth")
     method: Literal["full", "growth", "lora", "both"] = option(
         "what to train. full: all weights, and grow on the way. growth, lora, both: only what the budget adds at the "

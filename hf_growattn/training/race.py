@@ -15,35 +15,19 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
+from transformers import PreTrainedModel
 from trl.trainer.sft_config import SFTConfig
 
 from ..growable.growths import cache_bytes
 from ..growable.models import patch_model
 from ..report.report import GrowthReport
 from .comparison import SHORT, Race, Run, compete
-from .data import Prepared, draw_batches, first_rows, prepare_rows, without_training
-from .methods import METHODS, Budget, count_trained_weights, prepare_model, round_rate
-from .quantized import move_to_device
-from .sft import make_sft_loss, make_trainer
+from .data import Prepared, first_rows, prepare_rows, without_training
+from .methods import METHODS, RATES, choose_rank, make_sft_loss, make_trainer, move_to_device, prepare_model
+from .options import RaceOptions
 
 RUNS = "race.jsonl"
 _HELD_OUT = 256  # rows at most
-# How the names of options begin that a race sets itself, or that change no result.
-_IGNORED = (
-    "output_dir logging log_ report_to run_name project trackio disable_tqdm hub_ push_to_hub save_ eval_strategy "
-    "eval_steps eval_delay eval_on_start resume_ learning_rate max_steps num_train_epochs seed do_ train_sampling"
-).split()
-
-
-class _Progress(TrainerCallback):
-    def __init__(self, bar: Any):
-        self.bar = bar
-
-    def on_step_end(self, args, state, control, **kwargs):
-        """Count the step."""
-        self.bar.update()
 
 
 class _Trainings:
@@ -51,38 +35,33 @@ class _Trainings:
 
     Attributes:
         race: the runs of earlier calls.
-        bar: gets the steps that are trained.
+        rank: of LoRA with the whole budget.
+        width: the model's `hidden_size`.
     """
 
-    def __init__(self, load_model, tokenizer, prepared: Prepared, training: SFTConfig, budget, steps, growth_batches):
-        self.load_model, self.tokenizer, self.rows = load_model, tokenizer, prepared
-        self.held_out = prepared.test.select(range(min(len(prepared.test), _HELD_OUT)))
-        self.training = without_training(training)
-        self.training.save_strategy, self.training.logging_strategy = "no", "no"
-        self.training.eval_on_start, self.training.disable_tqdm = False, True
-        self.training.train_sampling_strategy = "sequential"
-        self.growth_batches = growth_batches
-        self.rows_of_a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        self.bar: Any = None
+    def __init__(self, load_model, rows: Prepared, options: RaceOptions):
+        training: Any = without_training(rows.training)
+        training.save_strategy, training.logging_strategy = "no", "no"
+        training.eval_on_start, training.train_sampling_strategy = False, "sequential"
+        self.rows = rows._replace(test=first_rows(rows.test, _HELD_OUT, seed=0), training=training)
+        self.load_model, self.options = load_model, options
         self._prepared: tuple = ()  # method, seed, model, report, and the weights that train as they start
         model = load_model()
-        self.budget = Budget.near(model, budget)
-        identity = {
+        self.rank, self.width = choose_rank(model, options.budget or 0), model.config.get_text_config().hidden_size
+        identity = training.to_dict() | {
+            "output_dir": "",
             "model": _hash_model(model),
-            "config": {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"},
-            "train_dataset": _hash_rows(prepared.train),
-            "eval_dataset": _hash_rows(self.held_out),
-            "budget": vars(self.budget),
-            "steps": steps,
-            "growth_batches": growth_batches,
+            "train_dataset": _hash_rows(self.rows.train),
+            "eval_dataset": _hash_rows(self.rows.test),
+            "budget": self.rank,
+            "steps": options.steps,
+            "growth_batches": options.growth_batches,
         }
-        options = training.to_dict()
-        identity |= {name: value for name, value in options.items() if not name.startswith(tuple(_IGNORED))}
-        self.file = Path(training.output_dir or ".", RUNS)
+        self.file = Path(rows.training.output_dir or ".", RUNS)
         runs = self._read_runs(json.loads(json.dumps(identity, default=str)))
         if not runs:
             runs = [self._keep(Run("start", 0.0, 0, 0, *self._measure(model), 0, cache_bytes(model)))]
-        self.race = Race(steps, runs[0], runs[1:])
+        self.race = Race(options.steps, runs[0], runs[1:])
 
     def _read_runs(self, identity: dict) -> list[Run]:
         """The runs of an earlier call, after a check that they are of the same race."""
@@ -112,27 +91,31 @@ class _Trainings:
         model, report = self._prepare(method, seed)
         if report and not report.applied:
             return None
-        training = copy.copy(self.training)
+        training = copy.copy(self.rows.training)
         training.learning_rate, training.max_steps, training.seed = rate, steps, seed
-        rows = first_rows(self.rows.train, steps * self.rows_of_a_step, seed), None
-        trainer = make_trainer(model, self.tokenizer, rows, training, None, method=METHODS[method])
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Progress(self.bar))
+        rows_of_a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        train = first_rows(self.rows.train, steps * rows_of_a_step, seed)
+        rows = self.rows._replace(train=train, test=None, training=training)
+        trainer = make_trainer(model, rows, METHODS[method].grown_share(self.width))
         trainer.train()
         with trainer.compute_loss_context_manager():
             nats, counts = self._measure(model)
         cache = report.cache_bytes[1] if report else cache_bytes(model)  # adapters of growth widen it once merged
-        return self._keep(Run(method, rate, steps, seed, nats, counts, count_trained_weights(model), cache))
+        trained: Any = model
+        weights = trained.num_parameters(only_trainable=True)
+        run = self._keep(Run(method, rate, steps, seed, nats, counts, weights, cache))
+        print(f"{METHODS[method].title}, learning rate {rate:.2g}, {steps} steps, seed {seed}: {run.loss:.4f}")
+        return run
 
     def _prepare(self, method: str, seed: int) -> tuple[nn.Module, GrowthReport | None]:
         """The model as a method starts from it, grown once for all learning rates, and the report of its growth."""
         if self._prepared[:2] != (method, seed):
             self._prepared = ()
             gc.collect()  # a Trainer refers to itself, and holds the last model
-            patched = move_to_device(self.load_model(), self.training.device)
-            batches = draw_batches(self.rows, self.training, self.growth_batches, seed)
-            loss_of = partial(make_sft_loss, tokenizer=self.tokenizer, training=self.training)
-            model, report = prepare_model(patched, METHODS[method], self.budget, batches, seed, loss_of)
+            patched: Any = move_to_device(self.load_model(), self.rows.training.device)
+            batches = self.rows.draw_batches(self.options.growth_batches, seed)
+            loss_of = partial(make_sft_loss, rows=self.rows)
+            model, report = prepare_model(patched, METHODS[method], self.rank, batches, seed, loss_of)
             start = {weight: weight.detach().clone() for weight in model.parameters() if weight.requires_grad}
             self._prepared = method, seed, model, report, start
         *_, model, report, start = self._prepared
@@ -143,47 +126,44 @@ class _Trainings:
 
     def _measure(self, model: nn.Module) -> tuple[list[float], list[int]]:
         """The loss and number of tokens of each held-out row, without losses if one is not finite."""
-        nats, counts = measure_rows(model, self.held_out, self.rows.collate, self.training)
+        nats, counts = measure_rows(model, self.rows)
         return nats if math.isfinite(sum(nats)) else [], counts
 
 
 def _hash_model(model: PreTrainedModel) -> str:
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode())
+    settings = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    digest = hashlib.sha256(json.dumps(settings, default=str).encode())
+    for value in model.state_dict().values():
         if torch.is_tensor(value):
             content: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             digest.update(content)
     return digest.hexdigest()
 
 
-def _hash_rows(rows: Dataset) -> str:
+def _hash_rows(rows: Any) -> str:
     digest = hashlib.sha256()
-    row: Any
     for row in rows:
         digest.update(json.dumps([row["input_ids"], row["labels"]]).encode())
     return digest.hexdigest()
 
 
 @torch.no_grad()
-def measure_rows(model: nn.Module, rows: Dataset, collate, training: SFTConfig) -> tuple[list[float], list[int]]:
-    """The summed loss of each row in nats, and the number of its tokens.
+def measure_rows(model: nn.Module, rows: Prepared) -> tuple[list[float], list[int]]:
+    """The summed loss of each held-out row in nats, and the number of its tokens.
 
     Rows that the collator packs into one count as one. The model stays in evaluation mode.
     """
+    training = rows.training
     move_to_device(model.eval(), training.device)
     nats: list[float] = []
     counts: list[int] = []
-    dataset: Any = rows
-    for batch in DataLoader(dataset, training.per_device_eval_batch_size, collate_fn=collate):
+    for batch in DataLoader(rows.test, training.per_device_eval_batch_size, collate_fn=rows.collate):
         inputs = {key: value.to(training.device) for key, value in batch.items() if torch.is_tensor(value)}
         labels = inputs.pop("labels")[:, 1:]
-        logits = model(**inputs, use_cache=False).logits[:, :-1]
-        predicted = labels != -100
-        losses = torch.zeros(labels.shape, device=labels.device)
-        losses[predicted] = nn.functional.cross_entropy(logits[predicted].float(), labels[predicted], reduction="none")
+        logits = model(**inputs, use_cache=False).logits[:, :-1].float().transpose(1, 2)
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none")  # 0 where no label is
         nats += losses.sum(1).tolist()
-        counts += predicted.sum(1).tolist()
+        counts += (labels != -100).sum(1).tolist()
     return nats, counts
 
 
@@ -223,50 +203,26 @@ def race(
         ValueError: the model's family is unknown, there are too few rows, or the folder holds another race.
     """
     rows = prepare_rows(train_dataset, eval_dataset, tokenizer, training)
-
-    def load_model() -> PreTrainedModel:
-        return patch_model(copy.deepcopy(model))
-
-    return run_race(
-        load_model, tokenizer, rows, training, budget=budget, steps=steps, seeds=seeds, growth_batches=growth_batches
-    )
+    options = RaceOptions(budget, growth_batches, steps, seeds)
+    return run_race(lambda: patch_model(copy.deepcopy(model)), rows, options)
 
 
-def run_race(
-    load_model: Callable[[], PreTrainedModel],
-    tokenizer,
-    rows: Prepared,
-    training: SFTConfig,
-    *,
-    budget: int | float,
-    steps: int,
-    seeds: int,
-    growth_batches: int,
-    say: Callable[[str], object] = print,
-) -> Race:
-    """Run a `race` of the patched model that `load_model` gives; `say` gets the number of steps first."""
-    for name, number, least in (("steps", steps, SHORT), ("seeds", seeds, 1), ("growth_batches", growth_batches, 1)):
-        if number < least:
-            raise ValueError(f"{name} must be a whole number, at least {least}; got {number}.")
-    if training.world_size > 1:
+def run_race(load_model: Callable[[], PreTrainedModel], rows: Prepared, options: RaceOptions) -> Race:
+    """Run a `race` of the patched model that `load_model` gives."""
+    steps, seeds = options.steps, options.seeds
+    if steps < SHORT or seeds < 1:
+        raise ValueError(f"A race takes at least {SHORT} steps and 1 seed; got {steps} and {seeds}.")
+    if rows.training.world_size > 1:
         raise ValueError("A race runs in one process: start it without torchrun, then train by the winner's method.")
-    trainings = _Trainings(load_model, tokenizer, rows, training, budget, steps, growth_batches)
-    methods = ["lora", "growth", "both"]
-    if trainings.budget.rank == 1:
-        methods.remove("both")
-    rates = {name: [round_rate(rate / trainings.budget.width) for rate in METHODS[name].rates] for name in methods}
-    race = trainings.race
+    trainings = _Trainings(load_model, rows, options)
+    race, rates = trainings.race, [rate / trainings.width for rate in RATES]
+    methods = [name for name in METHODS if name != "both" or trainings.rank > 1]  # a rank cannot be shared
     total = len(methods) * (3 * (steps // SHORT) + steps) + 2 * (seeds - 1) * steps
-    too_small = " The budget is too small for a mix of both." if trainings.budget.rank == 1 else ""
-    weights = trainings.budget.weights
-    say(f"The race takes {total:,} training steps. Each method trains about {weights:,} weights.{too_small}")
+    print(f"A race of {', '.join(methods)} takes {total:,} training steps.")
     try:
-        done = sum(run.steps for run in race.runs)
-        with tqdm(total=total, initial=done, desc="race", unit="step", disable=None) as trainings.bar:
-            compete(race, trainings.train, rates, seeds)
+        compete(race, trainings.train, methods, rates, seeds)
     except KeyboardInterrupt:
-        say(race.table())
-        raise KeyboardInterrupt(
-            f"The finished runs are kept; the same command continues in {training.output_dir}."
-        ) from None
+        print(race.table())
+        kept = f"the same command continues in {rows.training.output_dir}, where runs are kept."
+        raise KeyboardInterrupt(kept) from None
     return race

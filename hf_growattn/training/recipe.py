@@ -2,17 +2,18 @@
 
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.sft_config import SFTConfig
 
 from ..grow.plan import GrowthConfig
-from .options import parse_budget
+
+BUDGET = 0.02  # of the model's weights, unless the options say
 
 
 @dataclass
@@ -25,10 +26,8 @@ class Training(SFTConfig):
     eval_on_start: bool = field(default=True, metadata={"help": "measure the held-out loss before the first step"})
 
     def __post_init__(self):
-        if str(self.resume_from_checkpoint).lower() == "true":
-            self.resume_from_checkpoint = last_checkpoint(Path(self.output_dir))
-            if not self.resume_from_checkpoint:
-                raise ValueError(f"There is no checkpoint to resume from in {self.output_dir}.")
+        if str(self.resume_from_checkpoint).lower() == "true":  # a text, from the command line
+            self.resume_from_checkpoint = get_last_checkpoint(self.output_dir)
         if not torch.accelerator.is_available():
             # Without it accelerate joins no processes: each would train by itself.
             self.use_cpu, self.dataloader_pin_memory = True, False
@@ -46,6 +45,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         growth: the command's own options, one of the classes in `options`.
+        words: all options, as they were given.
     """
 
     model_name: str
@@ -55,26 +55,23 @@ class Recipe(NamedTuple):
     training: Training
     model: ModelConfig
     mixture: DatasetMixtureConfig
+    words: list[str]
 
     @property
     def dataset(self) -> str:
         """What to call the data."""
         return ", ".join(self.datasets or [part.path for part in self.mixture.datasets])
 
-    def growth_config(self, default: str) -> GrowthConfig:
-        """What to grow each time; by the default budget unless the options say.
+    def growth_config(self) -> GrowthConfig:
+        """What to grow each time.
 
         Raises:
             ValueError: a value is out of its range.
         """
-        budget, qk_dims, v_dims = (getattr(self.growth, name, 0) for name in ("budget", "qk_dims", "v_dims"))
+        budget = self.growth.budget
+        qk_dims, v_dims = (getattr(self.growth, name, 0) for name in ("qk_dims", "v_dims"))
         if budget is None and not (qk_dims or v_dims):
-            budget = default
-        chosen = None if budget is None else parse_budget(str(budget))
-        return GrowthConfig(budget=chosen, qk_dims=qk_dims, v_dims=v_dims, seed=self.training.seed)
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """The latest checkpoint of a training that was saved to the end."""
-    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]  # Trainer writes that file last
-    return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None
+            budget = BUDGET
+        if budget is not None and budget >= 1 and budget % 1 == 0:  # a number of weights
+            budget = int(budget)
+        return GrowthConfig(qk_dims, v_dims, budget, seed=self.training.seed)

@@ -27,24 +27,25 @@ from ..growable.growths import GROWTH, growable_model, load_growth, name_kept, s
 from ..growable.training_state import sharded_modules
 from ..report.report import GrowthReport
 
-_MOMENTS = ("epoch", "plateau")
+_MOMENTS = ("middle", "epoch", "plateau")
 _ADDED = "growth_added_parameters"
 
 
 class GrowthCallback(TrainerCallback):
     """Grow the model of a Trainer (transformers', TRL's, sentence-transformers') at chosen steps, on its own data.
 
-    Give one of `steps`, `every` and `at`. What growth lowers is the trainer's own loss, its `compute_loss`, of which
-    its metrics keep no trace. The growth batches are drawn with a seed of their own and made by the training data
-    loader's collator, so the order of the training data and all random states stay as they are. What grew is logged
-    through the Trainer. Everything that a resumed run must know is in the Trainer's own log history. A checkpoint of a
-    peft model has the new dims of its base in the folder `growth`.
+    What growth lowers is the trainer's own loss, its `compute_loss`, of which its metrics keep no trace. The growth
+    batches are drawn with a seed of their own and made by the training data loader's collator, so the order of the
+    training data and all random states stay as they are. What grew is logged through the Trainer. Everything that a
+    resumed run must know is in the Trainer's own log history. A checkpoint of a peft model has the new dims of its base
+    in the folder `growth`.
 
     Args:
         config: what to grow each time.
-        steps: optimizer steps after which to grow.
-        every: grow each time after this number of optimizer steps.
-        at: "epoch" for the end of each epoch, or "plateau" for when the evaluation loss stops falling.
+        at: "middle" for once, half-way; "epoch" for the end of each epoch; "plateau" for when the evaluation loss stops
+            falling, that of the first set if there are several.
+        steps: instead, optimizer steps after which to grow.
+        every: instead, grow each time after this number of optimizer steps.
         batches: growth batches of a device's batch size, on each device.
         max_growths: growths at most, which together add at most that many budgets.
 
@@ -52,22 +53,22 @@ class GrowthCallback(TrainerCallback):
         reports: what happened at each growth of this run.
 
     Raises:
-        ValueError: not exactly one of `steps`, `every` and `at`, or a value out of its range; when training starts, a
+        ValueError: several of `steps`, `every` and `at`, or a value out of its range; when training starts, a
             time to grow that it will not reach, a budget that buys nothing, or a model or optimizer that cannot grow.
     """
 
     def __init__(
         self,
         config: GrowthConfig,
+        at: str = "middle",
         steps: Sequence[int] | None = None,
         every: int | None = None,
-        at: str | None = None,
         batches: int = 16,
         max_growths: int | None = None,
     ):
-        if sum(given is not None for given in (steps, every, at)) != 1:
+        if (at != "middle") + (steps is not None) + (every is not None) > 1:
             raise ValueError('Say when to grow by one of steps=[500, 1000], every=500, at="epoch" and at="plateau".')
-        if at is not None and at not in _MOMENTS:
+        if at not in _MOMENTS:
             raise ValueError(f"at must be one of {', '.join(map(repr, _MOMENTS))}; got {at!r}.")
         counts = {"every": every, "batches": batches, "max_growths": max_growths}
         counts |= {f"steps[{index}]": step for index, step in enumerate(steps or ())}
@@ -125,12 +126,7 @@ class GrowthCallback(TrainerCallback):
         if best and _has_adapters(self._grower.model):  # Trainer has loaded its adapters alone
             _load_growth_of_base(self._grower.model, Path(best))
         if not _growths(state):
-            reason = "the evaluation loss never stopped falling" if self.at == "plateau" else "its time never came"
-            warnings.warn(
-                f"The training is over after {state.global_step} steps, and GrowthCallback never fired: {reason}. "
-                "Choose an earlier time to grow.",
-                stacklevel=2,
-            )
+            warnings.warn("GrowthCallback never fired: choose an earlier time to grow.", stacklevel=2)
 
     def is_time(self, state) -> bool:
         """Whether to grow after the optimizer step that was just taken."""
@@ -141,11 +137,12 @@ class GrowthCallback(TrainerCallback):
             return state.global_step in self.steps
         if self.every is not None:
             return state.global_step % self.every == 0
+        if self.at == "middle":
+            return state.global_step == max(state.max_steps // 2, 1)
         if self.at == "epoch":
             return state.epoch == int(state.epoch)
         since = growths[-1]["step"] if growths else -1
-        losses = [_evaluation_loss(entry) for entry in state.log_history if entry["step"] > since]
-        losses = [loss for loss in losses if loss is not None]
+        losses = _evaluation_losses(state, since)
         return len(losses) > 1 and losses[-1] >= min(losses[:-1])
 
     def _growth_batches(self, args, state, count: int) -> list[dict]:
@@ -228,9 +225,8 @@ def _trainer_of(state) -> Any:
 
 def _train_with_saved_growth(trainer: Any, train: Callable, resume_from_checkpoint=None, *args, **kwargs) -> Any:
     """Train as a Trainer does, with the new dims of the checkpoint that it resumes, before its optimizer is made."""
-    folder = resume_from_checkpoint
-    if folder is True:
-        folder = get_last_checkpoint(trainer.args.output_dir)
+    latest = resume_from_checkpoint is True
+    folder = get_last_checkpoint(trainer.args.output_dir) if latest else resume_from_checkpoint
     model = growable_model(trainer.model)
     if folder and _has_adapters(model):
         _load_growth_of_base(model, Path(folder))
@@ -243,8 +239,11 @@ def _growths(state) -> list[dict]:
     return [entry for entry in state.log_history if _ADDED in entry]
 
 
-def _evaluation_loss(entry: dict) -> float | None:
-    return next((value for key, value in entry.items() if key.startswith("eval_") and key.endswith("loss")), None)
+def _evaluation_losses(state, since: int) -> list[float]:
+    """The held-out losses after a step, of the first of several evaluation sets."""
+    names = (name for entry in state.log_history for name in entry)
+    watched = next((name for name in names if name.startswith("eval_") and name.endswith("loss")), None)
+    return [entry[watched] for entry in state.log_history if entry["step"] > since and watched in entry]
 
 
 def _drawn(dataset: Any, batches: int, size: int, generator: torch.Generator) -> list[list[int]]:

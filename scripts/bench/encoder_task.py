@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, BertConfig, BertModel
 
 from hf_growattn import patch_model
-from hf_growattn.training.methods import Budget
+from hf_growattn.training.methods import weights_of_rank_one
 
 SCALE = 20.0  # of the cosine, as sentence-transformers has it
 LEAST = 40  # characters of a paragraph: shorter ones answer anything
@@ -61,7 +61,7 @@ class Retrieval(Task):
 
     def budget(self, model: nn.Module) -> int:
         """Weights that a method may train."""
-        return self.rank * Budget.near(model, 1).of_a_rank
+        return self.rank * weights_of_rank_one(model)
 
     def batch(self, seed: int, step: int) -> dict:
         """Pairs of the file, from the start again after its end."""

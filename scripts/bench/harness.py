@@ -32,7 +32,6 @@ from tqdm.auto import tqdm
 
 import hf_growattn
 from hf_growattn.growable.growths import cache_bytes
-from hf_growattn.training.methods import count_trained_weights
 
 TUNING_SEED = 100
 STEP = 3  # between a learning rate and the next
@@ -179,7 +178,8 @@ def train(job: Job) -> dict:
             curve.append([step + 1, measured(task, trained, job.seed)[task.metric]])
     figures |= measured(task, trained, job.seed)
     curve.append([steps, figures[task.metric]])
-    figures |= {"curve": curve, "weights": count_trained_weights(trained) if method.trains else 0}
+    weights = [weight.numel() for weight in trained.parameters() if weight.requires_grad and method.trains]
+    figures |= {"curve": curve, "weights": sum(weights)}
     return figures | serving_cost(job, model, trained)
 
 

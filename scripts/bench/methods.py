@@ -53,7 +53,7 @@ class Method:
     @property
     def grows(self) -> bool:
         """Whether heads get wider."""
-        return self.growth is not None or bool(self.library and library.METHODS[self.library].growth)
+        return self.growth is not None or bool(self.library and library.METHODS[self.library].lora < 1)
 
 
 NOTHING = Method(trains=False, rates=(0.0,))
@@ -123,11 +123,11 @@ def make_optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer | Non
 def _add_as_library(model: nn.Module, method: Method, task, batches: list[dict], seed: int, rate: float):
     """As a race of hf_growattn does it."""
     chosen = library.METHODS[method.library]
-    budget = library.Budget.near(model, task.budget(model))
-    trained, report = library.prepare_model(model, chosen, budget, batches, seed, lambda _: task.loss)
+    rank = library.choose_rank(model, task.budget(model))
+    trained, report = library.prepare_model(model, chosen, rank, batches, seed, lambda _: task.loss)
     optimizer = make_optimizer(trained, rate)
     if optimizer is not None:
-        library.scale_grown_rates(optimizer, trained, chosen.grown_share(budget.width))
+        library.scale_grown_rates(optimizer, trained, chosen.grown_share(model.config.get_text_config().hidden_size))
         for group in optimizer.param_groups:
             group["full_rate"] = group["lr"]
     figures = {} if report is None else {"grown_weights": report.added_parameters}

@@ -11,7 +11,7 @@ from wide_values import widen_values
 
 from hf_growattn import patch_model
 from hf_growattn.growable.growths import attentions
-from hf_growattn.training.methods import Budget
+from hf_growattn.training.methods import weights_of_rank_one
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class NextNeighbour(Task):
 
     def budget(self, model: nn.Module) -> int:
         """What LoRA of rank 3 on all linear layers has."""
-        return 3 * Budget.near(model, 1).of_a_rank
+        return 3 * weights_of_rank_one(model)
 
     def measure(self, model: nn.Module, seed: int) -> dict[str, float]:
         """The loss of answers, and the share that is right."""

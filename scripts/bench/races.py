@@ -31,7 +31,8 @@ from trl import SFTConfig
 
 from hf_growattn.training.comparison import MARGIN, SURE, Race, compare_runs
 from hf_growattn.training.data import Prepared
-from hf_growattn.training.methods import METHODS, Budget
+from hf_growattn.training.methods import METHODS, weights_of_rank_one
+from hf_growattn.training.options import RaceOptions
 from hf_growattn.training.race import run_race
 
 LONGER = 5  # times as many steps
@@ -62,15 +63,16 @@ class Pair:
         given = {"kind": type(self.task).__name__, "source": source_of(self.task), "files": files, **asdict(self)}
         return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
 
-    def rows(self) -> tuple[Prepared, int]:
-        """Rows to train on and held-out ones, and how many make a batch."""
+    def rows(self, tokenizer, **options) -> Prepared:
+        """Rows to train on and held-out ones, and how to train on them: `options` are for SFTConfig."""
         trained = [self.task.batch(0, step) for step in range(LONGER * self.steps)]
         size = len(trained[0]["input_ids"])
         if isinstance(self.task, OnText):
             aside = self.task.tested(0)
         else:
             aside = [self.task.batch(1, step) for step in range(-(-self.held_out // size))]
-        return Prepared(_dataset(trained), _dataset(aside), collate), size
+        training = SFTConfig(per_device_train_batch_size=size, **options)
+        return Prepared(_dataset(trained), _dataset(aside), collate, tokenizer, training)
 
 
 def _dataset(batches: list[dict]) -> Dataset:
@@ -110,7 +112,6 @@ def lead_of(race: Race, name: str | None) -> tuple[float | None, float | None]:
 
 def run(pair: Pair, steps: int) -> tuple[Race, float]:
     """A race of some steps, and its processor time."""
-    rows, size = pair.rows()
     task = pair.task
     model = task.model(0)
     words = {str(word): word for word in range(model.config.vocab_size)}  # the rows are tokens already
@@ -119,10 +120,9 @@ def run(pair: Pair, steps: int) -> tuple[Race, float]:
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         plain = dict(gradient_checkpointing=False, bf16=False, use_cpu=True, report_to=[])
-        training = SFTConfig(output_dir=folder, per_device_train_batch_size=size, **plain)
-        budget = RANK * Budget.near(model, 1).of_a_rank
-        how = dict(steps=steps, seeds=pair.seeds, growth_batches=pair.growth_batches)
-        race = run_race(lambda: task.model(0), tokenizer, rows, training, budget=budget, **how)
+        rows = pair.rows(tokenizer, output_dir=folder, **plain)
+        options = RaceOptions(RANK * weights_of_rank_one(model), pair.growth_batches, steps, pair.seeds)
+        race = run_race(lambda: task.model(0), rows, options)
     return race, time.process_time() - began
 
 

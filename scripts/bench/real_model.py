@@ -9,7 +9,7 @@ from results import Declared, make_parser, parse
 from text_task import OnText, WordBook, tiny_llama
 from transformers import AutoConfig
 
-from hf_growattn.training.methods import METHODS
+from hf_growattn.training.methods import METHODS, RATES
 
 GROWTH, MIX = METHODS["growth"].title, METHODS["both"].title
 BOOKS = (20, 50, 100)  # entries of phone books
@@ -17,13 +17,13 @@ BOOKS = (20, 50, 100)  # entries of phone books
 
 def methods(width: int) -> dict[str, Method]:
     """What is compared: the methods of a race at their rates for a `hidden_size`, and two more adapters."""
-    rates = tuple(rate / width for rate in METHODS["lora"].rates)
+    rates = tuple(rate / width for rate in RATES)
     named = {METHODS[name].title: Method(library=name, rates=rates) for name in ("lora", "growth", "both")}
-    full = tuple(rate / width for rate in METHODS["full"].rates)
+    full = tuple(rate / width for rate in (0.1, 0.3))
     return {
         LORA: named[METHODS["lora"].title],
         **named,
-        METHODS["full"].title: Method(library="full", base=True, rates=full),
+        "all weights": Method(base=True, rates=full),
         "LoRA on q, k, v, o": Method(adapter="lora", targets=("query", "key", "value", "output"), rates=rates),
         "LoRA-GA on all linear layers": Method(adapter="lora_ga", rates=rates),
     }

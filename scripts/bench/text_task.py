@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hf_growattn import patch_model
 from hf_growattn.growable.growths import attentions
-from hf_growattn.training.methods import Budget
+from hf_growattn.training.methods import weights_of_rank_one
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from texts import blocks_of, english, load_texts, train_tokenizer
@@ -70,7 +70,7 @@ class Pretrained(Task):
     def budget(self, model: nn.Module) -> int:
         """Weights that a method may train."""
         if self.rank:
-            return self.rank * Budget.near(model, 1).of_a_rank
+            return self.rank * weights_of_rank_one(model)
         parts = [attention.new_part(self.dims, self.dims) for attention in attentions(model)]
         return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
