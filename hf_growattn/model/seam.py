@@ -77,11 +77,10 @@ class Call:
     def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new keys and values to the old ones, padded to one width where that is wanted."""
         self.joined, self.v_head_dim = True, value.shape[-1]
-        key, value = append(key, self.key), append(value, self.value)
+        widths = [states.shape[-1] + new.shape[-1] for states, new in ((key, self.key), (value, self.value))]
         if self.one_width:
-            width = common_width(key.shape[-1], value.shape[-1], key.device)
-            key, value = pad_to(key, width), pad_to(value, width)
-        return key, value
+            widths = [common_width(*widths, key.device)] * 2
+        return append(key, self.key, widths[0]), append(value, self.value, widths[1])
 
 
 def common_width(key: int, value: int, device: torch.device) -> int:
@@ -90,15 +89,15 @@ def common_width(key: int, value: int, device: torch.device) -> int:
     return width if device.type == "cpu" else width + -width % 8
 
 
-def append(old: Tensor, new: Tensor) -> Tensor:
-    """Old and new dims of (batch, heads, tokens, width), in the precision of the old ones."""
-    return torch.cat((old, new.to(old.dtype)), -1) if new.shape[-1] else old
-
-
-def pad_to(states: Tensor, width: int) -> Tensor:
-    """Zero-pad (..., width) to another width."""
-    gap = width - states.shape[-1]
-    return nn.functional.pad(states, (0, gap)) if gap else states
+def append(old: Tensor, new: Tensor, width: int) -> Tensor:
+    """Old dims, new ones, and zeros up to a width: (batch, heads, tokens, width), in the precision of the old ones."""
+    gap = width - old.shape[-1] - new.shape[-1]
+    joined = [old]
+    if new.shape[-1]:
+        joined.append(new.to(old.dtype))
+    if gap:
+        joined.append(old.new_zeros(*old.shape[:-1], gap))
+    return torch.cat(joined, -1) if len(joined) > 1 else old
 
 
 class _WiderCache:
@@ -156,12 +155,13 @@ def _attend(function: Callable, implementation: str, module: Any, query, key, va
         new_query = new_query * module.shape.qk_head_dim**-0.5
     if not call.joined:
         key, value = call.join(key, value)
-    query = pad_to(append(query, new_query), key.shape[-1])
+    query = append(query, new_query, key.shape[-1])
     output, weights = function(module, query, key, value, *args, **kwargs)
     output = output.reshape(*output.shape[:2], -1, value.shape[-1])
-    old, new = call.v_head_dim, call.value.shape[-1]
-    call.read = output[..., old : old + new]
-    return output[..., :old].contiguous(), weights
+    widths = [call.v_head_dim, call.value.shape[-1]]
+    # The backward pass of one split is one `cat`; each slice would fill a tensor of zeros, and add it to the others.
+    old, call.read, _ = output.split([*widths, value.shape[-1] - sum(widths)], -1)
+    return old.contiguous(), weights
 
 
 def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
