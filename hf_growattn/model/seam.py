@@ -77,10 +77,10 @@ class Call:
     def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new keys and values to the old ones, padded to one width where that is wanted."""
         self.joined, self.v_head_dim = True, value.shape[-1]
-        widths = [states.shape[-1] + new.shape[-1] for states, new in ((key, self.key), (value, self.value))]
+        key_width, value_width = key.shape[-1] + self.key.shape[-1], value.shape[-1] + self.value.shape[-1]
         if self.one_width:
-            widths = [common_width(*widths, key.device)] * 2
-        return append(key, self.key, widths[0]), append(value, self.value, widths[1])
+            key_width = value_width = common_width(key_width, value_width, key.device)
+        return append(key, self.key, key_width), append(value, self.value, value_width)
 
 
 def common_width(key: int, value: int, device: torch.device) -> int:

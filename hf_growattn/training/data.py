@@ -77,7 +77,8 @@ class Prepared(NamedTuple):
         drawn: list[Any] = list(first_rows(self.train, count * size, seed))
         size = min(size, -(-len(drawn) // 2) or 1)
         batches: list[Any] = [self.collate(drawn[start : start + size]) for start in range(0, len(drawn), size)]
-        return send_to_device(batches, self.training.device)
+        moved: Any = send_to_device(batches, self.training.device)
+        return moved
 
 
 def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTConfig) -> Prepared:
