@@ -160,10 +160,12 @@ def measure_rows(model: nn.Module, rows: Prepared) -> tuple[list[float], list[in
     for batch in DataLoader(rows.test, training.per_device_eval_batch_size, collate_fn=rows.collate):
         inputs = {key: value.to(training.device) for key, value in batch.items() if torch.is_tensor(value)}
         labels = inputs.pop("labels")[:, 1:]
-        logits = model(**inputs, use_cache=False).logits[:, :-1].float().transpose(1, 2)
-        losses = nn.functional.cross_entropy(logits, labels, reduction="none")  # 0 where no label is
+        logits = model(**inputs, use_cache=False).logits[:, :-1]
+        predicted = labels != -100
+        losses = torch.zeros(labels.shape, device=labels.device)
+        losses[predicted] = nn.functional.cross_entropy(logits[predicted].float(), labels[predicted], reduction="none")
         nats += losses.sum(1).tolist()
-        counts += (labels != -100).sum(1).tolist()
+        counts += predicted.sum(1).tolist()
     return nats, counts
 
 
