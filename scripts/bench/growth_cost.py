@@ -1,4 +1,4 @@
-"""What a growth by budget costs, phase by phase in training steps of the same run, its memory, and the loss after it.
+"""What a growth by budget costs, in training steps of the same run, its memory, and the loss after it.
 
     OMP_NUM_THREADS=1 python scripts/bench/growth_cost.py --model stories260K smollm2-135m --text a.txt
 
@@ -26,7 +26,6 @@ import hf_growattn
 from hf_growattn import Grower, GrowthConfig, patch_model
 
 RANDOM = "Llama with random weights"
-PHASES = ("moments", "probe", "pricing", "solving", "line search")
 STEPS = 4  # before the growth and after it; the first makes the optimizer's state
 MEMORY_BATCHES = 2  # need no less memory than more of them
 
@@ -111,15 +110,13 @@ class GrowthJob:
 
 
 def measure(job: GrowthJob) -> dict:
-    """Times of steps and of a growth with its phases, its memory, and the loss after it, as a row.
+    """Times of steps and of a growth, its memory, and the loss after it, as a row.
 
     The learning rate is 0, so that the growth sees the model as it was loaded.
     """
     setting, seed, began = job.setting, job.seed, time.monotonic()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    if not torch.cuda.is_available():
-        time.perf_counter = time.process_time  # by which the growth times its phases
     grown, optimizer, growing, fresh = prepare(setting, seed)
     config = GrowthConfig(budget=setting.budget, old_dims_train=not setting.frozen)
     steps = seconds_of_steps(grown, optimizer, growing)[1:]
@@ -128,7 +125,6 @@ def measure(job: GrowthJob) -> dict:
     growth = now() - start
     row = {"key": job.key(), "name": setting.name, "seed": seed, "batches": setting.batches}
     row |= {"step": statistics.median(steps + seconds_of_steps(grown, optimizer, growing)), "growth": growth}
-    row |= {phase: report.seconds.get(phase, 0.0) for phase in PHASES}
     row |= {"before": report.loss_before, "after": report.loss_after, "held_out": held_out(grown, fresh)}
     grown, optimizer, growing, _ = prepare(setting, seed)
     growing = growing[:MEMORY_BATCHES]
@@ -174,11 +170,9 @@ def seconds_of_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, b
     return [end - start for start, end in pairwise(marks)]
 
 
-def in_steps(rows: list[dict], phase: str = "growth") -> list[float]:
-    """A growth, or one of its phases, in training steps; what no phase counts is "rest"."""
-    if phase == "rest":
-        return [(row["growth"] - sum(row[each] for each in PHASES)) / row["step"] for row in rows]
-    return [row[phase] / row["step"] for row in rows]
+def in_steps(rows: list[dict]) -> list[float]:
+    """A growth, in training steps."""
+    return [row["growth"] / row["step"] for row in rows]
 
 
 def peaks(rows: list[dict]) -> list[float]:
@@ -201,15 +195,10 @@ def reaches(groups: dict[str, list[dict]]) -> list[page.Reach]:
 
 
 def draw(groups: dict[str, list[dict]], plt):
-    """A bar for each model, in phases."""
+    """A bar for each model."""
     figure, panel = plt.subplots(figsize=(8, 1 + 0.5 * len(groups)), layout="constrained")
-    left = [0.0] * len(groups)
-    for phase in (*PHASES, "rest"):
-        widths = [statistics.median(in_steps(rows, phase)) for rows in groups.values()]
-        panel.barh(list(groups), widths, left=left, label=phase)
-        left = [start + width for start, width in zip(left, widths)]
+    panel.barh(list(groups), [statistics.median(in_steps(rows)) for rows in groups.values()])
     panel.set(xlabel="training steps")
-    panel.legend(fontsize=7)
     return figure
 
 
@@ -217,15 +206,14 @@ def page_of(groups: dict[str, list[dict]]) -> page.Page:
     """The page, out of the rows of each model, text and base."""
     cost, losses = [], []
     for name, rows in groups.items():
-        by_phase = [spread(in_steps(rows, phase), 1) for phase in (*PHASES, "rest")]
-        cost.append([name, f"**{spread(in_steps(rows), 1)}**", *by_phase, spread(peaks(rows), 2)])
+        cost.append([name, spread(in_steps(rows), 1), spread(peaks(rows), 2)])
         figures = [spread([row[figure] for row in rows], 4) for figure in ("before", "after", "held_out")]
         losses.append([name, *figures, len(rows)])
     medians = [f"{spread(in_steps(rows), 1)} ({name})" for name, rows in groups.items()]
     return page.Page(
-        title="A growth, phase by phase",
+        title="What a growth takes",
         claim=f"A growth by budget takes, in training steps: {'; '.join(medians)}.",
-        summary=page.table(["model", "growth, steps", *PHASES, "rest", "memory"], cost),
+        summary=page.table(["model", "growth, steps", "memory"], cost),
         text=(
             "Times of a growth with its optimizer, in training steps (median of seven around it, in the same process, "
             "in seconds of the processor); median (range) over the seeds. "
