@@ -111,14 +111,17 @@ def test_the_training_data_and_random_states_stay_as_they_are(tmp_path):
     assert losses[:3] == plain[:3] and losses[3:] != plain[3:]
 
 
-def test_streamed_data(tmp_path):
+@pytest.mark.parametrize("when, expected", [(dict(steps=[2]), [2]), (dict(at="epoch"), [3]), (dict(), [3])])
+def test_streamed_data(when, expected, tmp_path):
     class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(Rows(40))
+        """Three batches, and a Trainer that does not know it."""
 
-    run = trainer(tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), data=Stream())
+        def __iter__(self):
+            return iter(Rows(12))
+
+    run = trainer(tmp_path, GrowthCallback(CONFIG, batches=2, **when), data=Stream())
     run.train()
-    assert grown_at(run.state) == [2]
+    assert grown_at(run.state) == expected
 
 
 def test_a_prebuilt_optimizer_follows_a_resumed_checkpoint(tmp_path):

@@ -103,7 +103,14 @@ class GrowthCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Grow, if it is time."""
-        if self.is_time(state):
+        self._grow_if_due(args, state, control)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """Grow after an epoch of a stream, of which the step that ends it cannot be known."""
+        self._grow_if_due(args, state, control, epoch_ended=True)
+
+    def _grow_if_due(self, args, state, control, epoch_ended: bool = False) -> None:
+        if self.is_time(state, epoch_ended):
             self._grower.loss = loss_of(self._trainer)
             with name_kept(self._grower.model):  # Trainer's model card says what the run was started from
                 report = self._grower.grow(self._growth_batches(args, state, self.batches))
@@ -128,10 +135,16 @@ class GrowthCallback(TrainerCallback):
         if not _growths(state):
             warnings.warn("GrowthCallback never fired: choose an earlier time to grow.", stacklevel=2)
 
-    def is_time(self, state) -> bool:
+    def is_time(self, state, epoch_ended: bool = False) -> bool:
         """Whether to grow after the optimizer step that was just taken."""
         growths = _growths(state)
         if state.global_step >= state.max_steps or (self.max_growths and len(growths) >= self.max_growths):
+            return False
+        if growths and growths[-1]["step"] == state.global_step:
+            return False
+        if self.at == "epoch":
+            return epoch_ended or state.epoch == int(state.epoch)
+        if epoch_ended:
             return False
         if self.steps is not None:
             return state.global_step in self.steps
@@ -139,8 +152,6 @@ class GrowthCallback(TrainerCallback):
             return state.global_step % self.every == 0
         if self.at == "middle":
             return state.global_step == max(state.max_steps // 2, 1)
-        if self.at == "epoch":
-            return state.epoch == int(state.epoch)
         since = growths[-1]["step"] if growths else -1
         losses = _evaluation_losses(state, since)
         return len(losses) > 1 and losses[-1] >= min(losses[:-1])
