@@ -49,7 +49,7 @@ def trim_model(
     Args:
         model: a patched model, grown or not.
         batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids`; a dozen of the kind that the model
-            is to be good at. None cuts dead dims only.
+            shall be good at. None cuts dead dims only.
         max_loss_increase: how much the mean loss of the batches may rise, in the loss's own unit.
         optimizer: the optimizer of the running training, if there is one, or a list of all of them.
         loss: what must not rise, a function of model and batch as for `Grower`; by default what the model returns.

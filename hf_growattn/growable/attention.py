@@ -1,7 +1,7 @@
 """`GrowableAttention`: an attention module of a live model, whose old weights can be read head by head.
 
 Reading takes projections under the names that families commonly use, or those of a registered `Row`. Without them
-growth works all the same: it takes the whole gradient, since nothing tells what old dims can do about it.
+growth works all the same: it takes the whole gradient, since nobody knows what old dims can do about it.
 
 Quantized projections are read as the numbers that they compute with, and adapters count in, though neither peft nor a
 quantizer is imported. peft wraps a projection in a layer that holds it as `base_layer`, and keeps for each adapter, by
@@ -63,7 +63,7 @@ _ROTATES: dict[str, Callable[[Any], bool]] = {
 
 
 def row_of(attention: Any) -> Row:
-    """The row of an attention module: a registered one, or what the usual names tell."""
+    """The row of an attention module: a registered one, or one by the usual names."""
     model_type = attention.config.model_type.removeprefix(PREFIX)
     if model_type in REGISTERED:
         return REGISTERED[model_type]

@@ -228,7 +228,7 @@ def own_part(tensor: Any) -> Tensor:
 
 
 def shard_like(part: nn.Module, attention: nn.Module) -> None:
-    """Shard the modules of new dims over the processes that shard an attention module, if any do."""
+    """Shard the modules of new dims over the processes that hold shards of an attention module."""
     mesh = next((p.device_mesh for p in attention.parameters() if is_sharded(p)), None)  # pyright: ignore
     if mesh is None:
         return

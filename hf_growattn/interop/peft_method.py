@@ -233,7 +233,7 @@ class GrowAttnModel(BaseTuner):
         self._layer_of(attention).add(adapter_name, part)
 
     def _layer_of(self, attention: GrowableAttention) -> GrowAttnLayer:
-        """The layer of an attention module, made if there is none."""
+        """The layer of an attention module, which is made at the first call."""
         children: dict[str, Any] = attention.make_extra()._modules
         if "adapters" not in children:
             children["adapters"] = GrowAttnLayer(attention, cast(GrowableModelMixin, self.model))

@@ -126,7 +126,7 @@ def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
         ValueError: the model returns no loss, or a NaN or infinite one; the message names the batch and a fix.
     """
     loss = objective(batch, index)
-    # Between two passes the ranks of a sharded model can tell each other.
+    # Between two passes the ranks of a sharded model can agree to stop.
     with raise_on_all_ranks() if sharded_modules(objective.model) else contextlib.nullcontext():
         if not torch.isfinite(loss):
             raise ValueError(
@@ -168,7 +168,7 @@ def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
 def failing_together(model: nn.Module) -> Iterator[None]:
     """`raise_on_all_ranks` around passes over batches, but not of a sharded model.
 
-    Its ranks gather weights together, so one that fails amid a pass cannot tell the others, which are waiting for it.
+    Its ranks gather weights together, so one that fails amid a pass cannot reach the others, which are waiting for it.
     As in any training under FSDP2, its process ends, and torchrun ends the others.
     """
     with contextlib.nullcontext() if sharded_modules(model) else raise_on_all_ranks():

@@ -72,7 +72,7 @@ def read_shape(module: Any) -> HeadShape:
     """The sizes of a stock attention module.
 
     Raises:
-        ValueError: it has no linear projection, so nothing tells the size of its input.
+        ValueError: it has no linear projection, so the size of its input is unknown.
     """
     config, names = module.config, find_projections(module)
     heads = _first_number(module, _HEADS) or config.num_attention_heads

@@ -157,10 +157,9 @@ def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
         projections, sibling = find_projections(module), None
         if "output" not in projections:
             parent: Any = model.get_submodule(name.rpartition(".")[0])
-            beside = parent._modules.get("output")
-            if beside is None or not hasattr(beside, "dense"):
+            sibling = parent._modules.get("output")
+            if sibling is None or not hasattr(sibling, "dense"):
                 continue
-            sibling = beside
         # Some quantized layers have no weight.
         if any(hasattr(child, "weight") or hasattr(child, "in_features") for child in module.children()):
             found.append((module, sibling))

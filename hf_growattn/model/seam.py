@@ -236,7 +236,7 @@ class WideAttention(nn.Module):
 
     @property
     def extra(self) -> ExtraDims | None:
-        """The new dims; None where there are none."""
+        """The new dims; None for a stock module."""
         return self._modules.get("extra")  # pyright: ignore[reportReturnType]
 
     @property
@@ -251,7 +251,7 @@ class WideAttention(nn.Module):
         return part
 
     def make_extra(self) -> ExtraDims:
-        """The module of new dims, made if there is none."""
+        """The module of new dims, which is made at the first call."""
         return self._modules.setdefault("extra", ExtraDims())  # pyright: ignore[reportReturnType]
 
     def forward(self, *args, **kwargs) -> Any:
