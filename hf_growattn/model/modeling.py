@@ -111,10 +111,11 @@ class WideModelMixin(_Model):
         return super().from_pretrained(*args, **kwargs)
 
     def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
-        """Refuse what would leave attention at random: transformers raises `loading_info.error_msgs`.
+        """Refuse what would leave a part of the model at random: transformers raises `loading_info.error_msgs`.
 
-        That is attention weights that the checkpoint lacks, or has in other sizes, even with `ignore_mismatched_sizes`,
-        which is meant for task heads; and new dims that the config does not name.
+        That is attention weights of other sizes, even with `ignore_mismatched_sizes`, which is meant for task heads;
+        new dims that the config does not name; and weights that the checkpoint lacks. A model of another class than the
+        saved one needs its attention weights alone: it may have another head, or a pooler.
         """
         super()._adjust_missing_and_unexpected_keys(loading_info)
         layers = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, WideAttention))
@@ -123,8 +124,10 @@ class WideModelMixin(_Model):
             for key, saved, expected in sorted(loading_info.mismatched_keys)
             if key.startswith(layers)
         ]
+        saved_as = self.config.architectures if isinstance(self.config.architectures, list) else []
+        needed = "" if type(self).__name__ in saved_as else layers
         missing = set(loading_info.missing_keys) - set(self.all_tied_weights_keys)
-        problems += [f"{key} is missing" for key in sorted(missing) if key.startswith(layers)]
+        problems += [f"{key} is missing" for key in sorted(missing) if key.startswith(needed)]
         unnamed = [key for key in loading_info.unexpected_keys if ".extra.parts." in key]
         problems += [f"{key} is not in config.json" for key in sorted(unnamed)]
         if problems:
