@@ -77,10 +77,11 @@ class Call:
     def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new keys and values to the old ones, padded to one width where that is wanted."""
         self.joined, self.v_head_dim = True, value.shape[-1]
-        key_width, value_width = key.shape[-1] + self.key.shape[-1], value.shape[-1] + self.value.shape[-1]
+        key, value = append(key, self.key), append(value, self.value)
         if self.one_width:
-            key_width = value_width = common_width(key_width, value_width, key.device)
-        return append(key, self.key, key_width), append(value, self.value, value_width)
+            width = common_width(key.shape[-1], value.shape[-1], key.device)
+            key, value = pad_to(key, width), pad_to(value, width)
+        return key, value
 
 
 def common_width(key: int, value: int, device: torch.device) -> int:
@@ -89,15 +90,15 @@ def common_width(key: int, value: int, device: torch.device) -> int:
     return width if device.type == "cpu" else width + -width % 8
 
 
-def append(old: Tensor, new: Tensor, width: int) -> Tensor:
-    """Old dims, new ones, and zeros up to a width: (batch, heads, tokens, width), in the precision of the old ones."""
-    gap = width - old.shape[-1] - new.shape[-1]
-    joined = [old]
-    if new.shape[-1]:
-        joined.append(new.to(old.dtype))
-    if gap:
-        joined.append(old.new_zeros(*old.shape[:-1], gap))
-    return torch.cat(joined, -1) if len(joined) > 1 else old
+def append(old: Tensor, new: Tensor) -> Tensor:
+    """Old and new dims of (batch, heads, tokens, width), in the precision of the old ones."""
+    return torch.cat((old, new.to(old.dtype)), -1) if new.shape[-1] else old
+
+
+def pad_to(states: Tensor, width: int) -> Tensor:
+    """Zero-pad (..., width) to another width."""
+    gap = width - states.shape[-1]
+    return nn.functional.pad(states, (0, gap)) if gap else states
 
 
 class _WiderCache:
@@ -155,7 +156,7 @@ def _attend(function: Callable, implementation: str, module: Any, query, key, va
         new_query = new_query * module.shape.qk_head_dim**-0.5
     if not call.joined:
         key, value = call.join(key, value)
-    query = append(query, new_query, key.shape[-1])
+    query = pad_to(append(query, new_query), key.shape[-1])
     output, weights = function(module, query, key, value, *args, **kwargs)
     output = output.reshape(*output.shape[:2], -1, value.shape[-1])
     widths = [call.v_head_dim, call.value.shape[-1]]
