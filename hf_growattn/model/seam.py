@@ -159,9 +159,10 @@ def _attend(function: Callable, implementation: str, module: Any, query, key, va
     query = pad_to(append(query, new_query), key.shape[-1])
     output, weights = function(module, query, key, value, *args, **kwargs)
     output = output.reshape(*output.shape[:2], -1, value.shape[-1])
-    old, new = call.v_head_dim, call.value.shape[-1]
-    call.read = output[..., old : old + new]
-    return output[..., :old].contiguous(), weights
+    widths = [call.v_head_dim, call.value.shape[-1]]
+    # The backward pass of one split is one `cat`; each slice would fill a tensor of zeros, and add it to the others.
+    old, call.read, _ = output.split([*widths, value.shape[-1] - sum(widths)], -1)
+    return old.contiguous(), weights
 
 
 def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
