@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import data_path, real_batches, real_model
 from families import HEADS, LLAMA, VARIANTS, add_dims, build, tokens
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, export_model, patch_model, write_card
@@ -126,6 +127,12 @@ def test_reports_say_what_was_written(reloaded):
         assert width == report.head_dim and width % 8 == 0  # which flash kernels take
         assert f"Width of all heads: {width}" in str(report)
         assert f"{report.costs['exported'].cache_bytes:,} exported" in str(report)
+        weights = load_file(folder / name / "model.safetensors")
+        rows = [
+            weight.norm(dim=1) for key, weight in weights.items() if key.endswith(("q_proj.weight", "k_proj.weight"))
+        ]
+        if rows:  # DoRA divides by them
+            assert ("DoRA" in str(report)) == any((norms == 0).any() for norms in rows), name
 
 
 def test_default_rotation_is_read_alike_by_other_engines(reloaded):

@@ -49,6 +49,8 @@ class ExportReport:
             f"KV cache, bytes a token: {caches}.",
             f"Largest difference of the logits: {self.difference:.1e} of the largest logit.",
         ]
+        if self.costs["exported"].parameters > self.costs["grown"].parameters:
+            lines.append("Rows of zeros fill up the heads. DoRA divides by the norm of each: train with plain LoRA.")
         return "\n".join(lines)
 
 
