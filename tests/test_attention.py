@@ -282,7 +282,7 @@ def test_what_keeps_one_width_refuses_wider_heads_by_name(implementation, fix):
 
 
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
-def test_continuous_batching_of_a_model_that_has_not_grown(variant):
+def test_continuous_batching_takes_no_grown_model(variant):
     model, prompts = build(variant), [[5, 6, 7, 8], [9, 10, 11]]
     options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     size = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # else all of the memory
@@ -294,6 +294,9 @@ def test_continuous_batching_of_a_model_that_has_not_grown(variant):
     expected = batched()
     patch_model(model)
     assert batched() == expected and all(len(generated) == 6 for generated in expected)
+    add_dims(attentions(model)[0], qk_dims=4)
+    grown = model.generate_batch(prompts, options, size, progress_bar=False)
+    assert all("model.generate instead" in output.error for output in grown.values())
 
 
 def test_gpt2_with_cross_attention():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import EncoderDecoderCache
+from transformers import Cache, EncoderDecoderCache
 
 from .extra import ExtraDims, HeadShape, Part
 
@@ -260,7 +260,7 @@ class WideAttention(nn.Module):
 
         Raises:
             RuntimeError: the stock forward did not call an attention function.
-            ValueError: the implementation keeps a cache of one width itself (continuous batching, vLLM).
+            ValueError: the implementation or its cache keeps one width (continuous batching, vLLM).
         """
         extra = self._modules.get("extra")
         parts = [] if extra is None else extra.active_parts()  # pyright: ignore[reportCallIssue]
@@ -272,6 +272,11 @@ class WideAttention(nn.Module):
         self._check_implementation(implementation)
         call.one_width = implementation not in UNEQUAL_WIDTHS
         cache = given.arguments.get(given.cache)
+        if cache is not None and not isinstance(cache, Cache):  # paged: newer versions hand it over as any other
+            raise ValueError(
+                f"A {type(cache).__name__} keeps keys and values of one width, and layer {self.layer} grew. Use "
+                "model.generate instead of continuous batching."
+            )
         if cache is not None:
             given.arguments[given.cache] = _widened(cache, call)
         self.call = call
