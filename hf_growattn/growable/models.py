@@ -158,7 +158,8 @@ def _find_holder(model: PreTrainedModel) -> PreTrainedModel | None:
     """The transformers model that another one is a part of; a model does not know what is around it."""
     for thing in gc.get_objects():
         if issubclass(type(thing), PreTrainedModel) and thing is not model:
-            if any(module is model for module in thing.modules()):
+            made = "_modules" in vars(thing)  # one whose making failed has none
+            if made and any(module is model for module in thing.modules()):
                 return thing
     return None
 
