@@ -45,7 +45,7 @@ _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on al
 
 @dataclass
 class _Run:
-    """One search for new dims: its layers, its batches in two halves that judge each other and its progress."""
+    """One search for new dims: its layers, its batches in two halves that judge each other, and its progress."""
 
     objective: Objective
     chosen: list[GrowableAttention]

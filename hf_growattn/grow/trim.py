@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..growable.attention import GrowableAttention
-from ..growable.growths import Parts, attentions, replace_parts, swap_parts
+from ..growable.growths import Parts, attentions, parts_of, replace_parts, swap_parts
 from ..growable.training_state import (
     bare_optimizers,
     broadcast_from_rank0,
@@ -89,10 +89,11 @@ def trim_model(
             tqdm(desc="trimming", total=0, disable=True if rank() > 0 else None, leave=False) as bar,
         ):
             keep, before, after = _least_needed(objective, found, batches, max_loss_increase, bar)
-    parts = cut_parts(keep)
-    broadcast_from_rank0(*(p.detach() for own in parts.values() for part in own.values() for p in part.parameters()))
+    parts, kept = cut_parts(keep), parts_of(model)
+    new = [part for attention, own in parts.items() for part in own.values() if part not in kept[attention].values()]
+    broadcast_from_rank0(*(parameter.detach() for part in new for parameter in part.parameters()))
     replace_parts(model, parts, optimizers, wrapped)
-    return TrimReport(before, after, max_loss_increase, [new.trimmed_to(kept) for new, kept in keep.items()])
+    return TrimReport(before, after, max_loss_increase, [dims.trimmed_to(count) for dims, count in keep.items()])
 
 
 class GrownDims:
