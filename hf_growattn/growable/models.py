@@ -5,7 +5,7 @@ import gc
 import importlib
 import inspect
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def _stock_entries(attention: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{entry}" for entry in child.state_dict())
 
 
-def patch_model(model: PreTrainedModel) -> PreTrainedModel:
+def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> PreTrainedModel:
     """Make a model's attention growable, in place, for this instance only.
 
     The classes of the model, its inner models and its attention modules are swapped for growable subclasses, and its
@@ -118,13 +118,16 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
 
     Args:
         model: a transformers model: base model, causal LM, classifier or any other head.
+        parts: names of inner models whose attention may grow, such as `("language_model", "vision_tower")`. By default
+            that is the language model of a model that wraps one, and all of any other.
 
     Returns:
         The same object. Patching it again changes nothing.
 
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
-        ValueError: it is a part of another transformers model; none of its attention modules takes its attention
+        ValueError: it is a part of another transformers model; it has no inner model of such a name, or is patched
+            with other parts; none of its attention modules takes its attention
             function from transformers' table; one runs a forward that other code has put there; or the model runs the
             code that came with its checkpoint. The model is as it was then.
     """
@@ -134,6 +137,8 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
             "accelerator.unwrap_model(model), model.get_base_model() for peft, model._orig_mod for torch.compile."
         )
     if isinstance(model, GrowableModelMixin):
+        if parts is not None and [*parts] != model.config.growable_parts:
+            raise ValueError("This model is patched with other parts: unpatch_model(model) first.")
         return model
     holder = _find_holder(model)
     if holder is not None:
@@ -146,9 +151,9 @@ def patch_model(model: PreTrainedModel) -> PreTrainedModel:
             "This model runs the code that its checkpoint carries, which cannot grow. Import hf_growattn first, then "
             "load the model again."
         )
-    _check(model)
+    _check(model, parts)
     _register(type(model.config))
-    _replace_configs(model)
+    _replace_configs(model, parts)
     GrowableModelMixin.adopt(model)
     _forget_gguf(model)
     return model
@@ -164,9 +169,9 @@ def _find_holder(model: PreTrainedModel) -> PreTrainedModel | None:
     return None
 
 
-def _check(model: PreTrainedModel) -> None:
+def _check(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
     """Raise a ValueError if no attention module can have new dims, or one does not run its class's forward."""
-    found = [module for module, *_ in find_attentions(model)]
+    found = [module for module, *_ in find_attentions(model, parts)]
     if not found:
         named = {type(module).__name__ for module in model.modules() if "attention" in type(module).__name__.lower()}
         reason = "has no attention module"
@@ -200,7 +205,7 @@ def _register(stock: type) -> None:
             mapping.register(made, GrowableModelMixin.mixed_into(found) if is_model else found, exist_ok=True)
 
 
-def _replace_configs(model: PreTrainedModel) -> None:
+def _replace_configs(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
     """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
     growable: dict[int, Any] = {}
     stock_class = type(model.config)
@@ -213,7 +218,7 @@ def _replace_configs(model: PreTrainedModel) -> None:
             growable[id(config)] = new = config_class.__new__(config_class)
             vars(new).update(copy.deepcopy(vars(config)))
             vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
-            new.extra_dims = {}
+            new.growable_parts, new.extra_dims = parts and [*parts], {}
         module.config = growable[id(config)]
 
 
@@ -270,7 +275,7 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
 def _make_stock(config: WideConfigMixin) -> None:
     if getattr(config, "auto_map", None) == auto_map(config.model_type):
         del config.auto_map
-    del config.extra_dims
+    del config.growable_parts, config.extra_dims
     config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
 
 

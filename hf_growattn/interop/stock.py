@@ -79,7 +79,7 @@ def empty_stock(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str | Non
         if problem:
             raise ValueError(f"{name} is {problem}")
     stock_class: Any = type(model).__bases__[1]
-    ours = ("model_type", "per_layer_config", "extra_dims", "architectures", "auto_map")
+    ours = ("model_type", "per_layer_config", "growable_parts", "extra_dims", "architectures", "auto_map")
     values = {name: value for name, value in model.config.to_dict().items() if name not in ours}
     if not is_grown(model):
         return _build(stock_class, values), {}

@@ -1,15 +1,16 @@
 """The unit of growth: one kind of bottleneck of one layer, and the metric in which its steps are measured."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.training_state import count, rank, sharded_modules, sum_over_ranks
+from ..growable.training_state import count, rank, sharded_modules, sum_over_ranks, total
 from . import functional as F
 from .passes import Objective, batch_loss, failing_together, in_step
 
@@ -182,8 +183,10 @@ def measure_moments(
     of the attention's output, so that a step is in nats for logits and a share of the norm for outputs. Call inside
     `evaluation_mode`.
 
-    Padding is read from the two-dimensional "attention_mask" that the model is called with; `ridge` is the fraction of
-    the mean eigenvalue to add.
+    Cross-attention has two moments, that of the queries' input and that of what keys and values read.
+
+    Padding is read from the two-dimensional "attention_mask" that the model is called with, or a decoder's
+    "encoder_attention_mask"; `ridge` is the fraction of the mean eigenvalue to add.
 
     Returns:
         One block for each layer and kind, in this order, of those layers that the loss runs, and the loss of each of
@@ -193,37 +196,43 @@ def measure_moments(
         ValueError: a batch gives no loss, or none that is finite.
     """
     model = objective.model
-    spread, sums, outputs = bool(sharded_modules(model)), {}, {}
+    spread, outputs = bool(sharded_modules(model)), {}
+    sums: dict[Any, Rows] = {}
+    source_sums: dict[Any, Rows] = {}  # of what cross-attention reads
     for attention in attentions:  # a rank without batches brings zeros
+        sums[attention] = _zero_rows(attention, spread)
         like = attention.empty_like()
-        # Their sum is the same in any order then, to the rounding of fp32.
-        dtype = torch.float32 if like.device.type == "mps" else torch.float64
-        sums[attention] = Rows(like.new_zeros([attention.shape.in_features + 1] * 2, dtype=dtype), spread)
         outputs[attention] = like.new_zeros((), dtype=_statistics_dtype(like))
-    mask: Tensor | None = None
+    mask: Any = None
+    source_mask: Any = None
     counted = True
 
-    def note_mask(module, args, kwargs):  # a loss may run the model several times, with another one each time
-        nonlocal mask
+    def note_masks(module, args, kwargs):  # a loss may run the model several times, with other ones each time
+        nonlocal mask, source_mask
         arguments = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-        mask = arguments.get("attention_mask")
+        source_mask = arguments.get("encoder_attention_mask")
+        if not isinstance(arguments.get("attention_mask"), Mapping):  # made of the outer model's, for its layers
+            mask = arguments.get("attention_mask")
 
     def add(module, args, kwargs, output):
-        given = module.bind(args, kwargs)
-        if given.source is not None:  # cross-attention reads something else
-            return
-        inputs = given.hidden_states
-        inputs, attended = (x.detach().to(outputs[module].dtype) for x in (inputs, output[0]))
-        with torch.autocast(inputs.device.type, enabled=False):
-            moment = F.moment_sum(F.augment(inputs), mask).to(sums[module].like) if counted else None
+        given, dtype = module.bind(args, kwargs), outputs[module].dtype
+
+        def moment_of(states: Tensor, mask: Tensor | None) -> Tensor | None:
+            return F.moment_sum(F.augment(states.detach().to(dtype)), mask).to(sums[module].like) if counted else None
+
+        with torch.autocast(outputs[module].device.type, enabled=False):
+            sums[module].add(moment_of(given.hidden_states, mask))
+            if given.source is not None:
+                if module not in source_sums:
+                    source_sums[module] = _zero_rows(module, spread)
+                source_sums[module].add(moment_of(given.source, source_mask))
             if counted:
-                outputs[module] += F.square_sum(attended, mask)
-        sums[module].add(moment)
+                outputs[module] += F.square_sum(output[0].detach().to(dtype), mask)
 
     hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
     for module in model.modules():  # some heads call a part of their base model
         if isinstance(module, PreTrainedModel):
-            hooks.append(module.register_forward_pre_hook(note_mask, with_kwargs=True))
+            hooks.append(module.register_forward_pre_hook(note_masks, with_kwargs=True))
     losses = []
     try:
         with torch.no_grad(), failing_together(model):
@@ -235,25 +244,39 @@ def measure_moments(
     finally:
         for hook in hooks:
             hook.remove()
-    sum_over_ranks(*([] if spread else (moments.whole() for moments in sums.values())), *outputs.values())
+    crossing = total(*(attention in source_sums for attention in attentions))
+    sources = [attention for attention, ranks in zip(attentions, crossing) if ranks]
+    source_sums = {attention: source_sums.get(attention) or _zero_rows(attention, spread) for attention in sources}
+    if not spread:
+        sum_over_ranks(*(moments.whole() for moments in (*sums.values(), *source_sums.values())))
+    sum_over_ranks(*outputs.values())
     blocks = []
     for attention in attentions:
-        of_layer = sums.pop(
-            attention
-        ).whole()  # in large models the moments of all layers and the roots do not fit at once
+        # In large models the moments of all layers and the roots do not fit at once.
+        of_layer, like = sums.pop(attention).whole(), outputs[attention]
         count = of_layer[-1, -1]  # the constant feature has counted the tokens
         if not count > 0:
-            continue  # the loss does not run this module, or only as cross-attention
-        roots = _InputRoots((of_layer / count).to(outputs[attention]), ridge, spread)
-        size = (outputs[attention] / count.to(outputs[attention])).sqrt()
+            continue  # the loss does not run this module
+        queried = read = _InputRoots((of_layer / count).to(like), ridge, spread)
+        if attention in source_sums:
+            of_source = source_sums.pop(attention).whole()
+            read = _InputRoots((of_source / of_source[-1, -1]).to(like), ridge, spread)
+        size = (like / count.to(like)).sqrt()
         for kind in kinds:
-            shared = roots[kind.shared in attention.shape.biased]
+            shared = read[kind.shared in attention.shape.biased]
             if kind.stacked == "output":
                 stacked = [Rows(1 / size, False), Rows(size, False)]
             else:
-                stacked = roots[kind.stacked in attention.shape.biased]
+                stacked = queried[kind.stacked in attention.shape.biased]
             blocks.append(Block(attention, kind, Roots(stacked, shared)))
     return blocks, losses
+
+
+def _zero_rows(attention: GrowableAttention, spread: bool) -> Rows:
+    like, features = attention.empty_like(), attention.shape.in_features + 1
+    # Their sum is the same in any order then, to the rounding of fp32.
+    dtype = torch.float32 if like.device.type == "mps" else torch.float64
+    return Rows(like.new_zeros(features, features, dtype=dtype), spread)
 
 
 class _InputRoots(dict):

@@ -107,21 +107,19 @@ class Probe(nn.Module):
     def inside(self, hidden_states: Tensor, key_value_states: Tensor | None = None) -> tuple[Tensor, ...]:
         """Queries, keys and values that probe: (batch, tokens, d) -> (batch, heads, tokens, dims) each."""
         with torch.autocast(hidden_states.device.type, enabled=False):
-            inputs = hidden_states.detach().to(next(self.parameters()).dtype)
-            query = key = None
-            if self.patterns is not None:
-                query, key = self.patterns.stacked(inputs), self.patterns.shared(inputs)
-            value = None if self.messages is None else self.messages.shared(inputs)
-
-            def none(heads: int) -> Tensor:
-                return inputs.new_zeros(len(inputs), heads, inputs.shape[1], 0)
-
-            groups = self.shape.num_key_value_heads
-            return (
-                none(self.shape.num_heads) if query is None else query,
-                none(groups) if key is None else key,
-                none(groups) if value is None else value,
+            dtype = next(self.parameters()).dtype
+            inputs = hidden_states.detach().to(dtype)
+            source = inputs if key_value_states is None else key_value_states.detach().to(dtype)
+            heads = self.shape.num_heads, self.shape.num_key_value_heads
+            query, key = (
+                states.new_zeros(len(states), n, states.shape[1], 0) for states, n in zip((inputs, source), heads)
             )
+            value = key
+            if self.patterns is not None:
+                query, key = self.patterns.stacked(inputs), self.patterns.shared(source)
+            if self.messages is not None:
+                value = self.messages.shared(source)
+            return query, key, value
 
     def outside(self, read: Tensor) -> Tensor:
         """What the probing values add, all of it zero: (batch, tokens, H, n) -> (batch, tokens, d)."""

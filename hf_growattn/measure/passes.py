@@ -190,7 +190,7 @@ def _given_loss(loss: Callable[[Any], Tensor], batch: Any, index: int) -> Tensor
 
 
 def _model_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> Tensor:
-    device = next(model.get_input_embeddings().parameters()).device
+    device = next((_input_embeddings(model) or model).parameters()).device
     given = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
     outputs = model(**{"use_cache": False, **given})
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
@@ -201,6 +201,14 @@ def _model_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) ->
             "your own loss=."
         )
     return loss
+
+
+def _input_embeddings(model: PreTrainedModel) -> Any:
+    """What takes tokens or patches in; None where transformers does not know, as for speech."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
 
 
 def backward(objective: Objective, batches: list, tick: Callable[[], object] = lambda: None) -> None:
@@ -248,8 +256,8 @@ def _recomputing(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     # Reentrant checkpoints drop gradients when no input asks for them, and the embeddings are frozen here.
-    embeddings = model.get_input_embeddings()
-    hook = embeddings.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    first = _input_embeddings(model) or nn.Identity()
+    hook = first.register_forward_hook(lambda module, args, output: output.requires_grad_())
     try:
         for module in checkpointed:
             module.training = True  # of this module alone: its children keep dropout off
@@ -347,7 +355,7 @@ def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
 def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
     """Refuse tokens that a model does not know: it would fail by an index, or on a GPU lose all that is in memory."""
     head = model.get_output_embeddings()  # only where there is one are labels tokens
-    tokens = getattr(model.get_input_embeddings(), "weight", None)  # images have patches, and no such weight
+    tokens = getattr(_input_embeddings(model), "weight", None)  # images have patches, and no such weight
     counts = {"input_ids": None if tokens is None else len(tokens), "labels": getattr(head, "out_features", None)}
     for name, known in counts.items():
         ids: Any = batch.get(name)

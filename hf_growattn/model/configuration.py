@@ -23,19 +23,22 @@ class WideConfigMixin(_Config):
     """Mixed into a stock config class.
 
     Attributes:
+        growable_parts: names of the inner models whose attention may grow; None for the usual ones.
         extra_dims: by layer, as a text, the parts by name, each with its new dims of queries and keys, and of values.
         auto_map: where the code that loads it lies, once it was saved with its model.
     """
 
+    growable_parts: list[str] | None
     extra_dims: dict[str, dict[str, list[int]]]
     auto_map: dict[str, str]
 
     def __post_init__(self, **kwargs):
         extra_dims = kwargs.pop("extra_dims", None) or {}
+        growable_parts = kwargs.pop("growable_parts", None)
         if kwargs.get("per_layer_config") is not None and extra_dims:
             kwargs.pop("per_layer_config")  # the mark of `to_dict`
         super().__post_init__(**kwargs)
-        self.extra_dims = extra_dims
+        self.growable_parts, self.extra_dims = growable_parts, extra_dims
         check_extra_dims(extra_dims)
 
     def to_dict(self) -> dict[str, Any]:

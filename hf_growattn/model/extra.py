@@ -91,6 +91,19 @@ def read_shape(module: Any) -> HeadShape:
     )
 
 
+def projects_own_keys(module: nn.Module) -> bool:
+    """Whether a module projects keys of its own, from an input of the same size as that of the queries.
+
+    Some layers reuse the keys and values of another one, and some cross-attention reads an input of another size.
+    """
+    names = find_projections(module)
+    inputs = {name: sizes[0] for name, child in module.named_children() if (sizes := _sizes_of(child)) is not None}
+    query, key = (inputs.get(names.get(role, "")) for role in ("query", "key"))
+    if query is None:
+        return True
+    return query == key if key is not None else bool(inputs.keys() - {*names.values()})
+
+
 def _first_number(module: nn.Module, names: tuple[str, ...]) -> int | None:
     values = (getattr(module, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)

@@ -5,8 +5,10 @@ made when they are needed: by name as an attribute of this module, as `auto_map`
 `mixed_into`.
 """
 
+import inspect
 import sys
 import types
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,8 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel, conversion_m
 from transformers.utils import output_capturing
 
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
-from .extra import find_projections, read_shape
-from .seam import WideAttention, WideProjection, reaches_seam
+from .extra import find_projections, projects_own_keys, read_shape
+from .seam import CACHES, WideAttention, WideProjection, reaches_seam
 
 _INNER_NORMS = ("layernorm", "layer_norm")  # children of an attention module that norms its own output
 _Model = PreTrainedModel if TYPE_CHECKING else object  # what this is mixed into
@@ -144,15 +146,16 @@ class WideModelMixin(_Model):
             super().register_for_auto_class(auto_class)
 
 
-def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
+def find_attentions(model: nn.Module, parts: Sequence[str] | None = None) -> list[tuple[Any, int, Any]]:
     """The stock attention modules that new dims can join, with their number and the sibling that projects the output.
 
     The number is that of the layer where modules know it, each another one; otherwise their place in the model. The
     sibling is None for modules with an output projection of their own.
     """
+    inside = {module for part in growable_parts(model, parts) for module in part.modules()}
     found = []
     for name, module in model.named_modules():
-        stock = not isinstance(module, WideAttention)
+        stock = module in inside and not isinstance(module, WideAttention)
         if not (stock and reaches_seam(type(module)) and hasattr(module, "config")):
             continue
         if any(name.lower() in _INNER_NORMS for name, _ in module.named_children()):
@@ -163,6 +166,8 @@ def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
             sibling = parent._modules.get("output")
             if sibling is None or not hasattr(sibling, "dense"):
                 continue
+        if not projects_own_keys(module):
+            continue  # it stays as it is
         # Some quantized layers have no weight.
         if any(hasattr(child, "weight") or hasattr(child, "in_features") for child in module.children()):
             found.append((module, sibling))
@@ -170,6 +175,34 @@ def find_attentions(model: nn.Module) -> list[tuple[Any, int, Any]]:
     if None in numbers or len({*numbers}) < len(numbers):
         numbers = list(range(len(found)))
     return [(module, number, sibling) for (module, sibling), number in zip(found, numbers)]
+
+
+def growable_parts(model: nn.Module, names: Sequence[str] | None = None) -> list[nn.Module]:
+    """The inner models whose attention may grow: those of these names or that the config names, if any are named.
+
+    Otherwise it is the language model inside, one of another type that keeps a cache. A model around none is its own
+    part.
+
+    Raises:
+        ValueError: there is no inner model of a name.
+    """
+    names = names or getattr(getattr(model, "config", None), "growable_parts", None)
+    if names:
+        return [_inner_model(model, name) for name in names]
+    if isinstance(model, PreTrainedModel):
+        decoder: Any = model.get_decoder()
+        is_other = type(getattr(decoder, "config", model.config)) is not type(model.config)
+        if is_other and {*CACHES} & {*inspect.signature(decoder.forward).parameters}:  # the text side of CLIP has none
+            return [decoder]
+    return [model]
+
+
+def _inner_model(model: nn.Module, name: str) -> nn.Module:
+    inner = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel) and path}
+    found = [module for path, module in inner.items() if f".{path}".endswith(f".{name}")]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no part {name!r}: choose of {', '.join(inner) or 'none'}.")
+    return found[0]
 
 
 def wide_attentions(model: nn.Module) -> list[Any]:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ _TABLE = "ALL_ATTENTION_FUNCTIONS"  # the global that stock forwards take their 
 # Implementations that take values of another width than the keys; all others get equal widths by zero padding.
 UNEQUAL_WIDTHS = ("eager", "flex_attention")
 # Keywords of a forward for its cache, the newest first: transformers 5.24 renamed the others.
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _SOURCES = ("key_value_states", "encoder_hidden_states")  # what cross-attention reads
 # Implementations, by prefix, that keep a cache of one width themselves.
 _ONE_WIDTH = {
@@ -59,12 +59,14 @@ class Call:
         crosses: whether keys and values are of another input than the queries.
         joined: whether the cache has joined old and new keys and values.
         v_head_dim: width of the old values.
+        returned: keys and values as the cache returned them, with old and new dims.
         read: what the heads have read through the new values, (batch, tokens, heads, new dims).
     """
 
     joined = False
     one_width = False
     v_head_dim = 0
+    returned: tuple[Tensor, Tensor] | None = None
     read: Tensor | None = None
 
     def __init__(self, parts, hidden_states: Tensor, source: Tensor | None):
@@ -82,6 +84,17 @@ class Call:
             width = common_width(key.shape[-1], value.shape[-1], key.device)
             key, value = pad_to(key, width), pad_to(value, width)
         return key, value
+
+
+def _hand_on_old_dims(arguments: dict[str, Any], call: Call, k_head_dim: int) -> None:
+    """Take new dims off the keys and values that a forward leaves in a mapping for layers without any of their own."""
+    if call.returned is None:
+        return
+    key, value = call.returned
+    for shared in (given for given in arguments.values() if isinstance(given, MutableMapping)):
+        for name, states in shared.items():
+            if isinstance(states, tuple) and any(state is key for state in states):
+                shared[name] = key[..., :k_head_dim], value[..., : call.v_head_dim]
 
 
 def common_width(key: int, value: int, device: torch.device) -> int:
@@ -108,7 +121,9 @@ class _WiderCache:
         self._cache, self._call = cache, call
 
     def update(self, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        return self._cache.update(*self._call.join(key, value), *args, **kwargs)
+        key, value = self._cache.update(*self._call.join(key, value), *args, **kwargs)
+        self._call.returned = key, value
+        return key, value
 
     def __getattr__(self, name: str):
         return getattr(self._cache, name)
@@ -291,6 +306,7 @@ class WideAttention(nn.Module):
             raise
         finally:
             self.call = None
+        _hand_on_old_dims(given.arguments, call, self.shape.qk_head_dim)
         if call.read is None:
             raise RuntimeError(f"{type(self).__name__} did not call its attention function, so its new dims are lost.")
         share = _share(parts, call.read)
@@ -308,9 +324,9 @@ class WideAttention(nn.Module):
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> Given:
         """Name what the forward was called with."""
         arguments = dict(zip(self._stock_names, args))
-        keyword = next((name for name in _CACHES if name in self._stock_names), "")
+        keyword = next((name for name in CACHES if name in self._stock_names), "")
         for name, value in kwargs.items():
-            arguments[keyword if keyword and name in _CACHES else name] = value
+            arguments[keyword if keyword and name in CACHES else name] = value
         source = next((arguments[name] for name in _SOURCES if arguments.get(name) is not None), None)
         return Given(arguments[self._stock_names[0]], source, arguments, keyword)
 
