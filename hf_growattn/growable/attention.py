@@ -20,7 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..model.configuration import PREFIX
 from ..model.extra import REGISTERED, ROLES, Part, find_projections, whole
-from ..model.seam import UNEQUAL_WIDTHS, WideAttention, common_width
+from ..model.joining import UNEQUAL_WIDTHS, common_width
+from ..model.seam import WideAttention
 
 _MERGE = "Merge adapters other than plain LoRA into the weights (merge_and_unload() of peft)"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -209,14 +210,19 @@ class GrowableAttention(WideAttention):
         """Whether generation keeps this module's keys and values: no encoder's."""
         return getattr(self, "is_causal", True)
 
-    def cached_widths(self, parts: Sequence[Part]) -> tuple[int, int]:
-        """Widths of a head's keys and values with these parts, as a cache keeps them: for most kernels equal ones."""
-        key = self.shape.qk_head_dim + sum(part.qk_dims for part in parts)
-        value = self.shape.v_head_dim + sum(part.v_dims for part in parts)
-        if not parts or self.config._attn_implementation in UNEQUAL_WIDTHS:
-            return key, value
-        width = common_width(key, value, self.empty_like().device)
-        return width, width
+    def cached_numbers(self, parts: Sequence[Part]) -> int:
+        """How many numbers a cache keeps of a token with these parts: most kernels want keys and values equally wide.
+
+        Multi-head latent attention keeps one latent and one rotated key for all heads.
+        """
+        new = sum(part.qk_dims for part in parts), sum(part.v_dims for part in parts)
+        latent: Any = getattr(self, "kv_lora_rank", None), getattr(self, "qk_rope_head_dim", None)
+        if None not in latent:
+            return sum(latent) + self.heads_of("key") * sum(new)
+        key, value = self.shape.qk_head_dim + new[0], self.shape.v_head_dim + new[1]
+        if parts and self.config._attn_implementation not in UNEQUAL_WIDTHS:
+            key = value = common_width(key, value, self.empty_like().device)
+        return self.heads_of("key") * (key + value)
 
     @property
     def trial(self) -> nn.Module | None:
@@ -275,7 +281,10 @@ class GrowableAttention(WideAttention):
             projection = self.projection_of(role)
             if projection is None or has_other_adapters(projection):
                 return False
-            if why_not_readable(projection) is None and self.why_unreadable(role):
+            if why_not_readable(projection) is None:
+                if self.why_unreadable(role):
+                    return False
+            elif not hasattr(plain(projection), "in_features"):  # no linear layer, quantized or not
                 return False
         return True
 

@@ -86,7 +86,7 @@ def cache_bytes(model: nn.Module, tried: Mapping[Any, Part] | None = None) -> in
     for attention in (attention for attention in attentions(model) if attention.caches):
         part = (tried or {}).get(attention)
         parts = attention.parts if part is None else [*attention.parts, part]
-        numbers += attention.heads_of("key") * sum(attention.cached_widths(parts))
+        numbers += attention.cached_numbers(parts)
     return next(model.parameters()).element_size() * numbers
 
 

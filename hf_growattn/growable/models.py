@@ -13,7 +13,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..model.configuration import WideConfigMixin, auto_map, growable_config_class
-from ..model.modeling import WideModelMixin, class_by_name, find_attentions, renew_old_forward
+from ..model.modeling import WideModelMixin, class_by_name, find_attentions, find_obstacle, renew_old_forward
 from ..model.seam import WideAttention, WideProjection, names_taken
 from .attention import GrowableAttention
 from .folders import loading, replacing
@@ -173,14 +173,10 @@ def _check(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
     """Raise a ValueError if no attention module can have new dims, or one does not run its class's forward."""
     found = [module for module, *_ in find_attentions(model, parts)]
     if not found:
-        named = {type(module).__name__ for module in model.modules() if "attention" in type(module).__name__.lower()}
-        reason = "has no attention module"
-        if named:
-            reason = (
-                f"computes attention in {', '.join(sorted(named))}, of which none takes its attention function from "
-                "transformers' table, ALL_ATTENTION_FUNCTIONS, with an output projection of its own after it"
-            )
-        raise ValueError(f"New dims cannot join {type(model).__name__}: it {reason}.")
+        named = (module for module in model.modules() if "attention" in type(module).__name__.lower())
+        why = {type(module).__name__: find_obstacle(module) for module in named if not _holds_attention(module)}
+        reasons = "; ".join(f"{name} {obstacle}" for name, obstacle in why.items())
+        raise ValueError(f"New dims cannot join {type(model).__name__}: {reasons or 'it has no attention module'}.")
     for module in found:
         taken = names_taken(GrowableModelMixin.attention_mixin, module)
         if taken:
@@ -190,6 +186,10 @@ def _check(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
                 f"A {type(module).__name__} has a forward that other code has put there, which new dims could not "
                 "join. Patch the model before other libraries do."
             )
+
+
+def _holds_attention(module: nn.Module) -> bool:
+    return any("attention" in type(inner).__name__.lower() for inner in module.modules() if inner is not module)
 
 
 def _register(stock: type) -> None:

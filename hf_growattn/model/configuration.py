@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto, tokenization_auto
 
 PREFIX = "growattn_"
 CODE_FOLDER = "growattn"  # in a checkpoint: the files of this folder, which load it without the library
+_STOCK_FIELD = "stock_per_layer_config"  # what some stock configs have under the name of the mark below
 _FORM = '{"0": {"growth_1": [2, 4]}}'  # of `extra_dims`, for messages
 _Config = PreTrainedConfig if TYPE_CHECKING else object  # what this is mixed into
 
@@ -35,8 +36,8 @@ class WideConfigMixin(_Config):
     def __post_init__(self, **kwargs):
         extra_dims = kwargs.pop("extra_dims", None) or {}
         growable_parts = kwargs.pop("growable_parts", None)
-        if kwargs.get("per_layer_config") is not None and extra_dims:
-            kwargs.pop("per_layer_config")  # the mark of `to_dict`
+        if extra_dims:
+            kwargs["per_layer_config"] = kwargs.pop(_STOCK_FIELD, None)  # in the place of the mark of `to_dict`
         super().__post_init__(**kwargs)
         self.growable_parts, self.extra_dims = growable_parts, extra_dims
         check_extra_dims(extra_dims)
@@ -51,6 +52,7 @@ class WideConfigMixin(_Config):
         if self.extra_dims:
             name, size = self.attribute_map.get("hidden_size", "hidden_size"), getattr(self, "hidden_size", None)
             other = size + 1 if isinstance(size, int) else 1  # any other value will do
+            fields[_STOCK_FIELD] = fields.get("per_layer_config")
             fields["per_layer_config"] = {"0": {name: other}}
         return fields
 

@@ -69,26 +69,25 @@ def find_projections(module: nn.Module) -> dict[str, str]:
 
 
 def read_shape(module: Any) -> HeadShape:
-    """The sizes of a stock attention module.
-
-    Raises:
-        ValueError: it has no linear projection, so the size of its input is unknown.
-    """
+    """The sizes of a stock attention module that has a linear projection."""
     config, names = module.config, find_projections(module)
     heads = _first_number(module, _HEADS) or config.num_attention_heads
     groups = getattr(module, "num_key_value_groups", None)
     key_heads = heads // groups if groups else _first_number(module, ("num_key_value_heads",)) or heads
     width = _first_number(module, _WIDTHS) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    linear = [child for child in module.children() if _sizes_of(child) is not None]
-    if not linear:
-        raise ValueError(f"{type(module).__name__} has no linear projection, so its input has no known size.")
-    first, last = linear[0], getattr(module, names.get("output", ""), None)
+    first = next(child for child in module.children() if _sizes_of(child) is not None)
+    last = getattr(module, names.get("output", ""), None)
     in_features = _sizes_of(first)[0]
     out_features = _sizes_of(last)[1] if last is not None and _sizes_of(last) else in_features
     biased = tuple(role for role in ROLES[:3] if _has_bias(getattr(module, names.get(role, ""), first)))
     return HeadShape(
         heads, key_heads, width, _first_number(module, ("v_head_dim",)) or width, in_features, out_features, biased
     )
+
+
+def has_linear(module: nn.Module) -> bool:
+    """Whether a module has a linear projection, by which the size of its input is known."""
+    return any(_sizes_of(child) is not None for child in module.children())
 
 
 def projects_own_keys(module: nn.Module) -> bool:

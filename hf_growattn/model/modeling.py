@@ -18,7 +18,7 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel, conversion_m
 from transformers.utils import output_capturing
 
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
-from .extra import find_projections, projects_own_keys, read_shape
+from .extra import find_projections, has_linear, projects_own_keys, read_shape
 from .seam import CACHES, WideAttention, WideProjection, reaches_seam
 
 _INNER_NORMS = ("layernorm", "layer_norm")  # children of an attention module that norms its own output
@@ -152,29 +152,32 @@ def find_attentions(model: nn.Module, parts: Sequence[str] | None = None) -> lis
     The number is that of the layer where modules know it, each another one; otherwise their place in the model. The
     sibling is None for modules with an output projection of their own.
     """
-    inside = {module for part in growable_parts(model, parts) for module in part.modules()}
     found = []
-    for name, module in model.named_modules():
-        stock = module in inside and not isinstance(module, WideAttention)
-        if not (stock and reaches_seam(type(module)) and hasattr(module, "config")):
-            continue
-        if any(name.lower() in _INNER_NORMS for name, _ in module.named_children()):
-            continue  # it returns a normalized sum with the residual stream, no output of a projection
-        projections, sibling = find_projections(module), None
-        if "output" not in projections:
-            parent: Any = model.get_submodule(name.rpartition(".")[0])
-            sibling = parent._modules.get("output")
-            if sibling is None or not hasattr(sibling, "dense"):
-                continue
-        if not projects_own_keys(module):
-            continue  # it stays as it is
-        # Some quantized layers have no weight.
-        if any(hasattr(child, "weight") or hasattr(child, "in_features") for child in module.children()):
-            found.append((module, sibling))
+    for part in growable_parts(model, parts):
+        for name, module in part.named_modules():
+            siblings = part.get_submodule(name.rpartition(".")[0])._modules
+            sibling = None if "output" in find_projections(module) else siblings.get("output")
+            if not isinstance(module, WideAttention) and not find_obstacle(module, sibling):
+                found.append((module, sibling))
     numbers: list[Any] = [getattr(module, "layer_idx", None) for module, _ in found]
     if None in numbers or len({*numbers}) < len(numbers):
         numbers = list(range(len(found)))
     return [(module, number, sibling) for (module, sibling), number in zip(found, numbers)]
+
+
+def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:
+    """What keeps new dims from joining a module, which it "..."; "" for an attention module that they can join."""
+    if not (reaches_seam(type(module)) and hasattr(module, "config")):
+        return "takes no attention function from transformers' table ALL_ATTENTION_FUNCTIONS"
+    if any(name.lower() in _INNER_NORMS for name, _ in module.named_children()):
+        return "normalizes its output together with the residual stream"
+    if "output" not in find_projections(module) and not hasattr(sibling, "dense"):
+        return "has no output projection, nor has a sibling called output"
+    if not has_linear(module):
+        return "has no linear projection, by which the size of its input would be known"
+    if not projects_own_keys(module):
+        return "reads keys of another layer, or of an input of another size"
+    return ""
 
 
 def growable_parts(model: nn.Module, names: Sequence[str] | None = None) -> list[nn.Module]:

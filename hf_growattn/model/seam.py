@@ -1,29 +1,23 @@
 """`WideAttention`: a stock attention module whose own forward runs as it is, and which new dims join on the way.
 
-New queries, keys and values join where all modern families hand theirs over: at `cache.update`, and at the attention
-function that they take from `ALL_ATTENTION_FUNCTIONS`. Per head the layout is `[old dims | new dims]`, so the logits
-are `s (q_old k_old^T + q_new k_new^T)`; rotation, norms and gates of the family touch the old dims alone. What is read
-through new values goes back by `outside` and is added to the module's output. Dims whose query or key weights are zero
-change nothing, nor do those whose value or output weights are zero.
+They join in the attention function and in the cache, as `joining` says. What is read through new values goes back by
+`outside` and is added to the module's output.
 """
 
-import copy
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from transformers import Cache, EncoderDecoderCache
+from transformers import Cache
 
 from .extra import ExtraDims, HeadShape, Part
+from .joining import UNEQUAL_WIDTHS, AttentionFunctions, Call, stock_name, widened
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"  # the global that stock forwards take their attention function from
-# Implementations that take values of another width than the keys; all others get equal widths by zero padding.
-UNEQUAL_WIDTHS = ("eager", "flex_attention")
 # Keywords of a forward for its cache, the newest first: transformers 5.24 renamed the others.
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _SOURCES = ("key_value_states", "encoder_hidden_states")  # what cross-attention reads
@@ -48,152 +42,6 @@ class Given(NamedTuple):
     source: Tensor | None
     arguments: dict[str, Any]
     cache: str
-
-
-class Call:
-    """One forward call of a module with new dims.
-
-    Attributes:
-        query, key, value: the new ones, (batch, heads, tokens, new dims).
-        one_width: whether keys and values are padded to one width.
-        crosses: whether keys and values are of another input than the queries.
-        joined: whether the cache has joined old and new keys and values.
-        v_head_dim: width of the old values.
-        returned: keys and values as the cache returned them, with old and new dims.
-        read: what the heads have read through the new values, (batch, tokens, heads, new dims).
-    """
-
-    joined = False
-    one_width = False
-    v_head_dim = 0
-    returned: tuple[Tensor, Tensor] | None = None
-    read: Tensor | None = None
-
-    def __init__(self, parts, hidden_states: Tensor, source: Tensor | None):
-        self.crosses = source is not None
-        heads = [part.inside(hidden_states, source) for part in parts]
-        self.query, self.key, self.value = (
-            states[0] if len(parts) == 1 else torch.cat(states, -1) for states in zip(*heads)
-        )
-
-    def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values to the old ones, padded to one width where that is wanted."""
-        self.joined, self.v_head_dim = True, value.shape[-1]
-        key, value = append(key, self.key), append(value, self.value)
-        if self.one_width:
-            width = common_width(key.shape[-1], value.shape[-1], key.device)
-            key, value = pad_to(key, width), pad_to(value, width)
-        return key, value
-
-
-def _hand_on_old_dims(arguments: dict[str, Any], call: Call, k_head_dim: int) -> None:
-    """Take new dims off the keys and values that a forward leaves in a mapping for layers without any of their own."""
-    if call.returned is None:
-        return
-    key, value = call.returned
-    for shared in (given for given in arguments.values() if isinstance(given, MutableMapping)):
-        for name, states in shared.items():
-            if isinstance(states, tuple) and any(state is key for state in states):
-                shared[name] = key[..., :k_head_dim], value[..., : call.v_head_dim]
-
-
-def common_width(key: int, value: int, device: torch.device) -> int:
-    """The width that keys and values are padded to; kernels of accelerators take multiples of 8."""
-    width = max(key, value)
-    return width if device.type == "cpu" else width + -width % 8
-
-
-def append(old: Tensor, new: Tensor) -> Tensor:
-    """Old and new dims of (batch, heads, tokens, width), in the precision of the old ones."""
-    return torch.cat((old, new.to(old.dtype)), -1) if new.shape[-1] else old
-
-
-def pad_to(states: Tensor, width: int) -> Tensor:
-    """Zero-pad (..., width) to another width."""
-    gap = width - states.shape[-1]
-    return nn.functional.pad(states, (0, gap)) if gap else states
-
-
-class _WiderCache:
-    """A cache as one stock forward sees it: what it stores gains the new dims."""
-
-    def __init__(self, cache: Any, call: Call):
-        self._cache, self._call = cache, call
-
-    def update(self, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        key, value = self._cache.update(*self._call.join(key, value), *args, **kwargs)
-        self._call.returned = key, value
-        return key, value
-
-    def __getattr__(self, name: str):
-        return getattr(self._cache, name)
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def _widened(cache: Any, call: Call) -> Any:
-    if isinstance(cache, EncoderDecoderCache):  # forwards ask for its type, and for the caches in it
-        wider = copy.copy(cache)
-        wider.self_attention_cache = _WiderCache(cache.self_attention_cache, call)  # pyright: ignore
-        wider.cross_attention_cache = _WiderCache(cache.cross_attention_cache, call)  # pyright: ignore
-        return wider
-    return _WiderCache(cache, call)
-
-
-class _Functions:
-    """Stands for the table of attention functions in the forward of a module with new dims."""
-
-    def __init__(self, table: Any):
-        self._table = table
-
-    def get_interface(self, implementation: str, default: Callable) -> Callable:
-        return functools.partial(_attend, self._table.get_interface(implementation, default), implementation)
-
-    def __getitem__(self, implementation: str) -> Callable:
-        return functools.partial(_attend, self._table[implementation], implementation)
-
-    def __getattr__(self, name: str):
-        return getattr(self._table, name)
-
-
-def _attend(function: Callable, implementation: str, module: Any, query, key, value, *args, **kwargs):
-    """Call an attention function with old and new dims, and give back what it reads through the old ones."""
-    call: Call = module.call
-    if call.read is not None:
-        raise ValueError(f"New dims cannot join {_stock_name(module)}: it calls its attention function twice.")
-    if call.crosses and value.shape[-1] + key.shape[-1] > module.shape.qk_head_dim + module.shape.v_head_dim:
-        call.joined, call.v_head_dim = True, module.shape.v_head_dim  # a filled cache, read without `update`
-    if not call.joined:
-        _check_shapes(module, query, key, value)
-    new_query = call.query
-    if kwargs.get("scaling") == 1.0:  # the family scales its queries before, by the usual factor if by any
-        new_query = new_query * module.shape.qk_head_dim**-0.5
-    if not call.joined:
-        key, value = call.join(key, value)
-    query = pad_to(append(query, new_query), key.shape[-1])
-    output, weights = function(module, query, key, value, *args, **kwargs)
-    output = output.reshape(*output.shape[:2], -1, value.shape[-1])
-    widths = [call.v_head_dim, call.value.shape[-1]]
-    # The backward pass of one split is one `cat`; each slice would fill a tensor of zeros, and add it to the others.
-    old, call.read, _ = output.split([*widths, value.shape[-1] - sum(widths)], -1)
-    return old.contiguous(), weights
-
-
-def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise a ValueError if old heads are not what the module's attributes say: new dims could not join them."""
-    shape = module.shape
-    expected = (shape.num_heads, shape.num_key_value_heads, shape.qk_head_dim, shape.v_head_dim)
-    found = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
-    if found != expected:
-        raise ValueError(
-            f"New dims cannot join {_stock_name(module)}: it hands (query heads, key heads, width, "
-            f"value width) = {found} to its attention function, and its attributes say {expected}."
-        )
-
-
-def _stock_name(module: nn.Module) -> str:
-    return type(module).__bases__[1].__name__
 
 
 def names_taken(cls: type, module: nn.Module) -> set[str]:
@@ -236,7 +84,7 @@ class WideAttention(nn.Module):
         place = f"{__name__}.{stock.__module__.replace('.', '_')}"
         if place not in sys.modules:  # dynamo guards a function's globals through its module
             twin = sys.modules[place] = types.ModuleType(place)
-            own = {"__name__": place, _TABLE: _Functions(forward.__globals__[_TABLE])}
+            own = {"__name__": place, _TABLE: AttentionFunctions(forward.__globals__[_TABLE])}
             vars(twin).update(forward.__globals__ | own)
         code = forward.__code__, vars(sys.modules[place]), forward.__name__, forward.__defaults__, forward.__closure__
         same = types.FunctionType(*code)
@@ -293,20 +141,12 @@ class WideAttention(nn.Module):
                 "model.generate instead of continuous batching."
             )
         if cache is not None:
-            given.arguments[given.cache] = _widened(cache, call)
+            given.arguments[given.cache] = widened(cache, call)
         self.call = call
         try:
             output = self._stock_forward(self, **given.arguments)
-        except RuntimeError as error:
-            if call.joined and call.read is None:  # between the cache and the attention function
-                raise ValueError(
-                    f"New dims cannot join {_stock_name(self)}, whose forward does not take wider keys and values: "
-                    f"{error}."
-                ) from error
-            raise
         finally:
             self.call = None
-        _hand_on_old_dims(given.arguments, call, self.shape.qk_head_dim)
         if call.read is None:
             raise RuntimeError(f"{type(self).__name__} did not call its attention function, so its new dims are lost.")
         share = _share(parts, call.read)
@@ -322,13 +162,23 @@ class WideAttention(nn.Module):
         return output + share.view(output.shape).to(output.dtype)
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> Given:
-        """Name what the forward was called with."""
+        """Name what the forward was called with.
+
+        Raises:
+            ValueError: the input is not (batch, tokens, features).
+        """
         arguments = dict(zip(self._stock_names, args))
         keyword = next((name for name in CACHES if name in self._stock_names), "")
         for name, value in kwargs.items():
             arguments[keyword if keyword and name in CACHES else name] = value
         source = next((arguments[name] for name in _SOURCES if arguments.get(name) is not None), None)
-        return Given(arguments[self._stock_names[0]], source, arguments, keyword)
+        hidden_states = arguments[self._stock_names[0]]
+        if hidden_states.dim() != 3:
+            raise ValueError(
+                f"New dims cannot join {stock_name(self)}: its input has the shape {tuple(hidden_states.shape)} "
+                "instead of (batch, tokens, features). Leave it out of layers= or parts=."
+            )
+        return Given(hidden_states, source, arguments, keyword)
 
     def _check_implementation(self, implementation: str) -> None:
         for prefix, (name, instead) in _ONE_WIDTH.items():

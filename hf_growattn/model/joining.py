@@ -1,0 +1,186 @@
+"""One forward call of an attention module with new dims: where they join the stock forward, and how a cache keeps them.
+
+New queries, keys and values join at the attention function, which all modern families take from
+`ALL_ATTENTION_FUNCTIONS`. The cache keeps old and new dims, and the forward sees the old ones of it.
+
+Per head the layout is `[old dims | new dims]`, so the logits are `s (q_old k_old^T + q_new k_new^T)`; rotation, norms
+and gates of the family touch the old dims alone. Dims whose query or key weights are zero change nothing, nor do those
+whose value or output weights are zero.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import EncoderDecoderCache
+
+# Implementations that take values of another width than the keys; all others get equal widths by zero padding.
+UNEQUAL_WIDTHS = ("eager", "flex_attention")
+
+
+class Call:
+    """One forward call of a module with new dims.
+
+    Attributes:
+        query, key, value: the new ones, (batch, heads, tokens, new dims).
+        one_width: whether keys and values are padded to one width.
+        crosses: whether keys and values are of another input than the queries.
+        stored: keys and values as the cache holds them, old and new dims.
+        shown: the old dims of these, which are all that the stock forward sees.
+        read: what the heads have read through the new values, (batch, tokens, heads, new dims).
+    """
+
+    one_width = False
+    stored: tuple[Tensor, Tensor] | None = None
+    shown: tuple[Tensor, Tensor] | None = None
+    read: Tensor | None = None
+
+    def __init__(self, parts, hidden_states: Tensor, source: Tensor | None):
+        self.crosses = source is not None
+        heads = [part.inside(hidden_states, source) for part in parts]
+        self.query, self.key, self.value = (
+            states[0] if len(parts) == 1 else torch.cat(states, -1) for states in zip(*heads)
+        )
+
+    def store(self, cache: Any, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Let the cache keep old and new dims, and return the old ones of what it holds."""
+        new_key, new_value = (_fold(new, old) for new, old in ((self.key, key), (self.value, value)))
+        joined = append(key, new_key), append(value, new_value)
+        is_latent = key.shape[1] != self.key.shape[1]  # one for all heads, as multi-head latent attention keeps it
+        keys, values = cache.update(*(joined if is_latent else self._padded(*joined)), *args, **kwargs)
+        self.stored, self.shown = (keys, values), (keys[..., : key.shape[-1]], values[..., : value.shape[-1]])
+        return self.shown
+
+    def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new keys and values to the old ones that the attention function was called with."""
+        if self.stored is None or self.shown is None:
+            return self._padded(append(key, self.key), append(value, self.value))
+        if key is self.shown[0] and value is self.shown[1]:
+            return self.stored
+        new = (
+            _unfold(stored[..., shown.shape[-1] :], like)
+            for stored, shown, like in zip(self.stored, self.shown, (self.key, self.value))
+        )
+        return self._padded(*(append(old, states) for old, states in zip((key, value), new)))
+
+    def _padded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.one_width:
+            return key, value
+        width = common_width(key.shape[-1], value.shape[-1], key.device)
+        return pad_to(key, width), pad_to(value, width)
+
+
+def _fold(new: Tensor, old: Tensor) -> Tensor:
+    """New dims of all heads, (batch, heads, tokens, n), beside old ones: as those of one head where these have one."""
+    return new if new.shape[1] == old.shape[1] else new.transpose(1, 2).flatten(2).unsqueeze(1)
+
+
+def _unfold(stored: Tensor, new: Tensor) -> Tensor:
+    """Undo `_fold`, for more tokens than `new` has."""
+    heads, dims = new.shape[1], new.shape[-1]
+    if stored.shape[1] == heads:
+        return stored[..., :dims]
+    return stored.squeeze(1)[..., : heads * dims].unflatten(-1, (heads, dims)).transpose(1, 2)
+
+
+def common_width(key: int, value: int, device: torch.device) -> int:
+    """The width that keys and values are padded to; kernels of accelerators take multiples of 8."""
+    width = max(key, value)
+    return width if device.type == "cpu" else width + -width % 8
+
+
+def append(old: Tensor, new: Tensor) -> Tensor:
+    """Old and new dims of (batch, heads, tokens, width), in the precision of the old ones."""
+    return torch.cat((old, new.to(old.dtype)), -1) if new.shape[-1] else old
+
+
+def pad_to(states: Tensor, width: int) -> Tensor:
+    """Zero-pad (..., width) to another width."""
+    gap = width - states.shape[-1]
+    return nn.functional.pad(states, (0, gap)) if gap else states
+
+
+class _WiderCache:
+    """A cache as one stock forward sees it: what it stores gains the new dims."""
+
+    def __init__(self, cache: Any, call: Call):
+        self._cache, self._call = cache, call
+
+    def update(self, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return self._call.store(self._cache, key, value, *args, **kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self._cache, name)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def widened(cache: Any, call: Call) -> Any:
+    """A cache that keeps new dims beside those that a stock forward hands over."""
+    if isinstance(cache, EncoderDecoderCache):  # forwards ask for its type, and for the caches in it
+        wider = copy.copy(cache)
+        wider.self_attention_cache = _WiderCache(cache.self_attention_cache, call)  # pyright: ignore
+        wider.cross_attention_cache = _WiderCache(cache.cross_attention_cache, call)  # pyright: ignore
+        return wider
+    return _WiderCache(cache, call)
+
+
+class AttentionFunctions:
+    """Stands for the table of attention functions in the forward of a module with new dims."""
+
+    def __init__(self, table: Any):
+        self._table = table
+
+    def get_interface(self, implementation: str, default: Callable) -> Callable:
+        """As the table's, with new dims."""
+        return functools.partial(_attend, self._table.get_interface(implementation, default), implementation)
+
+    def __getitem__(self, implementation: str) -> Callable:
+        return functools.partial(_attend, self._table[implementation], implementation)
+
+    def __getattr__(self, name: str):
+        return getattr(self._table, name)
+
+
+def _attend(function: Callable, implementation: str, module: Any, query, key, value, *args, **kwargs):
+    """Call an attention function with old and new dims, and give back what it reads through the old ones."""
+    call: Call = module.call
+    if call.read is not None:
+        raise ValueError(f"New dims cannot join {stock_name(module)}: it calls its attention function twice.")
+    shape, v_head_dim = module.shape, module.shape.v_head_dim
+    # Cross-attention reads a cache that was filled before without `update`.
+    is_filled = call.crosses and value.shape[-1] + key.shape[-1] > shape.qk_head_dim + v_head_dim
+    new_query = call.query
+    if kwargs.get("scaling") == 1.0:  # the family scales its queries before, by the usual factor if by any
+        new_query = new_query * shape.qk_head_dim**-0.5
+    if not is_filled:
+        _check_shapes(module, query, key, value)
+        key, value = call.join(key, value)
+    query = pad_to(append(query, new_query), key.shape[-1])
+    output, weights = function(module, query, key, value, *args, **kwargs)
+    output = output.reshape(*output.shape[:2], -1, value.shape[-1])
+    widths = [v_head_dim, call.value.shape[-1]]
+    # The backward pass of one split is one `cat`; each slice would fill a tensor of zeros, and add it to the others.
+    old, call.read, _ = output.split([*widths, value.shape[-1] - sum(widths)], -1)
+    return old.contiguous(), weights
+
+
+def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise a ValueError if old heads are not what the module's attributes say: new dims could not join them."""
+    shape = module.shape
+    expected = (shape.num_heads, shape.num_key_value_heads, shape.qk_head_dim, shape.v_head_dim)
+    found = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
+    if found != expected:
+        raise ValueError(
+            f"New dims cannot join {stock_name(module)}: it hands (query heads, key heads, width, "
+            f"value width) = {found} to its attention function, and its attributes say {expected}."
+        )
+
+
+def stock_name(module: nn.Module) -> str:
+    """What the class of a module with new dims is called in transformers."""
+    return type(module).__bases__[1].__name__
