@@ -321,8 +321,8 @@ def found(model, batches, whitened=True):
     every = []
     for block in blocks:
         if not whitened:
-            one, plain = Rows(torch.tensor(1.0), False), Rows(torch.eye(len(block.roots.shared_root)), False)
-            block = Block(block.attention, block.kind, Roots([one, one], [plain, plain]))
+            one, plain = Rows(torch.tensor(1.0), False), Rows(torch.eye(len(block.roots.shared_root.whole())), False)
+            block = Block(block.attention, block.kind, Roots(one, one, plain, plain))
         every.append(GrownDims(block.attention, block.kind))
         every[-1].refactor(block)
     return every

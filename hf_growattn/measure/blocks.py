@@ -1,8 +1,8 @@
 """The unit of growth: one kind of bottleneck of one layer, and the metric in which its steps are measured."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,39 +77,13 @@ class Rows:
         return matrix
 
 
-class Roots:
-    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: shared side (b, b), stacked side (a, a) or scalars.
+class Roots(NamedTuple):
+    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: stacked side (a, a) or scalars, shared side (b, b)."""
 
-    The ranks of a sharded model keep some rows each, and gather a root together whenever they read it.
-    """
-
-    def __init__(self, stacked: list[Rows], shared: list[Rows]):
-        self._stacked, self._shared = stacked, shared
-
-    @property
-    def like(self) -> Tensor:
-        """An empty tensor in the statistics' precision and on their device."""
-        return self._shared[0].like
-
-    @property
-    def stacked_root(self) -> Tensor:
-        """(a, a), or a scalar."""
-        return self._stacked[0].whole()
-
-    @property
-    def stacked_whitening(self) -> Tensor:
-        """(a, a), or a scalar."""
-        return self._stacked[1].whole()
-
-    @property
-    def shared_root(self) -> Tensor:
-        """(b, b)."""
-        return self._shared[0].whole()
-
-    @property
-    def shared_whitening(self) -> Tensor:
-        """(b, b)."""
-        return self._shared[1].whole()
+    stacked_root: Rows
+    stacked_whitening: Rows
+    shared_root: Rows
+    shared_whitening: Rows
 
 
 @dataclass
@@ -150,20 +124,37 @@ class Block:
         """Groups and features of the shared side, `(G, b)`."""
         return self.groups, self.attention.features_of(self.kind.shared)
 
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor in the statistics' precision and on their device."""
+        return self.roots.shared_root.like
+
     def old_factors(self) -> tuple[Tensor, Tensor]:
         """What the old dims compute: stacked (H, a, k), shared (G, b, k), with biases, in the statistics' precision.
 
         New dims of former growths and adapters that are active count in.
         """
-        dtype = self.roots.like.dtype
-        stacked, shared = (self.attention.factors_of(role, dtype) for role in self.kind.roles)
+        stacked, shared = (self.attention.factors_of(role, self.like.dtype) for role in self.kind.roles)
         return stacked, shared
 
     def whitened_factors(self) -> tuple[Tensor, Tensor]:
-        """The live factors in the metric of the steps: stacked over groups (G, g a, k), shared (G, b, k)."""
-        stacked, shared = self.old_factors()
-        whitened = F.apply_root(self.roots.stacked_root, stacked)
-        return F.stack_groups(whitened, self.groups), self.roots.shared_root @ shared
+        """`old_factors` in the metric of the steps: (G, g a, k), (G, b, k)."""
+        return self.whitened(*self.old_factors())
+
+    def whitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors (H, a, k), (G, b, k) in the metric of the steps, stacked over groups: (G, g a, k), (G, b, k)."""
+        stacked = F.apply_root(self.roots.stacked_root.whole(), stacked)
+        return F.stack_groups(stacked, self.groups), self.roots.shared_root.whole() @ shared
+
+    def unwhitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `whitened`."""
+        stacked = F.apply_root(self.roots.stacked_whitening.whole(), F.unstack_groups(stacked, self.heads))
+        return stacked, self.roots.shared_whitening.whole() @ shared
+
+    def whitened_gradients(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients in the factors, (H, a, k), (G, b, k), as those in the `whitened` ones: (G, g a, k), (G, b, k)."""
+        stacked = F.apply_root(self.roots.stacked_whitening.whole(), stacked)
+        return F.stack_groups(stacked, self.groups), self.roots.shared_whitening.whole() @ shared
 
 
 def measure_moments(
@@ -172,15 +163,13 @@ def measure_moments(
     kinds: list[Kind],
     batches: list,
     ridge: float,
-    tick: Callable[[], object] = lambda: None,
 ) -> tuple[list[Block], list[float]]:
-    """Pool the second moments of every attention's input over all tokens that are not padding.
+    """Pool the second moments of every attention's input over all tokens that are not padding, in one forward pass.
 
-    One forward pass over the batches of all ranks. Queries, keys and values see the same tokens, so they share the
-    moment, each with a constant feature where its projection has a bias. For messages it stands in for the moment of
-    the attended tokens `A X`, which differs from head to head; their stacked side is measured in units of the rms norm
-    of the attention's output, so that a step is in nats for logits and a share of the norm for outputs. Call inside
-    `evaluation_mode`.
+    Queries, keys and values see the same tokens, so they share the moment, each with a constant feature where its
+    projection has a bias. For messages it stands in for the moment of the attended tokens `A X`, which differs from
+    head to head; their stacked side is measured in units of the rms norm of the attention's output, so that a step is
+    in nats for logits and a share of the norm for outputs. Call inside `evaluation_mode`.
 
     Padding is read from the two-dimensional "attention_mask" that the model is called with; `ridge` is the fraction of
     the mean eigenvalue to add.
@@ -188,9 +177,6 @@ def measure_moments(
     Returns:
         One block for each layer and kind, in this order, of those layers that the loss runs, and the loss of each of
         this rank's batches.
-
-    Raises:
-        ValueError: a batch gives no loss, or none that is finite.
     """
     model = objective.model
     spread, sums, outputs = bool(sharded_modules(model)), {}, {}
@@ -199,7 +185,7 @@ def measure_moments(
         # Their sum is the same in any order then, to the rounding of fp32.
         dtype = torch.float32 if like.device.type == "mps" else torch.float64
         sums[attention] = Rows(like.new_zeros([attention.shape.in_features + 1] * 2, dtype=dtype), spread)
-        outputs[attention] = like.new_zeros((), dtype=_statistics_dtype(like))
+        outputs[attention] = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
     mask: Tensor | None = None
     counted = True
 
@@ -212,8 +198,7 @@ def measure_moments(
         given = module.bind(args, kwargs)
         if given.source is not None:  # cross-attention reads something else
             return
-        inputs = given.hidden_states
-        inputs, attended = (x.detach().to(outputs[module].dtype) for x in (inputs, output[0]))
+        inputs, attended = (x.detach().to(outputs[module].dtype) for x in (given.hidden_states, output[0]))
         with torch.autocast(inputs.device.type, enabled=False):
             moment = F.moment_sum(F.augment(inputs), mask).to(sums[module].like) if counted else None
             if counted:
@@ -231,44 +216,27 @@ def measure_moments(
                 loss = batch_loss(objective, batch, index).item()
                 if counted:
                     losses.append(loss)
-                    tick()
+                    objective.advance(1)
     finally:
         for hook in hooks:
             hook.remove()
     sum_over_ranks(*([] if spread else (moments.whole() for moments in sums.values())), *outputs.values())
     blocks = []
     for attention in attentions:
-        of_layer = sums.pop(
-            attention
-        ).whole()  # in large models the moments of all layers and the roots do not fit at once
+        of_layer = sums.pop(attention).whole()  # in large models all layers' moments and roots do not fit at once
         count = of_layer[-1, -1]  # the constant feature has counted the tokens
         if not count > 0:
             continue  # the loss does not run this module, or only as cross-attention
-        roots = _InputRoots((of_layer / count).to(outputs[attention]), ridge, spread)
         size = (outputs[attention] / count.to(outputs[attention])).sqrt()
+        moment = (of_layer / count).to(size)
+        roots: dict[int, list[Rows]] = {}
+        for features in {attention.features_of(role) for kind in kinds for role in kind.roles if role != "output"}:
+            both = F.square_roots(F.ridged(moment[:features, :features], ridge))
+            roots[features] = [Rows(root, spread) for root in both]
         for kind in kinds:
-            shared = roots[kind.shared in attention.shape.biased]
             if kind.stacked == "output":
                 stacked = [Rows(1 / size, False), Rows(size, False)]
             else:
-                stacked = roots[kind.stacked in attention.shape.biased]
-            blocks.append(Block(attention, kind, Roots(stacked, shared)))
+                stacked = roots[attention.features_of(kind.stacked)]
+            blocks.append(Block(attention, kind, Roots(*stacked, *roots[attention.features_of(kind.shared)])))
     return blocks, losses
-
-
-class _InputRoots(dict):
-    """`C^(1/2)` and `C^(-1/2)` of a layer's input, with (True) or without (False) the constant feature, as needed."""
-
-    def __init__(self, moment: Tensor, ridge: float, spread: bool):
-        super().__init__()
-        self.moment, self.ridge, self.spread = moment, ridge, spread
-
-    def __missing__(self, biased: bool) -> list[Rows]:
-        moment = self.moment if biased else self.moment[:-1, :-1]
-        self[biased] = [Rows(root, self.spread) for root in F.square_roots(F.ridged(moment, self.ridge))]
-        return self[biased]
-
-
-def _statistics_dtype(tensor: Tensor) -> torch.dtype:
-    """fp64 stays; everything else is measured in fp32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -174,14 +174,7 @@ class Outside(nn.Module):
 
 
 class Part(nn.Module):
-    """The new dims of one growth or one adapter, zeros at first.
-
-    Args:
-        shape: of the attention module.
-        qk_dims: new dims of each head's queries and keys.
-        v_dims: new dims of each head's values.
-        **factory: dtype and device.
-    """
+    """The new dims of one growth or one adapter, zeros at first: `qk_dims` of queries and keys, `v_dims` of values."""
 
     def __init__(self, shape: HeadShape, qk_dims: int, v_dims: int, **factory):
         super().__init__()
@@ -198,21 +191,16 @@ class Part(nn.Module):
         if role == "output":
             weight = self.outside.weight if self.outside else self.inside.weight.new_zeros(self.shape.out_features, 0)
             return whole(weight).T.unflatten(0, (self.shape.num_heads, self.v_dims))
-        index = ROLES.index(role)
-        rows = whole(self.inside.weight).split(self.inside.rows)[index]
-        return rows.unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
+        index, inside = ROLES.index(role), self.inside
+        return whole(inside.weight).split(inside.rows)[index].unflatten(0, (inside.heads[index], inside.dims[index]))
 
     def bias_of(self, role: str) -> Tensor | None:
         """A role's bias, (heads, new dims), as its weight; None where it has none."""
         if role == "output" or role not in self.shape.biased or self.inside.bias is None:
             return None
-        index, biased = ROLES.index(role), self.inside.biased
-        sizes = [rows if has else 0 for rows, has in zip(self.inside.rows, biased)]
-        return (
-            whole(self.inside.bias)
-            .split(sizes)[index]
-            .unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
-        )
+        index, inside = ROLES.index(role), self.inside
+        sizes = [rows if biased else 0 for rows, biased in zip(inside.rows, inside.biased)]
+        return whole(inside.bias).split(sizes)[index].unflatten(0, (inside.heads[index], inside.dims[index]))
 
 
 def whole(tensor: Any) -> Tensor:
