@@ -102,8 +102,8 @@ def _target(name: str, block: Block, whitened: Tensor) -> Tensor:
     """What an estimator truncates, (G, g a, b), from the whitened gradient."""
     roots = block.roots
     if name == "pooled-truncated":
-        return _per_head(block, whitened, roots.stacked_whitening.whole()) @ roots.shared_whitening.whole()
-    return _per_head(block, whitened, roots.stacked_root.whole()) @ roots.shared_root.whole()
+        return _per_head(block, whitened, roots.stacked_whitening) @ roots.shared_whitening
+    return _per_head(block, whitened, roots.stacked_root) @ roots.shared_root
 
 
 def _sequence_targets(objective: Objective, blocks: list[Block], halves, ridge: float) -> list[list[Tensor]]:
@@ -130,7 +130,7 @@ def _rows(batch: dict) -> int:
 def _whitened_directions(block: Block, target: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best directions of an unwhitened target, in whitened coordinates, with unit columns."""
     u, sigma, v = F.best_directions(target, dims)
-    u, v = _per_head(block, u, block.roots.stacked_root.whole()), block.roots.shared_root.whole() @ v
+    u, v = _per_head(block, u, block.roots.stacked_root), block.roots.shared_root @ v
     sizes = u.norm(dim=-2, keepdim=True), v.norm(dim=-2, keepdim=True)
     tiny = torch.finfo(u.dtype).tiny
     return u / sizes[0].clamp_min(tiny), sigma * (sizes[0] * sizes[1]).squeeze(-2), v / sizes[1].clamp_min(tiny)
@@ -142,7 +142,7 @@ def _random(block: Block, dims: int, generator: torch.Generator, starvation: flo
     directions = (
         stacked.new_zeros(*stacked.shape[:2], dims),
         shared.new_zeros(len(shared), dims),
-        block.roots.shared_root.whole() @ drawn,
+        block.roots.shared_root @ drawn,
     )
     nothing = shared.new_zeros(dims)
     return Gradient(block, *directions, nothing, nothing, starvation, (directions, directions))

@@ -126,7 +126,7 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
         layer = under_lora.block.attention
         bare = F.join_bias(layer.weight_of("value"), layer.bias_of("value"))
         if under_lora.block.kind is MESSAGES:
-            basis = F.column_basis(under_lora.block.roots.shared_root.whole() @ bare)
+            basis = F.column_basis(under_lora.block.roots.shared_root @ bare)
             assert (basis.mT @ under_lora.v).abs().max() > 0.01  # not beyond those of the bare weights
 
 

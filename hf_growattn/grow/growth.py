@@ -46,19 +46,14 @@ _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on al
 
 @dataclass
 class _Run:
-    """One search for new dims: its layers, its batches in two halves that judge each other, and what is known before.
-
-    Attributes:
-        loss: the mean loss of all batches.
-        search_loss: that of the `search_batches`.
-    """
+    """One search for new dims: its layers, its batches in two halves that judge each other, and the losses before."""
 
     objective: Objective
     chosen: list[GrowableAttention]
     halves: tuple[list, list]
     bar: tqdm
-    loss: float = math.nan
-    search_loss: float = math.nan
+    loss: float = math.nan  # the mean of all batches
+    search_loss: float = math.nan  # the mean of the `search_batches`
 
     @property
     def batches(self) -> list:
@@ -206,9 +201,8 @@ class Grower:
                 "There are too few batches to grow on: a growth needs two sequences at least, two batches with loss=, "
                 "so that one can judge what the other found. Pass a few dozen of your training batches."
             )
-        hidden = True if rank() > 0 else None
         with (
-            tqdm(desc="growth: measuring", disable=hidden, leave=False) as bar,
+            tqdm(desc="growth: measuring", disable=True if rank() > 0 else None, leave=False) as bar,
             lowering(self.loss, self.model, self.wrapped, bar.update) as objective,
         ):
             run = _Run(objective, chosen, halves, bar)

@@ -177,11 +177,10 @@ def product_norm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, shared: Tensor) -> Tensor:
-    """Return `||dS_quad|| / ||dS_lin||` of a step of the existing factors, from the factors and moments alone.
+    """Return `||dS_quad|| / ||dS_lin||` of a step of the existing factors, which grows in proportion to the step.
 
-    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened; for a step of size `gamma` the ratio
-    is `gamma` times as large; it is 0 for a step of zero. New dims by themselves are linear in the step: both of their
-    sides carry its square root. Stacked sides are (G, g a, k), shared ones (G, b, k).
+    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened: stacked sides (G, g a, k), shared ones
+    (G, b, k).
 
     Source: "How linear is a step?" in mathematics.md.
     """

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..growable.attention import GrowableAttention
 from ..growable.growths import attentions, cache_bytes, growable_model
 from ..measure import functional as F
-from ..measure.blocks import KINDS, MESSAGES, PATTERNS, Kind
+from ..measure.blocks import KINDS, PATTERNS, Kind
 from ..measure.gradients import Gradient
 from ..report.report import GrowthReport, LayerGrowth
 from ..report.words import AT_LIMIT, NO_GAIN, NO_STEP, NOTHING_HELD, SPENT
@@ -97,7 +97,7 @@ class GrowthConfig:
         """The kinds to measure."""
         if self.budget is not None:
             return [KINDS[name] for name in KINDS if name in self.kinds]
-        return [kind for kind, dims in ((PATTERNS, self.qk_dims), (MESSAGES, self.v_dims)) if dims]
+        return [kind for kind in KINDS.values() if getattr(self, kind.width)]
 
     @property
     def moves_old_dims(self) -> bool:
@@ -106,12 +106,11 @@ class GrowthConfig:
 
     def most_dims(self, attention: GrowableAttention, kind: Kind) -> int:
         """The largest number of dims that this growth may add to one kind of a layer."""
-        patterns = kind is PATTERNS
         width = attention.width_of(kind.shared)
-        limit = self.max_qk_head_dim if patterns else self.max_v_head_dim
+        limit = self.max_qk_head_dim if kind is PATTERNS else self.max_v_head_dim
         # Beyond hidden_size the product gains no rank.
         room = max(min(limit or attention.shape.in_features, attention.shape.in_features) - width, 0)
-        wanted = _CANDIDATES if self.budget is not None else (self.qk_dims if patterns else self.v_dims)
+        wanted = getattr(self, kind.width) if self.budget is None else _CANDIDATES
         wanted += -(width + wanted) % self.multiple_of if wanted else 0
         if wanted <= room:
             return wanted
@@ -223,11 +222,7 @@ def prices_of(
 
 
 def model_to_grow(model: nn.Module) -> PreTrainedModel:
-    """The patched model that a module holds, or is.
-
-    Raises:
-        ValueError: it holds no patched model or several; or peft adds prompts.
-    """
+    """The patched model that a module holds, or is; a ValueError if there is not one, or if peft adds prompts."""
     configs = (getattr(module, "peft_config", {}) for module in model.modules()) if isinstance(model, nn.Module) else ()
     for name, config in (entry for each in configs for entry in each.items()):
         if config.is_prompt_learning or config.is_adaption_prompt:
@@ -249,25 +244,17 @@ def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[Grow
 
 
 def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[GrowableAttention]:
-    """The attention modules that a config chooses, all of which can grow as it says.
-
-    Raises:
-        ValueError: a layer does not exist or cannot grow like that; the message names the fix.
-    """
+    """The attention modules that a config chooses; a ValueError names the fix if one cannot grow as it says."""
     if torch.is_inference_mode_enabled():
         raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
     chosen = layers_of(model, config.layers)
     for attention in chosen:
         for name, parameter in attention.named_parameters():
-            if parameter.is_meta:
+            if parameter.is_meta or parameter.is_inference():
+                state = "is on the meta device" if parameter.is_meta else "was made under torch.inference_mode()"
                 raise ValueError(
-                    f"{name} of layer {attention.layer} is on the meta device: load the weights onto a real device "
-                    "first."
-                )
-            if parameter.is_inference():
-                raise ValueError(
-                    f"{name} of layer {attention.layer} was made under torch.inference_mode(): load the model outside "
-                    "of it."
+                    f"{name} of layer {attention.layer} {state}: load the model onto a real device, and outside of "
+                    "inference_mode."
                 )
         _check_room(attention, config)
     if config.budget is not None:
@@ -301,10 +288,9 @@ def growth_report(
     steps: list[float],
     **figures,
 ) -> GrowthReport:
-    """The report of a trial, made before anything is written into the model.
+    """The report of all changes that were planned, of which the trial holds those that do something, with their steps.
 
-    `changes` are all that were planned, those of 0 dims too, and the trial holds those that do something, each with one
-    of the `steps`. `figures` are the report's losses and line search.
+    `figures` are the report's losses and line search.
     """
     taken, weights = dict(zip(map(id, trial.changes), steps)), model.num_parameters()
     added, applied = trial.added_parameters(), sum(steps) > 0

@@ -13,7 +13,7 @@ from ..growable.training_state import raise_on_all_ranks
 from ..measure import functional as F
 from ..measure.blocks import Kind
 from ..measure.gradients import Gradient
-from ..model.extra import Part
+from ..model.extra import Part, whole
 
 SMALLEST_FALL = 1e-7  # of the loss: below it, fp32 rounding hides an improvement
 MOST_EVALUATIONS = 10  # of one growth, the pricing of a budget included
@@ -55,10 +55,7 @@ class Change:
 
 @torch.no_grad()
 def write_factors(dims: Part | GrowableAttention, kind: Kind, stacked: Tensor, shared: Tensor) -> None:
-    """Write both sides of a kind, (H, a, k) and (G, b, k), into a part, or into the old weights of an attention module.
-
-    Old weights must be readable, and not sharded.
-    """
+    """Write both sides of a kind, (H, a, k) and (G, b, k), into a part, or into readable, unsharded old weights."""
     for role, factors in zip(kind.roles, (stacked, shared)):
         into = dims.weight_of(role)
         weight, bias = F.split_bias(factors, into.shape[-1])
@@ -86,7 +83,7 @@ class Write:
         every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
         self.directions = [(u[..., :dims], sigma[..., :dims] * change.strength, v[..., :dims]) for u, sigma, v in every]
         roots = self.block.roots
-        whitening = roots.stacked_whitening.whole(), roots.shared_whitening.whole()
+        whitening = whole(roots.stacked_whitening), whole(roots.shared_whitening)
         self.new = []  # even factors of a step of size 1, which others only scale, and which pairs are taken
         for u, sigma, v in self.directions:
             taken = sigma > 0
@@ -95,10 +92,9 @@ class Write:
 
     def _usual_size(self) -> Tensor:
         """The root mean square of the shared side's old weights; without them, of a usual start."""
-        block = self.block
-        if block.is_known:
-            return block.old_factors()[1].square().mean().sqrt()
-        return block.like.new_tensor(block.shared_shape[1] ** -0.5)
+        if self.block.is_known:
+            return self.block.old_factors()[1].square().mean().sqrt()
+        return self.block.like.new_tensor(self.block.shared_shape[1] ** -0.5)
 
     def new_factors(self, step: float, source: int) -> tuple[Tensor, Tensor]:
         """New columns of the stacked (H, a, p) and the shared side (G, b, p) for a step `gamma`.
@@ -133,13 +129,10 @@ class Trial:
         dims: dict[GrowableAttention, dict[str, int]] = {}
         for change in changes:
             block = change.gradient.block
-            dims.setdefault(block.attention, {})[block.kind.width] = change.dims
+            dims.setdefault(block.attention, {"qk_dims": 0, "v_dims": 0})[block.kind.width] = change.dims
         with raise_on_all_ranks():
             self.writes = [writer(change) for change in changes]
-            for attention, widths in dims.items():
-                self.parts[attention] = attention.new_part(widths.get("qk_dims", 0), widths.get("v_dims", 0))
-        for part in self.parts.values():
-            part.requires_grad_(False)
+            self.parts = {layer: layer.new_part(**widths).requires_grad_(False) for layer, widths in dims.items()}
         try:
             self.set_steps([0.0] * len(changes))
             self.attach()

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.training_state import count, rank, sharded_modules, sum_over_ranks
+from ..growable.training_state import count, own_part, sharded_modules, sum_over_ranks
+from ..model.extra import whole
 from . import functional as F
 from .passes import Objective, batch_loss, failing_together, in_step
 
@@ -40,50 +41,25 @@ MESSAGES = Kind("messages", "output", "value", "v_dims")
 KINDS = {kind.name: kind for kind in (PATTERNS, MESSAGES)}
 
 
-class Rows:
-    """A matrix of which each rank keeps some rows if it is `spread`, and all of it otherwise."""
+def _spread_rows(matrix: Tensor) -> Tensor:
+    """A matrix that all ranks have, of which each keeps some rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    def __init__(self, matrix: Tensor, spread: bool):
-        self.spread = spread
-        self._shape = matrix.shape
-        if spread:
-            first, last = (len(matrix) * number // count() for number in (rank(), rank() + 1))
-            self._rows = slice(first, last)
-        self._own = matrix[self._rows].clone() if spread else matrix
-
-    @property
-    def like(self) -> Tensor:
-        """An empty tensor in the matrix's precision and on its device."""
-        return self._own.new_empty(0)
-
-    def add(self, matrix: Tensor | None) -> None:
-        """Add a matrix to it, that of all ranks where it is spread; they call this together then, with None for zeros.
-
-        The matrix is used up.
-        """
-        if self.spread:
-            matrix = self._own.new_zeros(self._shape) if matrix is None else matrix
-            sum_over_ranks(matrix)
-        if matrix is not None:
-            self._own += matrix[self._rows] if self.spread else matrix
-
-    def whole(self) -> Tensor:
-        """All of the matrix; ranks that have some rows call this together, and keep no more than those."""
-        if not self.spread:
-            return self._own
-        matrix = self._own.new_zeros(self._shape)
-        matrix[self._rows] = self._own
-        sum_over_ranks(matrix)
-        return matrix
+    mesh = init_device_mesh(matrix.device.type, (count(),))
+    return distribute_tensor(matrix, mesh, [Shard(0)], src_data_rank=None)
 
 
 class Roots(NamedTuple):
-    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: stacked side (a, a) or scalars, shared side (b, b)."""
+    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: stacked side (a, a) or scalars, shared side (b, b).
 
-    stacked_root: Rows
-    stacked_whitening: Rows
-    shared_root: Rows
-    shared_whitening: Rows
+    The ranks of a sharded model keep some rows each, and gather a root together whenever they read it.
+    """
+
+    stacked_root: Tensor
+    stacked_whitening: Tensor
+    shared_root: Tensor
+    shared_whitening: Tensor
 
 
 @dataclass
@@ -127,7 +103,7 @@ class Block:
     @property
     def like(self) -> Tensor:
         """An empty tensor in the statistics' precision and on their device."""
-        return self.roots.shared_root.like
+        return own_part(self.roots.shared_root).new_empty(0)
 
     def old_factors(self) -> tuple[Tensor, Tensor]:
         """What the old dims compute: stacked (H, a, k), shared (G, b, k), with biases, in the statistics' precision.
@@ -143,18 +119,18 @@ class Block:
 
     def whitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Factors (H, a, k), (G, b, k) in the metric of the steps, stacked over groups: (G, g a, k), (G, b, k)."""
-        stacked = F.apply_root(self.roots.stacked_root.whole(), stacked)
-        return F.stack_groups(stacked, self.groups), self.roots.shared_root.whole() @ shared
+        stacked = F.apply_root(whole(self.roots.stacked_root), stacked)
+        return F.stack_groups(stacked, self.groups), whole(self.roots.shared_root) @ shared
 
     def unwhitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `whitened`."""
-        stacked = F.apply_root(self.roots.stacked_whitening.whole(), F.unstack_groups(stacked, self.heads))
-        return stacked, self.roots.shared_whitening.whole() @ shared
+        stacked = F.apply_root(whole(self.roots.stacked_whitening), F.unstack_groups(stacked, self.heads))
+        return stacked, whole(self.roots.shared_whitening) @ shared
 
     def whitened_gradients(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients in the factors, (H, a, k), (G, b, k), as those in the `whitened` ones: (G, g a, k), (G, b, k)."""
-        stacked = F.apply_root(self.roots.stacked_whitening.whole(), stacked)
-        return F.stack_groups(stacked, self.groups), self.roots.shared_whitening.whole() @ shared
+        stacked = F.apply_root(whole(self.roots.stacked_whitening), stacked)
+        return F.stack_groups(stacked, self.groups), whole(self.roots.shared_whitening) @ shared
 
 
 def measure_moments(
@@ -184,7 +160,8 @@ def measure_moments(
         like = attention.empty_like()
         # Their sum is the same in any order then, to the rounding of fp32.
         dtype = torch.float32 if like.device.type == "mps" else torch.float64
-        sums[attention] = Rows(like.new_zeros([attention.shape.in_features + 1] * 2, dtype=dtype), spread)
+        zeros = like.new_zeros([attention.shape.in_features + 1] * 2, dtype=dtype)
+        sums[attention] = _spread_rows(zeros) if spread else zeros
         outputs[attention] = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
     mask: Tensor | None = None
     counted = True
@@ -200,10 +177,12 @@ def measure_moments(
             return
         inputs, attended = (x.detach().to(outputs[module].dtype) for x in (given.hidden_states, output[0]))
         with torch.autocast(inputs.device.type, enabled=False):
-            moment = F.moment_sum(F.augment(inputs), mask).to(sums[module].like) if counted else None
-            if counted:
-                outputs[module] += F.square_sum(attended, mask)
-        sums[module].add(moment)
+            moment = counted * F.moment_sum(F.augment(inputs), mask).to(sums[module].dtype)
+            outputs[module] += counted * F.square_sum(attended, mask)
+        if spread:  # all ranks are here, and keep no more than their rows
+            sum_over_ranks(moment)
+            moment = _spread_rows(moment)
+        sums[module] += moment
 
     hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
     for module in model.modules():  # some heads call a part of their base model
@@ -220,22 +199,22 @@ def measure_moments(
     finally:
         for hook in hooks:
             hook.remove()
-    sum_over_ranks(*([] if spread else (moments.whole() for moments in sums.values())), *outputs.values())
+    sum_over_ranks(*([] if spread else sums.values()), *outputs.values())
     blocks = []
     for attention in attentions:
-        of_layer = sums.pop(attention).whole()  # in large models all layers' moments and roots do not fit at once
+        of_layer = whole(sums.pop(attention))  # in large models all layers' moments and roots do not fit at once
         count = of_layer[-1, -1]  # the constant feature has counted the tokens
         if not count > 0:
             continue  # the loss does not run this module, or only as cross-attention
         size = (outputs[attention] / count.to(outputs[attention])).sqrt()
         moment = (of_layer / count).to(size)
-        roots: dict[int, list[Rows]] = {}
+        roots: dict[int, list[Tensor]] = {}
         for features in {attention.features_of(role) for kind in kinds for role in kind.roles if role != "output"}:
             both = F.square_roots(F.ridged(moment[:features, :features], ridge))
-            roots[features] = [Rows(root, spread) for root in both]
+            roots[features] = [_spread_rows(root) if spread else root for root in both]
         for kind in kinds:
             if kind.stacked == "output":
-                stacked = [Rows(1 / size, False), Rows(size, False)]
+                stacked = [1 / size, size]
             else:
                 stacked = roots[attention.features_of(kind.stacked)]
             blocks.append(Block(attention, kind, Roots(*stacked, *roots[attention.features_of(kind.shared)])))

@@ -144,10 +144,7 @@ class Gradient:
 
 
 def _install(blocks: list[Block], inputs: Iterable[tuple[Tensor, Tensor]]) -> list[KindProbe]:
-    """Probe all blocks for `M shared` and `M^T stacked` of whitened inputs `stacked`, `shared`, and return the probes.
-
-    Those of one attention module are set together.
-    """
+    """Probe all blocks for `M shared` and `M^T stacked` of whitened inputs `stacked`, `shared`; returns the probes."""
     probes = []
     by_attention: dict[GrowableAttention, dict[str, KindProbe]] = {}
     for block, (stacked, shared) in zip(blocks, inputs):
@@ -193,14 +190,8 @@ def _gradient(
 ) -> Gradient:
     """Solve for the directions of both halves together and of each alone, and let the halves judge each other.
 
-    Args:
-        block: whose gradient was measured.
-        inputs: (G, b, c), the columns that half 0 chose, then those of half 1, for each pass in turn.
-        products: with the gradient of half 0 and of half 1, each (G, g a, c).
-        owned: columns that half 0 chose without having seen half 1, and the reverse: two boolean masks, (c,).
-        weights: the `shares` of the halves.
-        dims: how many directions.
-        starvation: as `Gradient` has it.
+    `products` are those of the `inputs`, (G, b, c), with the gradient of half 0 and of half 1, each (G, g a, c).
+    `owned` are two masks, (c,): columns that half 0 chose without having seen half 1, and the reverse.
     """
     together = weights[0] * products[0] + weights[1] * products[1]
     u, sigma, v, _ = F.directions_from_products(inputs, together, dims)
@@ -226,14 +217,10 @@ def starvation_of(residual: Tensor, total: Tensor) -> float:
 def _products_beyond_old_dims(
     block: Block, stacked: Iterable[Tensor], shared: Iterable[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What the old dims cannot do of products on either side, each (G, g a, r) and (G, b, r').
-
-    The bases of what they can do are as large as the weights: none is held for the layers that wait. Where old weights
-    cannot be read, the products are returned as they are.
-    """
+    """What the old dims cannot do of products on either side, each (G, g a, r) and (G, b, r'); all, if unreadable."""
     if not block.is_known:
         return list(stacked), list(shared)
-    bases = map(F.column_basis, block.whitened_factors())
+    bases = map(F.column_basis, block.whitened_factors())  # as large as the weights: never those of all layers at once
     first, second = ([F.project_out(part, basis) for part in side] for side, basis in zip((stacked, shared), bases))
     return first, second
 

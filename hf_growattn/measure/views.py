@@ -86,8 +86,7 @@ class AttentionView:
     def pattern(self, head: int, offset: int = 0, length: int | None = None) -> FactoredMatrix:
         """Return the pattern of a query head, `W^P = W_Q R_offset W_K^T`: the logits are `s x'_t W^P x'_u^T`.
 
-        The factors are copies, in fp32 or fp64. Where the family rotates, old dims do so by the offset, and dims that
-        growth added do not.
+        The factors are copies, in fp32 or fp64. Dims that growth added do not rotate, where old ones do by the offset.
 
         Args:
             head: query head; under GQA it meets the key head of its group.

@@ -52,10 +52,7 @@ class HeadShape(NamedTuple):
 
 
 def find_projections(module: nn.Module) -> dict[str, str]:
-    """The names of a module's children that project each role; a role whose name is unusual is missing.
-
-    One name for queries, keys and values is a fused projection.
-    """
+    """The names of a module's children that project each role: one for three if fused; none for unusual names."""
     config: Any = getattr(module, "config", None)
     registered = REGISTERED.get(getattr(config, "model_type", "").removeprefix("growattn_"))
     if registered is not None:
@@ -69,11 +66,7 @@ def find_projections(module: nn.Module) -> dict[str, str]:
 
 
 def read_shape(module: Any) -> HeadShape:
-    """The sizes of a stock attention module.
-
-    Raises:
-        ValueError: it has no linear projection, so the size of its input is unknown.
-    """
+    """The sizes of a stock attention module; a ValueError if it has no linear projection, so no known input."""
     config, names = module.config, find_projections(module)
     heads = _first_number(module, _HEADS) or config.num_attention_heads
     groups = getattr(module, "num_key_value_groups", None)
@@ -85,7 +78,8 @@ def read_shape(module: Any) -> HeadShape:
     first, last = linear[0], getattr(module, names.get("output", ""), None)
     in_features = _sizes_of(first)[0]
     out_features = _sizes_of(last)[1] if last is not None and _sizes_of(last) else in_features
-    biased = tuple(role for role in ROLES[:3] if _has_bias(getattr(module, names.get(role, ""), first)))
+    projections = {role: plain(getattr(module, names.get(role, ""), first)) for role in ROLES[:3]}
+    biased = tuple(role for role, inside in projections.items() if getattr(inside, "bias", None) is not None)
     return HeadShape(
         heads, key_heads, width, _first_number(module, ("v_head_dim",)) or width, in_features, out_features, biased
     )
@@ -104,10 +98,11 @@ def _sizes_of(module: Any) -> Any:
     return sizes if None not in sizes else None
 
 
-def _has_bias(module: Any) -> bool:
+def plain(module: Any) -> Any:
+    """The projection itself, inside whatever peft has put around it."""
     while hasattr(module, "base_layer"):
         module = module.base_layer
-    return getattr(module, "bias", None) is not None
+    return module
 
 
 class Inside(nn.Module):
@@ -158,11 +153,7 @@ class Inside(nn.Module):
 
 
 class Outside(nn.Module):
-    """What the heads read through new values, as a share of the output.
-
-    Attributes:
-        weight: (out_features, heads * new dims).
-    """
+    """What the heads read through new values, as a share of the output; `weight` is (out_features, heads * dims)."""
 
     def __init__(self, shape: HeadShape, v_dims: int, **factory):
         super().__init__()
