@@ -4,7 +4,6 @@ The others all look at the whole gradient, so they are for small models; none pr
 one process only.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -35,19 +34,19 @@ class ComparedGrower(Grower):
         super().__init__(model, config, optimizer)
         self.estimator = estimator
 
-    def directions(self, objective: Objective, blocks: list[Block], halves, tick) -> list[Gradient]:
+    def directions(self, objective: Objective, blocks: list[Block], halves) -> list[Gradient]:
         """Find them, in one pass over the batches."""
         dims = max(self.config.most_dims(block.attention, block.kind) for block in blocks)
-        found = objective, blocks, halves, dims, self.config.ridge, self.config.seed, tick
+        found = objective, blocks, halves, dims, self.config.ridge, self.config.seed
         return compared_gradients(self.estimator, *found)
 
-    def steps(self, objective: Objective, search: StepSearch, batches: list[dict], loss_before: float, tick):
+    def steps(self, run, search: StepSearch):
         """Search them, but for random dims: these wait for training."""
         if self.estimator != "random":
-            return super().steps(objective, search, batches, loss_before, tick)
+            return super().steps(run, search)
         steps = [1.0] * len(search.trial.changes)
         search.trial.set_steps(steps)
-        return steps, loss_before
+        return steps, run.loss
 
 
 def compared_gradients(
@@ -58,7 +57,6 @@ def compared_gradients(
     dims: int,
     ridge: float,
     seed: int,
-    tick: Callable[[], None] = lambda: None,
 ) -> list[Gradient]:
     """Return every block's directions by one of the `ESTIMATORS`.
 
@@ -66,7 +64,7 @@ def compared_gradients(
     X_n^+T`, the pooled `C_a^-1 T C_b^-1` (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022). "random"
     draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside `evaluation_mode`.
     """
-    whole = whole_gradients(objective, blocks, halves, tick)
+    whole = whole_gradients(objective, blocks, halves)
     weights = shares(halves)
     targets: list[list[Tensor]]
     if name == "per-sequence":

@@ -188,14 +188,14 @@ def test_no_grid_ends_the_search():
     """Steps of 1e-9 and of 1e9 are found alike: the search has no ends, only a curve that turns."""
     for best in (1e-9, 1e-3, 1.0, 1e9):
         curve = _Curve([best], [PATTERNS])
-        (step,), loss = StepSearch(curve, curve.measure).run()
+        (step,), loss = StepSearch(curve, curve.measure, 2.0).run()
         assert step == pytest.approx(best, rel=0.3) and loss < 1.1
 
 
 def test_each_kind_finds_its_own_step():
     best, kinds = [1.0, 2.0, 3e-4, 6e-4], [PATTERNS, PATTERNS, MESSAGES, MESSAGES]
     curve = _Curve(best, kinds)
-    steps, _ = StepSearch(curve, curve.measure).run()
+    steps, _ = StepSearch(curve, curve.measure, 5.0).run()
     assert steps[0] == steps[1] and steps[2] == steps[3] and steps[0] == pytest.approx(1.2, rel=0.5)
     assert steps[2] == pytest.approx(3.6e-4, rel=0.5)
 
@@ -203,7 +203,7 @@ def test_each_kind_finds_its_own_step():
 def test_the_search_starts_where_the_linear_model_is_trusted():
     curve = _Curve([1.0], [PATTERNS])
     curve.changes[0].quadratic_ratio = 1e4
-    search = StepSearch(curve, curve.measure)
+    search = StepSearch(curve, curve.measure, 2.0)
     search.run()
     assert next(iter(search.tried)) == pytest.approx(0.1 / 1e4)
 

@@ -62,8 +62,7 @@ def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors
             old, new = read_factors(block.attention, block.kind), read_factors(trial.parts[block.attention], block.kind)
             stacked, shared = (torch.cat(side, -1) for side in zip(old, new))
             assert stacked.shape[-1] == STOCK + 4
-            stacked = F.stack_groups(F.apply_root(block.roots.stacked_root, stacked), block.groups)
-            shared = block.roots.shared_root @ shared
+            stacked, shared = block.whitened(stacked, shared)
             if step == 0:
                 torch.testing.assert_close(product_norm(stacked, shared), norm)
                 grams = stacked.mT @ stacked

@@ -12,7 +12,6 @@ from hf_growattn.grow.old_dims import product_norm
 from hf_growattn.grow.plan import candidates, strength_of
 from hf_growattn.grow.trial import Change, Trial, read_factors
 from hf_growattn.growable.growths import attentions
-from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.gradients import sketched_gradients, whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
@@ -148,7 +147,7 @@ def test_a_new_pair_has_one_length_on_both_sides_but_its_shared_side_is_never_sm
                 assert (stacked.norm(dim=-2) < 0.1 * shared.norm(dim=-2)).all()
             else:
                 assert (new > old).all()
-                whitened = F.apply_root(block.roots.stacked_root, stacked), block.roots.shared_root @ shared
+                whitened = block.whitened(stacked, shared)
                 torch.testing.assert_close(*(side.norm(dim=-2) for side in whitened), rtol=1e-3, atol=0)
     for small, large in zip(*products.values()):
         torch.testing.assert_close(small, large, rtol=1e-3, atol=1e-5 * large.abs().max().item())
@@ -223,12 +222,10 @@ def test_promised_gains_are_those_of_fresh_batches():
         for gradient, block, (whole,) in zip(gradients, reference, truth):
             promised, measured = ratios[block.kind.name]
             strength = strength_of(gradient)
-            own, other = gradient.block.roots, block.roots
-            u = F.unstack_groups(gradient.u * (gradient.sigma * strength).unsqueeze(-2), block.heads)
-            u = F.apply_root(other.stacked_root, F.apply_root(own.stacked_whitening, u))
-            v = other.shared_root @ (own.shared_whitening @ gradient.v)
+            u = gradient.u * (gradient.sigma * strength).unsqueeze(-2)
+            u, v = block.whitened(*gradient.block.unwhitened(u, gradient.v))
             promised.append((gradient.validated * strength).sum().item())
-            measured.append((F.stack_groups(u, block.groups) * (whole @ v)).sum().item())
+            measured.append((u * (whole @ v)).sum().item())
     layers = len(truth) // 2
     for name, (promised, measured) in ratios.items():
         totals = [torch.tensor(values).view(draws, layers).sum(1).median().item() for values in (promised, measured)]

@@ -91,7 +91,7 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
                 heads, groups = layer.heads_of("query"), layer.heads_of("key")
                 stacked, shared = layer.features_of(kind.stacked), layer.features_of(kind.shared)
                 identity = torch.eye(shared, dtype=dtype).expand(groups, -1, -1)
-                probes[kind.name] = KindProbe(identity, torch.randn(heads, stacked, 3, dtype=dtype), heads, stacked)
+                probes[kind.name] = KindProbe(identity, torch.randn(heads, stacked, 3, dtype=dtype))
             set_trial(layer, Probe(layer.shape, **probes))
         plain = [build(variant, attention=attention, dtype=dtype)(**batch).loss for batch in batches]
         for batch, loss in zip(batches, plain):
@@ -119,11 +119,13 @@ def test_exact_directions_are_those_of_the_whitened_gradient(variant):
         gradients = exact_gradients(Objective(model), blocks, halves, dims=4)
     assert losses == pytest.approx([model(**b).loss.item() for b in batches], rel=1e-6)
     for block, gradient in zip(blocks, gradients):
-        layer, roots = attentions(model).index(block.attention), block.roots
+        layer = attentions(model).index(block.attention)
+        stacked_whitening, shared_whitening = (
+            block.roots.stacked_whitening,
+            block.roots.shared_whitening,
+        )
         whole = [
-            whiten(
-                cut(part[block.kind.name][layer], block), roots.stacked_whitening, roots.shared_whitening, block.groups
-            )
+            whiten(cut(part[block.kind.name][layer], block), stacked_whitening, shared_whitening, block.groups)
             for part in parts
         ]
         bases = [F.column_basis(factors) for factors in block.whitened_factors()]
@@ -213,10 +215,9 @@ def test_sketched_gain_is_what_the_exact_gradient_gives_its_directions():
         sketched = sketched_gradients(Objective(model), blocks, halves_of(batches), 4, oversampling=4, seed=0)
     for gradient in sketched:
         block = gradient.block
-        roots, layer = block.roots, attentions(model).index(block.attention)
-        stacked, shared = F.step_factors(
-            gradient.u, gradient.sigma, gradient.v, roots.stacked_whitening, roots.shared_whitening, block.heads
-        )
+        layer = attentions(model).index(block.attention)
+        magnitude = gradient.sigma.sqrt().unsqueeze(-2)
+        stacked, shared = block.unwhitened(gradient.u * magnitude, -gradient.v * magnitude)
         product = stacked @ shared.repeat_interleave(2, 0).mT
         cross = cut(expected[block.kind.name][layer], block)
         assert (cross * product).sum().item() == pytest.approx(-gradient.in_sample.sum().item(), rel=1e-3)
@@ -295,7 +296,7 @@ def test_statistics_are_fp32_whatever_the_model():
             blocks, _ = measured(one, halves[0] + halves[1])
             gradients.append(exact_gradients(Objective(one), blocks, halves, dims=4))
     for one, other in zip(*gradients):
-        assert one.block.roots.shared_root.dtype == one.sigma.dtype == torch.float32
+        assert one.block.like.dtype == one.sigma.dtype == torch.float32
         # bf16 keeps 8 bits, and this net of wide random weights amplifies them.
         torch.testing.assert_close(one.sigma, other.sigma, rtol=0.3, atol=0)
 

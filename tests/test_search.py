@@ -24,9 +24,9 @@ def test_ten_evaluations_of_four_batches_are_the_most(config, batches, monkeypat
         evaluated.append(sum(measured) - before)
         return loss
 
-    def noting(objective, few, tick):
+    def noting(objective, few):
         measured.append(len(few))
-        return mean_loss(objective, few, tick)
+        return mean_loss(objective, few)
 
     monkeypatch.setattr(trial.StepSearch, "loss_at", counting)
     monkeypatch.setattr(growth, "mean_loss", noting)
@@ -65,19 +65,19 @@ def test_the_bar_knows_its_end_from_the_first_second(config, monkeypatch):
 
 
 def test_a_sketch_in_which_nothing_holds_is_the_last(monkeypatch):
-    passes, backward, from_products = [], gradients.backward, gradients._from_products
+    passes, backward, solve = [], gradients.backward, gradients._gradient
 
     def nothing_holds(*args):
-        found = from_products(*args)
+        found = solve(*args)
         found.validated = -found.validated.abs()
         return found
 
     monkeypatch.setattr(
         gradients,
         "backward",
-        lambda objective, batches, tick: passes.append(len(batches)) or backward(objective, batches, tick),
+        lambda objective, batches: passes.append(len(batches)) or backward(objective, batches),
     )
-    monkeypatch.setattr(gradients, "_from_products", nothing_holds)
+    monkeypatch.setattr(gradients, "_gradient", nothing_holds)
     report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(8))
     assert passes == [2, 2, 4, 4] and not report.applied and not report.line_search
     assert "Nothing was grown" in str(report)

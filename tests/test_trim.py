@@ -13,7 +13,7 @@ from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_m
 from hf_growattn.grow.trial import read_factors
 from hf_growattn.grow.trim import GrownDims, cut_parts
 from hf_growattn.growable.growths import attentions, swap_parts, sync_config
-from hf_growattn.measure.blocks import MESSAGES, PATTERNS, Block, Roots, Rows, measure_moments
+from hf_growattn.measure.blocks import MESSAGES, PATTERNS, Block, Roots, measure_moments
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 STOCK, QK, V = 16, 4, 3  # widths of the tiny models, and what they grow by here
@@ -321,8 +321,8 @@ def found(model, batches, whitened=True):
     every = []
     for block in blocks:
         if not whitened:
-            one, plain = Rows(torch.tensor(1.0), False), Rows(torch.eye(len(block.roots.shared_root)), False)
-            block = Block(block.attention, block.kind, Roots([one, one], [plain, plain]))
+            one, plain = torch.tensor(1.0), torch.eye(len(block.roots.shared_root))
+            block = Block(block.attention, block.kind, Roots(one, one, plain, plain))
         every.append(GrownDims(block.attention, block.kind))
         every[-1].refactor(block)
     return every

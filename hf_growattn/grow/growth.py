@@ -1,7 +1,8 @@
 """Find new dims that lower the loss, try them, and keep or drop them: `Grower` and `Growth`."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -45,12 +46,14 @@ _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on al
 
 @dataclass
 class _Run:
-    """One search for new dims: its layers, its batches in two halves that judge each other, and its progress."""
+    """One search for new dims: its layers, its batches in two halves that judge each other, and the losses before."""
 
     objective: Objective
     chosen: list[GrowableAttention]
     halves: tuple[list, list]
     bar: tqdm
+    loss: float = math.nan  # the mean of all batches
+    search_loss: float = math.nan  # the mean of the `search_batches`
 
     @property
     def batches(self) -> list:
@@ -61,27 +64,9 @@ class _Run:
         """A few batches of each half, evenly spaced, to search the step on."""
         return [half[:: max(-(-2 * len(half) // _SEARCH_BATCHES), 1)] for half in self.halves]
 
-    def search_loss(self, half: int) -> float:
+    def measure(self, half: int) -> float:
         """The mean loss of the search batches of one half."""
-        return mean_loss(self.objective, self.search_batches[half], self.count_forward)
-
-    def count_forward(self) -> None:
-        """Advance the progress bar by one forward pass of a batch."""
-        self.bar.update(1)
-
-    def count_training_step(self) -> None:
-        """Advance the progress bar by a forward and a backward pass, which take about three times as long."""
-        self.bar.update(3)
-
-
-@dataclass
-class _Measured:
-    """What is known before anything is tried: losses, directions, and the search that priced them."""
-
-    loss: float
-    search_loss: float
-    gradients: list[Gradient]
-    search: StepSearch | None = None
+        return mean_loss(self.objective, self.search_batches[half])
 
 
 class Growth:
@@ -178,9 +163,8 @@ class Grower:
                 be. The message names the fix.
         """
         with self._run(batches) as run:
-            measured = self._measure(run)
-            changes = self._plan(run, measured)
-            return self._try(run, measured, changes)
+            changes, pricing = self._plan(run, self._measure(run))
+            return self._try(run, changes, pricing)
 
     def grow(self, batches: Iterable) -> GrowthReport:
         """Find new dims, and keep them if they lower the loss; arguments and errors are those of `find`.
@@ -217,10 +201,9 @@ class Grower:
                 "There are too few batches to grow on: a growth needs two sequences at least, two batches with loss=, "
                 "so that one can judge what the other found. Pass a few dozen of your training batches."
             )
-        hidden = True if rank() > 0 else None
         with (
-            lowering(self.loss, self.model, self.wrapped) as objective,
-            tqdm(desc="growth: measuring", disable=hidden, leave=False) as bar,
+            tqdm(desc="growth: measuring", disable=True if rank() > 0 else None, leave=False) as bar,
+            lowering(self.loss, self.model, self.wrapped, bar.update) as objective,
         ):
             run = _Run(objective, chosen, halves, bar)
             bar.total = self._length(run)
@@ -229,73 +212,68 @@ class Grower:
     def _preserved_state(self):
         return preserved_state(self.wrapped, self.optimizers)
 
-    def _most_dims(self, chosen: list[GrowableAttention]) -> int:
-        """How many dims to look for, in every layer alike."""
-        return max(self.config.most_dims(layer, kind) for layer in chosen for kind in self.config.chosen_kinds)
+    def _dims_to_sketch(self, chosen: list[GrowableAttention]) -> tuple[int, bool]:
+        """How many dims to look for, in every layer alike, and whether to sketch them.
 
-    def _sketches(self, dims: int, chosen: list[GrowableAttention]) -> bool:
-        """Whether to sketch: not where the whole gradient is cheaper than a sketch of both sides, and no larger."""
+        That is not done where the whole gradient is cheaper than a sketch of both sides, and no larger.
+        """
+        dims = max(self.config.most_dims(layer, kind) for layer in chosen for kind in self.config.chosen_kinds)
         features = min(attention.shape.in_features for attention in chosen)
-        return dims > 0 and 2 * (dims + self.config.oversampling) < features
+        return dims, dims > 0 and 2 * (dims + self.config.oversampling) < features
 
     def _length(self, run: _Run) -> int:
         """How long the search will take at most, in batches that go through the model once."""
-        passes = sum(SKETCH_PASSES) if self._sketches(self._most_dims(run.chosen), run.chosen) else 1
+        passes = sum(SKETCH_PASSES) if self._dims_to_sketch(run.chosen)[1] else 1
         back = round((passes + self.config.moves_old_dims) * len(run.batches))
         return 2 * len(run.batches) + 3 * back + MOST_EVALUATIONS * sum(map(len, run.search_batches))
 
-    def _measure(self, run: _Run) -> _Measured:
-        """Measure the mean loss, and every block's best directions."""
+    def _measure(self, run: _Run) -> list[Gradient]:
+        """Measure the mean losses, and return every block's best directions."""
         config = self.config
-        with self._preserved_state_of(run) as trains:
+        trained = {(layer, kind): layer.trains(*kind.roles) for layer in run.chosen for kind in config.chosen_kinds}
+        with self._preserved_state():
             # In the order they were given in: an error names a batch by its number.
             given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
-            blocks, losses = measure_moments(
-                run.objective, run.chosen, config.chosen_kinds, given, config.ridge, run.count_forward
-            )
+            blocks, losses = measure_moments(run.objective, run.chosen, config.chosen_kinds, given, config.ridge)
             loss_of = dict(zip(map(id, given), losses))
-            search_loss = sum(mean_of([loss_of[id(batch)] for batch in half]) for half in run.search_batches) / 2
+            run.search_loss = sum(mean_of([loss_of[id(batch)] for batch in half]) for half in run.search_batches) / 2
+            run.loss = mean_of(losses)
             if not blocks:
                 raise ValueError("The loss runs none of the attention modules that shall grow: choose other layers.")
             for block in blocks:
-                block.old_dims_train = trains[block.attention, block.kind.name]
-            gradients = self.directions(run.objective, blocks, run.halves, run.count_training_step)
-        return _Measured(mean_of(losses), search_loss, gradients)
+                setting = config.old_dims_train
+                block.old_dims_train = trained[block.attention, block.kind] if setting is None else setting
+            return self.directions(run.objective, blocks, run.halves)
 
-    @contextlib.contextmanager
-    def _preserved_state_of(self, run: _Run) -> Iterator[dict]:
-        """`preserved_state`, and which old dims trained before: those of a layer, by kind."""
-        setting = self.config.old_dims_train
-        trains = {
-            (layer, kind.name): layer.trains(*kind.roles) if setting is None else setting
-            for layer in run.chosen
-            for kind in self.config.chosen_kinds
-        }
-        with self._preserved_state():
-            yield trains
-
-    def _plan(self, run: _Run, measured: _Measured) -> list[Change]:
-        """Choose the dims of each block: those of the config, or those that a budget buys."""
-        changes = candidates(self.config, measured.gradients)
+    def _plan(self, run: _Run, gradients: list[Gradient]) -> tuple[list[Change], StepSearch | None]:
+        """Choose the dims of each block, those of the config or what a budget buys by the prices of a search."""
+        changes, pricing = candidates(self.config, gradients), None
         if self.config.budget is not None:
             with self._preserved_state():
-                prices, measured.search = prices_of(changes, run.search_loss, measured.search_loss)
+                prices, pricing = prices_of(changes, run.measure, run.search_loss)
             changes = spend(self.config, changes, prices, self.model.num_parameters())
-        return [_as_on_rank0(change) for change in changes]
+        return [_as_on_rank0(change) for change in changes], pricing
 
-    def _try(self, run: _Run, measured: _Measured, changes: list[Change]) -> Growth:
+    def _try(self, run: _Run, changes: list[Change], pricing: StepSearch | None) -> Growth:
         """Attach the new dims for a while, and search the steps that lower the loss most."""
         run.bar.set_description("growth: searching the step")
         trial = self._make_trial(run, changes)
         try:
-            search = StepSearch(trial, run.search_loss, measured.search, measured.search_loss)
+            search = StepSearch(trial, run.measure, run.search_loss, pricing)
             with self._preserved_state():
-                steps, loss = self.steps(run.objective, search, run.batches, measured.loss, run.count_forward)
-            tried = (measured.search or search).tried
-            losses = {"loss_before": measured.loss, "loss_after": loss, "line_search": tried}
-            losses["validated_loss"] = _validated_loss(search, steps)
+                steps, loss = self.steps(run, search)
             trial.detach()
-            report = growth_report(self.config, self.model, changes, trial, steps, **losses)
+            report = growth_report(
+                self.config,
+                self.model,
+                changes,
+                trial,
+                steps,
+                loss_before=run.loss,
+                loss_after=loss,
+                line_search=(pricing or search).tried,
+                validated_loss=_validated_loss(search, steps),
+            )
         except BaseException:
             trial.drop()
             raise
@@ -308,41 +286,31 @@ class Grower:
         from .old_dims import make_trial
 
         with self._preserved_state():  # which takes off on leaving what was attached inside
-            trial = make_trial(self.config, run.objective, changes, run.halves, run.count_training_step)
+            trial = make_trial(self.config, run.objective, changes, run.halves)
         trial.attach()
         return trial
 
-    def steps(
-        self,
-        objective: Objective,
-        search: StepSearch,
-        batches: list,
-        loss_before: float,
-        tick: Callable[[], None],
-    ) -> tuple[list[float], float]:
+    def steps(self, run: _Run, search: StepSearch) -> tuple[list[float], float]:
         """Find steps on a few batches and set the part that lowers the loss of all batches; zeros if none does."""
-        nothing = [0.0] * len(search.trial.changes), loss_before
         steps, _ = search.run()
         parts = _SMALLER if sum(steps) > 0 else ()
         for part in parts:
             smaller = [step * part for step in steps]
             search.trial.set_steps(smaller)
-            loss_after = mean_loss(objective, batches, tick)
-            if loss_before - loss_after > SMALLEST_FALL * abs(loss_before):
+            loss_after = mean_loss(run.objective, run.batches)
+            if run.loss - loss_after > SMALLEST_FALL * abs(run.loss):
                 return smaller, loss_after
-        return nothing
+        return [0.0] * len(steps), run.loss
 
-    def directions(
-        self, objective: Objective, blocks: list[Block], halves: tuple[list, list], tick: Callable[[], None]
-    ) -> list[Gradient]:
+    def directions(self, objective: Objective, blocks: list[Block], halves: tuple[list, list]) -> list[Gradient]:
         """Find every block's best directions; a subclass may find others."""
         config, layers = self.config, [block.attention for block in blocks]
-        dims = self._most_dims(layers)
-        if not self._sketches(dims, layers):
-            return exact_gradients(objective, blocks, halves, dims, tick)
+        dims, sketches = self._dims_to_sketch(layers)
+        if not sketches:
+            return exact_gradients(objective, blocks, halves, dims)
         if config.budget is not None:
             dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
-        return sketched_gradients(objective, blocks, halves, dims, config.oversampling, config.seed, tick)
+        return sketched_gradients(objective, blocks, halves, dims, config.oversampling, config.seed)
 
 
 def _validated_loss(search: StepSearch, steps: list[float]) -> tuple[float, float] | None:

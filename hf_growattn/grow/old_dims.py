@@ -5,7 +5,7 @@ that train and that can be read head by head: no quantized, sharded or frozen on
 of former growths stay as they are.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,12 +25,7 @@ from .trial import Change, Trial, Write, read_factors, write_factors
 
 
 def check_old_dims(model: nn.Module, config: GrowthConfig, chosen: list[GrowableAttention]) -> None:
-    """Make sure that old weights can move as a config says.
-
-    Raises:
-        ValueError: they are sharded, frozen, quantized or unknown, or carry adapters; or patterns shall be refactored
-            that are no product of two factors. The message names the fix.
-    """
+    """Raise a ValueError, with the fix, if old weights cannot move as a config says."""
     setting = "update_existing=True" if config.update_existing else 'method="refactor"'
     if any(map(is_sharded, model.parameters())):
         raise ValueError(f"{setting} rewrites existing weights, which are sharded: grow without it.")
@@ -62,15 +57,9 @@ def _check_weight(attention: GrowableAttention, role: str, setting: str) -> None
         )
 
 
-def make_trial(
-    config: GrowthConfig,
-    objective: Objective,
-    changes: list[Change],
-    halves: tuple[list, list],
-    tick: Callable[[], object] = lambda: None,
-) -> Trial:
-    """Return changes with the steepest step of the old weights, in place. Call inside `evaluation_mode`."""
-    steps = tangent_steps(objective, [change.gradient.block for change in changes], halves, tick)
+def make_trial(config: GrowthConfig, objective: Objective, changes: list[Change], halves: tuple[list, list]) -> Trial:
+    """Return changes with the steepest step of the old weights, attached. Call inside `evaluation_mode`."""
+    steps = tangent_steps(objective, [change.gradient.block for change in changes], halves)
     for change, step in zip(changes, steps):
         change.old_step = step
     return OldDimsTrial(changes, partial(OldDimsWrite, refactors=config.method == "refactor"))
@@ -94,12 +83,7 @@ class OldStep:
     quadratic_ratio: float
 
 
-def tangent_steps(
-    objective: Objective,
-    blocks: list[Block],
-    halves: tuple[list, list],
-    tick: Callable[[], object] = lambda: None,
-) -> list[OldStep]:
+def tangent_steps(objective: Objective, blocks: list[Block], halves: tuple[list, list]) -> list[OldStep]:
     """Return the steepest step of each block's old factors.
 
     Read off the ordinary gradients of the weights in one pass: without rotation they are `T W_K` and `T^T W_Q`. Where
@@ -112,7 +96,7 @@ def tangent_steps(
         parameter.requires_grad_(True)
     read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
     for batches in halves:
-        backward(objective, batches, tick)
+        backward(objective, batches)
         (count,) = total(len(batches))
         for block, parts in zip(blocks, read):
             parts.append(_weight_gradients(block, count))
@@ -128,34 +112,28 @@ def _parameters(attention: GrowableAttention, role: str) -> list[nn.Parameter]:
 
 
 def _old_factors(block: Block) -> tuple[Tensor, Tensor]:
-    """Copies of the old factors, stacked (H, a, k) and shared (G, b, k), in the statistics' precision."""
+    """Copies of the old factors, (H, a, k) and (G, b, k), in the statistics' precision; former growths do not count."""
     stacked, shared = read_factors(block.attention, block.kind)
-    return stacked.to(block.roots.like.dtype, copy=True), shared.to(block.roots.like.dtype, copy=True)
-
-
-def _whitened(block: Block, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in the metric of the steps, stacked over groups: (G, g a, k) and (G, b, k)."""
-    roots = block.roots
-    return F.stack_groups(F.apply_root(roots.stacked_root, stacked), block.groups), roots.shared_root @ shared
+    return stacked.to(block.like.dtype, copy=True), shared.to(block.like.dtype, copy=True)
 
 
 def _weight_gradients(block: Block, batches: float) -> tuple[Tensor, Tensor]:
     """The whitened gradients of the mean loss in the old factors: (G, g a, k) and (G, b, k)."""
-    attention, roots = block.attention, block.roots
+    attention = block.attention
 
     def gradient(role: str) -> Tensor:
         inside: Any = plain(attention.projection_of(role))
         weight, biased = attention.view_of(role, inside.weight.grad), role in attention.shape.biased
         bias = attention.view_of(role, inside.bias.grad) if biased else None
-        return F.join_bias(weight, bias).to(roots.like.dtype).contiguous() / batches
+        return F.join_bias(weight, bias).to(block.like.dtype).contiguous() / batches
 
     stacked, shared = map(gradient, block.kind.roles)
     sum_over_ranks(stacked, shared)
-    return F.stack_groups(F.apply_root(roots.stacked_whitening, stacked), block.groups), roots.shared_whitening @ shared
+    return block.whitened_gradients(stacked, shared)
 
 
 def _old_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[float, float]) -> OldStep:
-    factors = _whitened(block, *_old_factors(block))
+    factors = block.whitened(*_old_factors(block))
 
     def slope(gradients: Iterable[Tensor], changes: Iterable[Tensor]) -> float:
         return -sum((gradient * change).sum().item() for gradient, change in zip(gradients, changes))
@@ -173,16 +151,10 @@ def _old_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[f
 def tangent_step(
     stacked_gradient: Tensor, shared_gradient: Tensor, stacked: Tensor, shared: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the steepest step of size 1 of the existing factors, whitened: (G, g a, k) and (G, b, k).
+    """Return the steepest step of size 1 of the existing factors `W_a`, (G, g a, k), and `W_b`, (G, b, k), whitened.
 
-    The changes `dW_a`, `dW_b` move the product by `dW_a W_b^T + W_a dW_b^T = -(P_a M + M P_b - P_a M P_b)`, the part of
-    the gradient that small changes of the factors can follow. Each takes half of what both could do.
-
-    Args:
-        stacked_gradient: `M W_b`, the whitened gradient of the loss in `W_a`, (G, g a, k).
-        shared_gradient: `M^T W_a`, the same in `W_b`, (G, b, k).
-        stacked: the whitened factors `W_a`, (G, g a, k).
-        shared: the whitened factors `W_b`, (G, b, k).
+    From the gradients `M W_b` and `M^T W_a` in them. The changes move the product by `dW_a W_b^T + W_a dW_b^T = -(P_a M
+    + M P_b - P_a M P_b)`, what small changes of the factors can follow. Each takes half of what both could do.
 
     Source: the tangent space in "What new dims can do" of mathematics.md.
     """
@@ -205,11 +177,10 @@ def product_norm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, shared: Tensor) -> Tensor:
-    """Return `||dS_quad|| / ||dS_lin||` of a step of the existing factors, from the factors and moments alone.
+    """Return `||dS_quad|| / ||dS_lin||` of a step of the existing factors, which grows in proportion to the step.
 
-    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened; for a step of size `gamma` the ratio
-    is `gamma` times as large; it is 0 for a step of zero. New dims by themselves are linear in the step: both of their
-    sides carry its square root. Stacked sides are (G, g a, k), shared ones (G, b, k).
+    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened: stacked sides (G, g a, k), shared ones
+    (G, b, k).
 
     Source: "How linear is a step?" in mathematics.md.
     """
@@ -220,11 +191,8 @@ def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, 
 class OldDimsWrite(Write):
     """The new and the old weights of one block as a function of the step.
 
-    Args:
-        change: with its `old_step`.
-        refactors: write the best balanced factors of the whole stepped product instead of the two steps.
-
     Attributes:
+        refactors: the best balanced factors of the whole stepped product are written, not the two steps.
         old: the factors before any step, stacked (H, a, k) and shared (G, b, k).
         stepped: those of the last step that was set.
     """
@@ -240,7 +208,7 @@ class OldDimsWrite(Write):
             width, (stacked, shared) = self.old[0].shape[-1], self._refactored(step, *self.directions[source])
             self.stepped, new = (stacked[..., :width], shared[..., :width]), (stacked[..., width:], shared[..., width:])
         else:
-            moved = self._unwhitened(self.change.old_step.stacked, self.change.old_step.shared)
+            moved = self.block.unwhitened(self.change.old_step.stacked, self.change.old_step.shared)
             self.stepped = self.old[0] + step * moved[0], self.old[1] + step * moved[1]
             new = self.new_factors(step, source)
         write_factors(part, self.block.kind, *new)
@@ -248,15 +216,11 @@ class OldDimsWrite(Write):
 
     def _refactored(self, step: float, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The best balanced factors of the product after all steps, as wide as old and new dims together."""
-        (stacked, shared), old_step = _whitened(self.block, *self.old), self.change.old_step
+        (stacked, shared), old_step = self.block.whitened(*self.old), self.change.old_step
         left = [stacked, -step * u * sigma.unsqueeze(-2), step * old_step.stacked, stacked]
         right = [shared, v, shared, step * old_step.shared]
         rank = stacked.shape[-1] + self.change.dims
-        return self._unwhitened(*F.balanced_factors(torch.cat(left, -1), torch.cat(right, -1), rank))
-
-    def _unwhitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        roots, heads = self.block.roots, self.block.heads
-        return F.apply_root(roots.stacked_whitening, F.unstack_groups(stacked, heads)), roots.shared_whitening @ shared
+        return self.block.unwhitened(*F.balanced_factors(torch.cat(left, -1), torch.cat(right, -1), rank))
 
     def write_old(self, factors: tuple[Tensor, Tensor]) -> None:
         """Write old factors into the attention's own weights."""

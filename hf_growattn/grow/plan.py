@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..growable.attention import GrowableAttention
 from ..growable.growths import attentions, cache_bytes, growable_model
 from ..measure import functional as F
-from ..measure.blocks import KINDS, MESSAGES, PATTERNS, Kind
+from ..measure.blocks import KINDS, PATTERNS, Kind
 from ..measure.gradients import Gradient
 from ..report.report import GrowthReport, LayerGrowth
 from ..report.words import AT_LIMIT, NO_GAIN, NO_STEP, NOTHING_HELD, SPENT
@@ -35,11 +35,10 @@ class GrowthConfig:
         max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
         multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
         method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
-            factors of the stepped product, for position-free heads. On a small GPT-2 that bought nothing: with a frozen
-            base it ends .005 nats above "append", with one that trains .013 below it, level with no growth.
-        update_existing: take the steepest step of the existing weights too; there it ends .015 nats above growth
-            without it, frozen, and level with it where all weights train. This and "refactor" write old weights, so
-            they are for plain storage only: not for frozen weights, nor under adapters.
+            factors of the stepped product, for position-free heads. On a small GPT-2 that bought nothing
+            (`scripts/bench/results/roads.md`).
+        update_existing: take the steepest step of the existing weights too, which bought nothing there either. This and
+            "refactor" write old weights: they must be plain, and neither frozen nor under adapters.
         old_dims_train: that training will move the old dims too, itself or by adapters, so that new ones need not do
             what those can; False where the new dims train alone. None for what `requires_grad` says, block by block.
         ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
@@ -99,7 +98,7 @@ class GrowthConfig:
         """The kinds to measure."""
         if self.budget is not None:
             return [KINDS[name] for name in KINDS if name in self.kinds]
-        return [kind for kind, dims in ((PATTERNS, self.qk_dims), (MESSAGES, self.v_dims)) if dims]
+        return [kind for kind in KINDS.values() if getattr(self, kind.width)]
 
     @property
     def moves_old_dims(self) -> bool:
@@ -108,12 +107,11 @@ class GrowthConfig:
 
     def most_dims(self, attention: GrowableAttention, kind: Kind) -> int:
         """The largest number of dims that this growth may add to one kind of a layer."""
-        patterns = kind is PATTERNS
         width = attention.width_of(kind.shared)
-        limit = self.max_qk_head_dim if patterns else self.max_v_head_dim
+        limit = self.max_qk_head_dim if kind is PATTERNS else self.max_v_head_dim
         # Beyond hidden_size the product gains no rank.
         room = max(min(limit or attention.shape.in_features, attention.shape.in_features) - width, 0)
-        wanted = _CANDIDATES if self.budget is not None else (self.qk_dims if patterns else self.v_dims)
+        wanted = getattr(self, kind.width) if self.budget is None else _CANDIDATES
         wanted += -(width + wanted) % self.multiple_of if wanted else 0
         if wanted <= room:
             return wanted
@@ -136,16 +134,10 @@ def candidates(config: GrowthConfig, gradients: list[Gradient]) -> list[Change]:
 
 
 def spend(config: GrowthConfig, changes: list[Change], prices: list[float], parameters: int) -> list[Change]:
-    """Choose among the candidates what the budget buys.
+    """Return what the budget buys of each candidate, which may be 0 dims, by the `prices_of` its kind.
 
     The n-th new dim of a layer and kind counts as the fourth root of all that growth promises there, over n. The gain
     itself overstates how much more one layer needs than another: its leading directions are learned within a few steps.
-
-    Args:
-        config: one with a budget.
-        changes: the `candidates`; what is bought of them, which may be 0 dims, is returned.
-        prices: for each change what a unit of `worth_of` is worth in its kind, which makes the kinds comparable.
-        parameters: number of the model's weights, of which a fractional budget is a share.
     """
     budget = weights_of(config.budget, parameters)
     gains, costs, ends = [], [], []
@@ -181,13 +173,6 @@ def weights_of(budget: int | float | None, parameters: int) -> int:
     return budget if isinstance(budget, int) else int((budget or 0.0) * parameters)
 
 
-def check_budget(config: GrowthConfig, layers: Iterable[GrowableAttention], parameters: int) -> None:
-    """Raise a ValueError if a budget buys not even one more dim of the layers that may grow."""
-    if config.budget is not None:
-        costs = [parameters_of_a_dim(layer, kind) for layer in layers for kind in config.chosen_kinds]
-        check_affordable(weights_of(config.budget, parameters), min(costs, default=0), parameters)
-
-
 def check_affordable(bought: int, cheapest: int, parameters: int) -> None:
     """Raise a ValueError if the weights that a budget allows are fewer than the cheapest dim costs."""
     if bought < cheapest:
@@ -210,7 +195,7 @@ def check_limits(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> N
 
 
 def prices_of(
-    changes: list[Change], measure: Callable[[int], float], loss_before: float = math.inf
+    changes: list[Change], measure: Callable[[int], float], loss_before: float
 ) -> tuple[list[float], StepSearch]:
     """Return what a unit of worth buys in each change's kind, and the search that found it.
 
@@ -221,7 +206,7 @@ def prices_of(
     kept = [change for change in changes if change.dims]
     trial = Trial(kept)
     try:
-        search = StepSearch(trial, measure, loss_before=loss_before)
+        search = StepSearch(trial, measure, loss_before)
         _, after = search.run(spare=AFTER_PRICING)
         gains = {kind: search.gain_alone(kind) for kind in search.promises}
     finally:
@@ -238,11 +223,7 @@ def prices_of(
 
 
 def model_to_grow(model: nn.Module) -> PreTrainedModel:
-    """The patched model that a module holds, or is.
-
-    Raises:
-        ValueError: it holds no patched model or several; or peft adds prompts.
-    """
+    """The patched model that a module holds, or is; a ValueError if there is not one, or if peft adds prompts."""
     configs = (getattr(module, "peft_config", {}) for module in model.modules()) if isinstance(model, nn.Module) else ()
     for name, config in (entry for each in configs for entry in each.items()):
         if config.is_prompt_learning or config.is_adaption_prompt:
@@ -264,28 +245,23 @@ def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[Grow
 
 
 def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[GrowableAttention]:
-    """The attention modules that a config chooses, all of which can grow as it says.
-
-    Raises:
-        ValueError: a layer does not exist or cannot grow like that; the message names the fix.
-    """
+    """The attention modules that a config chooses; a ValueError names the fix if one cannot grow as it says."""
     if torch.is_inference_mode_enabled():
         raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
     chosen = layers_of(model, config.layers)
     for attention in chosen:
         for name, parameter in attention.named_parameters():
-            if parameter.is_meta:
+            if parameter.is_meta or parameter.is_inference():
+                state = "is on the meta device" if parameter.is_meta else "was made under torch.inference_mode()"
                 raise ValueError(
-                    f"{name} of layer {attention.layer} is on the meta device: load the weights onto a real device "
-                    "first."
-                )
-            if parameter.is_inference():
-                raise ValueError(
-                    f"{name} of layer {attention.layer} was made under torch.inference_mode(): load the model outside "
-                    "of it."
+                    f"{name} of layer {attention.layer} {state}: load the model onto a real device, and outside of "
+                    "inference_mode."
                 )
         _check_room(attention, config)
-    check_budget(config, chosen, model.num_parameters())
+    if config.budget is not None:
+        costs = [parameters_of_a_dim(attention, kind) for attention in chosen for kind in config.chosen_kinds]
+        weights = model.num_parameters()
+        check_affordable(weights_of(config.budget, weights), min(costs, default=0), weights)
     return chosen
 
 
@@ -313,10 +289,9 @@ def growth_report(
     steps: list[float],
     **figures,
 ) -> GrowthReport:
-    """The report of a trial, made before anything is written into the model.
+    """The report of all changes that were planned, of which the trial holds those that do something, with their steps.
 
-    `changes` are all that were planned, those of 0 dims too, and the trial holds those that do something, each with one
-    of the `steps`. `figures` are the report's losses and line search.
+    `figures` are the report's losses and line search.
     """
     taken, weights = dict(zip(map(id, trial.changes), steps)), model.num_parameters()
     added, applied = trial.added_parameters(), sum(steps) > 0
@@ -331,14 +306,7 @@ def growth_report(
 
 
 def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) -> LayerGrowth:
-    """The report of one change at the step that was taken.
-
-    Args:
-        config: of the growth.
-        change: what was planned; it may have 0 dims.
-        step: 0 where nothing was taken.
-        left: weights of the budget that nothing was bought for.
-    """
+    """The report of one change at the step that was taken, with `left` weights of the budget that bought nothing."""
     gradient, block = change.gradient, change.gradient.block
     width = block.attention.width_of(block.kind.shared)
     weights = parameters_of_a_dim(block.attention, block.kind)

@@ -13,7 +13,7 @@ from ..growable.training_state import raise_on_all_ranks
 from ..measure import functional as F
 from ..measure.blocks import Kind
 from ..measure.gradients import Gradient
-from ..model.extra import Part
+from ..model.extra import Part, whole
 
 SMALLEST_FALL = 1e-7  # of the loss: below it, fp32 rounding hides an improvement
 MOST_EVALUATIONS = 10  # of one growth, the pricing of a budget included
@@ -55,10 +55,7 @@ class Change:
 
 @torch.no_grad()
 def write_factors(dims: Part | GrowableAttention, kind: Kind, stacked: Tensor, shared: Tensor) -> None:
-    """Write both sides of a kind, (H, a, k) and (G, b, k), into a part, or into the old weights of an attention module.
-
-    Old weights must be readable, and not sharded.
-    """
+    """Write both sides of a kind, (H, a, k) and (G, b, k), into a part, or into readable, unsharded old weights."""
     for role, factors in zip(kind.roles, (stacked, shared)):
         into = dims.weight_of(role)
         weight, bias = F.split_bias(factors, into.shape[-1])
@@ -79,35 +76,25 @@ class Write:
     """The new weights of one block as a function of the step."""
 
     def __init__(self, change: Change):
-        block, gradient = change.gradient.block, change.gradient
-        self.change, self.block = change, block
+        gradient, dims = change.gradient, change.dims
+        self.change, self.block = change, gradient.block
         self.size = self._usual_size()
-        every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
         # From both halves of the batches together, from the first and from the second.
-        self.directions = [self._taken(*directions) for directions in every]
-        # Of a step of size 1; for others the factors are only scaled.
-        whitening = block.roots.stacked_whitening, block.roots.shared_whitening
-        self.new = [self._factors(*directions, *whitening) for directions in self.directions]
+        every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
+        self.directions = [(u[..., :dims], sigma[..., :dims] * change.strength, v[..., :dims]) for u, sigma, v in every]
+        roots = self.block.roots
+        whitening = whole(roots.stacked_whitening), whole(roots.shared_whitening)
+        self.new = []  # even factors of a step of size 1, which others only scale, and which pairs are taken
+        for u, sigma, v in self.directions:
+            taken = sigma > 0
+            sizes = torch.where(taken, sigma, 1.0)  # of a pair that is not taken, the shared side is a direction
+            self.new.append((*F.step_factors(u, sizes, v, *whitening, self.block.heads), taken))
 
     def _usual_size(self) -> Tensor:
         """The root mean square of the shared side's old weights; without them, of a usual start."""
-        block = self.block
-        if block.is_known:
-            return block.old_factors()[1].square().mean().sqrt()
-        return block.roots.like.new_tensor(block.shared_shape[1] ** -0.5)
-
-    def _taken(self, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dims = self.change.dims
-        return u[..., :dims], sigma[..., :dims] * self.change.strength, v[..., :dims]
-
-    def _factors(
-        self, u: Tensor, sigma: Tensor, v: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Even factors, and which pairs are taken; of the others the shared side is a direction."""
-        taken = sigma > 0
-        sizes = torch.where(taken, sigma, 1.0)
-        stacked, shared = F.step_factors(u, sizes, v, stacked_whitening, shared_whitening, self.block.heads)
-        return stacked, shared, taken
+        if self.block.is_known:
+            return self.block.old_factors()[1].square().mean().sqrt()
+        return self.block.like.new_tensor(self.block.shared_shape[1] ** -0.5)
 
     def new_factors(self, step: float, source: int) -> tuple[Tensor, Tensor]:
         """New columns of the stacked (H, a, p) and the shared side (G, b, p) for a step `gamma`.
@@ -120,11 +107,8 @@ class Write:
         sizes = shared.square().mean(-2).sqrt()
         least = torch.where(sizes > 0, self.size / sizes, 0.0).clamp_min(torch.finfo(sizes.dtype).tiny)
         scale = torch.maximum(least, taken * step**0.5)
-        return stacked * self._per_head(taken * step / scale), shared * scale.unsqueeze(-2)
-
-    def _per_head(self, of_groups: Tensor) -> Tensor:
-        """(G, p) to (H, 1, p)."""
-        return of_groups.repeat_interleave(self.block.heads // len(of_groups), 0).unsqueeze(-2)
+        of_heads = (taken * step / scale).repeat_interleave(self.block.heads // self.block.groups, 0)
+        return stacked * of_heads.unsqueeze(-2), shared * scale.unsqueeze(-2)
 
     def set_step(self, step: float, source: int, part: Part) -> None:
         """Write the new dims for a step into a part."""
@@ -145,13 +129,10 @@ class Trial:
         dims: dict[GrowableAttention, dict[str, int]] = {}
         for change in changes:
             block = change.gradient.block
-            dims.setdefault(block.attention, {})[block.kind.width] = change.dims
+            dims.setdefault(block.attention, {"qk_dims": 0, "v_dims": 0})[block.kind.width] = change.dims
         with raise_on_all_ranks():
             self.writes = [writer(change) for change in changes]
-            for attention, widths in dims.items():
-                self.parts[attention] = attention.new_part(widths.get("qk_dims", 0), widths.get("v_dims", 0))
-        for part in self.parts.values():
-            part.requires_grad_(False)
+            self.parts = {layer: layer.new_part(**widths).requires_grad_(False) for layer, widths in dims.items()}
         try:
             self.set_steps([0.0] * len(changes))
             self.attach()
@@ -207,13 +188,12 @@ class StepSearch:
     Args:
         trial: the changes, in place.
         measure: returns the mean loss of one half of the batches, 0 or 1, for the weights as they are.
+        loss_before: the loss without the changes.
         former: a search of the same growth with other numbers of dims. This one begins where that one ended, with what
             it left of the evaluations.
-        loss_before: the loss without the changes, where it is known.
 
     Attributes:
         left: how many evaluations may still be spent.
-        loss_before: the loss without the changes.
         promises: the best ones that were found, by kind; empty if no step lowers the loss.
         lowest: the loss at the best steps that were found; before a search, the loss without the changes.
         tried: the loss at every common promise that was tried, by the step of the first change.
@@ -223,13 +203,12 @@ class StepSearch:
         self,
         trial: Trial,
         measure: Callable[[int], float],
+        loss_before: float,
         former: "StepSearch | None" = None,
-        loss_before: float = math.inf,
     ):
         self.trial, self.measure = trial, measure
         self.left = former.left if former else MOST_EVALUATIONS
-        self.loss_before = former.loss_before if former else loss_before
-        self.lowest = self.loss_before
+        self.lowest = self.loss_before = loss_before
         self.promises: dict[Kind, float] = {}
         self.tried: dict[float, float] = {}
         self._slopes: dict[Kind, float] = {}
@@ -247,8 +226,6 @@ class StepSearch:
                 be guessed.
         """
         self.left -= spare
-        if math.isinf(self.loss_before):
-            self.loss_before = self.loss_at([0.0] * len(self.trial.changes))
         loss = self.loss_before
         if self._begin_with and self.left and (found := self._loss_with(self._begin_with)) < loss:
             loss, self.promises = found, self._begin_with

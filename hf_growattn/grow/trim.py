@@ -84,9 +84,9 @@ def trim_model(
     keep, before, after = {new: new.live for new in found}, None, None
     if batches is not None:
         with (
-            lowering(loss, model, wrapped) as objective,
-            preserved_state(wrapped, optimizers),
             tqdm(desc="trimming", total=0, disable=True if rank() > 0 else None, leave=False) as bar,
+            lowering(loss, model, wrapped, bar.update) as objective,
+            preserved_state(wrapped, optimizers),
         ):
             keep, before, after = _least_needed(objective, found, batches, max_loss_increase, bar)
     parts, kept = cut_parts(keep), parts_of(model)
@@ -129,16 +129,15 @@ class GrownDims:
         `W_a W_b^T` over the new dims, by its SVD in the metric of the logits or outputs: whatever number of leading
         columns is kept, no other choice of that many dims has a smaller error there.
         """
-        roots, sides = block.roots, zip(*(read_factors(part, self.kind) for part in self.alive))
-        stacked, shared = (torch.cat(side, -1).to(roots.like.dtype) for side in sides)
-        whitened = F.stack_groups(F.apply_root(roots.stacked_root, stacked), block.groups)
-        left, right = F.balanced_factors(whitened, roots.shared_root @ shared, self.count)
+        sides = zip(*(read_factors(part, self.kind) for part in self.alive))
+        stacked, shared = (torch.cat(side, -1).to(block.like.dtype) for side in sides)
+        left, right = F.balanced_factors(*block.whitened(stacked, shared), self.count)
         sigma = left.square().sum(-2)  # (G, p)
         self.errors = sigma.square().sum(0)
         # Where a group has fewer directions than others, both sides zero could never be trained: one stays as it is.
         none = (sigma <= 1e-6 * sigma[..., :1]).unsqueeze(-2)
-        left, right = left.masked_fill(none, 0), torch.where(none, shared, roots.shared_whitening @ right)
-        self.factors = F.apply_root(roots.stacked_whitening, F.unstack_groups(left, block.heads)), right
+        left, right = block.unwhitened(left.masked_fill(none, 0), right)
+        self.factors = left, torch.where(none, shared, right)
 
     def columns(self, part: Part, kept: int) -> tuple[Tensor, ...]:
         """What a part holds if `kept` of all new dims stay, stacked (H, a, n) and shared (G, b, n).
@@ -200,7 +199,7 @@ def _least_needed(
     """
     bar.total = len(batches)
     involved = list({new.attention: None for new in found})
-    blocks, losses = measure_moments(objective, involved, list(KINDS.values()), batches, _RIDGE, bar.update)
+    blocks, losses = measure_moments(objective, involved, list(KINDS.values()), batches, _RIDGE)
     before = mean_of(losses)
     by_place = {(block.attention, block.kind): block for block in blocks}
     # Of modules that the loss does not run, or only as cross-attention, nothing is known.
@@ -213,7 +212,7 @@ def _least_needed(
         bar.total += len(batches)
         former = swap_parts(cut_parts(keep))
         try:
-            return mean_loss(objective, batches, bar.update)
+            return mean_loss(objective, batches)
         finally:
             swap_parts(former)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..model.configuration import PREFIX
-from ..model.extra import REGISTERED, ROLES, Part, find_projections, whole
+from ..model.extra import REGISTERED, ROLES, Part, find_projections, plain, whole
 from ..model.joining import UNEQUAL_WIDTHS, common_width
 from ..model.seam import WideAttention
 
@@ -83,13 +83,6 @@ def register_architecture(model_type: str, row: Row) -> None:
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))} is no role; roles are query, key, value and output.")
     REGISTERED[model_type] = row
-
-
-def plain(module: Any) -> nn.Linear:
-    """The projection itself, inside whatever peft has put around it."""
-    while hasattr(module, "base_layer"):
-        module = module.base_layer
-    return module
 
 
 def is_adapted(module: nn.Module) -> bool:

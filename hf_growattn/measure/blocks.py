@@ -1,16 +1,17 @@
 """The unit of growth: one kind of bottleneck of one layer, and the metric in which its steps are measured."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.training_state import count, rank, sharded_modules, sum_over_ranks, total
+from ..growable.training_state import count, own_part, sharded_modules, sum_over_ranks, total
+from ..model.extra import whole
 from . import functional as F
 from .passes import Objective, batch_loss, failing_together, in_step
 
@@ -41,76 +42,25 @@ MESSAGES = Kind("messages", "output", "value", "v_dims")
 KINDS = {kind.name: kind for kind in (PATTERNS, MESSAGES)}
 
 
-class Rows:
-    """A matrix of which each rank keeps some rows if it is `spread`, and all of it otherwise."""
+def _spread_rows(matrix: Tensor) -> Tensor:
+    """A matrix that all ranks have, of which each keeps some rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    def __init__(self, matrix: Tensor, spread: bool):
-        self.spread = spread
-        self._shape = matrix.shape
-        if spread:
-            first, last = (len(matrix) * number // count() for number in (rank(), rank() + 1))
-            self._rows = slice(first, last)
-        self._own = matrix[self._rows].clone() if spread else matrix
-
-    @property
-    def like(self) -> Tensor:
-        """An empty tensor in the matrix's precision and on its device."""
-        return self._own.new_empty(0)
-
-    def add(self, matrix: Tensor | None) -> None:
-        """Add a matrix to it, that of all ranks where it is spread; they call this together then, with None for zeros.
-
-        The matrix is used up.
-        """
-        if self.spread:
-            matrix = self._own.new_zeros(self._shape) if matrix is None else matrix
-            sum_over_ranks(matrix)
-        if matrix is not None:
-            self._own += matrix[self._rows] if self.spread else matrix
-
-    def whole(self) -> Tensor:
-        """All of the matrix; ranks that have some rows call this together, and keep no more than those."""
-        if not self.spread:
-            return self._own
-        matrix = self._own.new_zeros(self._shape)
-        matrix[self._rows] = self._own
-        sum_over_ranks(matrix)
-        return matrix
+    mesh = init_device_mesh(matrix.device.type, (count(),))
+    return distribute_tensor(matrix, mesh, [Shard(0)], src_data_rank=None)
 
 
-class Roots:
-    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: shared side (b, b), stacked side (a, a) or scalars.
+class Roots(NamedTuple):
+    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: stacked side (a, a) or scalars, shared side (b, b).
 
     The ranks of a sharded model keep some rows each, and gather a root together whenever they read it.
     """
 
-    def __init__(self, stacked: list[Rows], shared: list[Rows]):
-        self._stacked, self._shared = stacked, shared
-
-    @property
-    def like(self) -> Tensor:
-        """An empty tensor in the statistics' precision and on their device."""
-        return self._shared[0].like
-
-    @property
-    def stacked_root(self) -> Tensor:
-        """(a, a), or a scalar."""
-        return self._stacked[0].whole()
-
-    @property
-    def stacked_whitening(self) -> Tensor:
-        """(a, a), or a scalar."""
-        return self._stacked[1].whole()
-
-    @property
-    def shared_root(self) -> Tensor:
-        """(b, b)."""
-        return self._shared[0].whole()
-
-    @property
-    def shared_whitening(self) -> Tensor:
-        """(b, b)."""
-        return self._shared[1].whole()
+    stacked_root: Tensor
+    stacked_whitening: Tensor
+    shared_root: Tensor
+    shared_whitening: Tensor
 
 
 @dataclass
@@ -151,20 +101,37 @@ class Block:
         """Groups and features of the shared side, `(G, b)`."""
         return self.groups, self.attention.features_of(self.kind.shared)
 
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor in the statistics' precision and on their device."""
+        return own_part(self.roots.shared_root).new_empty(0)
+
     def old_factors(self) -> tuple[Tensor, Tensor]:
         """What the old dims compute: stacked (H, a, k), shared (G, b, k), with biases, in the statistics' precision.
 
         New dims of former growths and adapters that are active count in.
         """
-        dtype = self.roots.like.dtype
-        stacked, shared = (self.attention.factors_of(role, dtype) for role in self.kind.roles)
+        stacked, shared = (self.attention.factors_of(role, self.like.dtype) for role in self.kind.roles)
         return stacked, shared
 
     def whitened_factors(self) -> tuple[Tensor, Tensor]:
-        """The live factors in the metric of the steps: stacked over groups (G, g a, k), shared (G, b, k)."""
-        stacked, shared = self.old_factors()
-        whitened = F.apply_root(self.roots.stacked_root, stacked)
-        return F.stack_groups(whitened, self.groups), self.roots.shared_root @ shared
+        """`old_factors` in the metric of the steps: (G, g a, k), (G, b, k)."""
+        return self.whitened(*self.old_factors())
+
+    def whitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors (H, a, k), (G, b, k) in the metric of the steps, stacked over groups: (G, g a, k), (G, b, k)."""
+        stacked = F.apply_root(whole(self.roots.stacked_root), stacked)
+        return F.stack_groups(stacked, self.groups), whole(self.roots.shared_root) @ shared
+
+    def unwhitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `whitened`."""
+        stacked = F.apply_root(whole(self.roots.stacked_whitening), F.unstack_groups(stacked, self.heads))
+        return stacked, whole(self.roots.shared_whitening) @ shared
+
+    def whitened_gradients(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients in the factors, (H, a, k), (G, b, k), as those in the `whitened` ones: (G, g a, k), (G, b, k)."""
+        stacked = F.apply_root(whole(self.roots.stacked_whitening), stacked)
+        return F.stack_groups(stacked, self.groups), whole(self.roots.shared_whitening) @ shared
 
 
 def measure_moments(
@@ -173,15 +140,13 @@ def measure_moments(
     kinds: list[Kind],
     batches: list,
     ridge: float,
-    tick: Callable[[], object] = lambda: None,
 ) -> tuple[list[Block], list[float]]:
-    """Pool the second moments of every attention's input over all tokens that are not padding.
+    """Pool the second moments of every attention's input over all tokens that are not padding, in one forward pass.
 
-    One forward pass over the batches of all ranks. Queries, keys and values see the same tokens, so they share the
-    moment, each with a constant feature where its projection has a bias. For messages it stands in for the moment of
-    the attended tokens `A X`, which differs from head to head; their stacked side is measured in units of the rms norm
-    of the attention's output, so that a step is in nats for logits and a share of the norm for outputs. Call inside
-    `evaluation_mode`.
+    Queries, keys and values see the same tokens, so they share the moment, each with a constant feature where its
+    projection has a bias. For messages it stands in for the moment of the attended tokens `A X`, which differs from
+    head to head; their stacked side is measured in units of the rms norm of the attention's output, so that a step is
+    in nats for logits and a share of the norm for outputs. Call inside `evaluation_mode`.
 
     Cross-attention has two moments, that of the queries' input and that of what keys and values read.
 
@@ -191,18 +156,15 @@ def measure_moments(
     Returns:
         One block for each layer and kind, in this order, of those layers that the loss runs, and the loss of each of
         this rank's batches.
-
-    Raises:
-        ValueError: a batch gives no loss, or none that is finite.
     """
     model = objective.model
     spread, outputs = bool(sharded_modules(model)), {}
-    sums: dict[Any, Rows] = {}
-    source_sums: dict[Any, Rows] = {}  # of what cross-attention reads
+    sums: dict[Any, Tensor] = {}
+    source_sums: dict[Any, Tensor] = {}  # of what cross-attention reads
     for attention in attentions:  # a rank without batches brings zeros
-        sums[attention] = _zero_rows(attention, spread)
+        sums[attention] = _zero_moment(attention, spread)
         like = attention.empty_like()
-        outputs[attention] = like.new_zeros((), dtype=_statistics_dtype(like))
+        outputs[attention] = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
     mask: Any = None
     source_mask: Any = None
     counted = True
@@ -216,18 +178,13 @@ def measure_moments(
 
     def add(module, args, kwargs, output):
         given, dtype = module.bind(args, kwargs), outputs[module].dtype
-
-        def moment_of(states: Tensor, mask: Tensor | None) -> Tensor | None:
-            return F.moment_sum(F.augment(states.detach().to(dtype)), mask).to(sums[module].like) if counted else None
-
         with torch.autocast(outputs[module].device.type, enabled=False):
-            sums[module].add(moment_of(given.hidden_states, mask))
+            _add_moment(sums[module], given.hidden_states.detach().to(dtype), mask, counted)
             if given.source is not None:
                 if module not in source_sums:
-                    source_sums[module] = _zero_rows(module, spread)
-                source_sums[module].add(moment_of(given.source, source_mask))
-            if counted:
-                outputs[module] += F.square_sum(output[0].detach().to(dtype), mask)
+                    source_sums[module] = _zero_moment(module, spread)
+                _add_moment(source_sums[module], given.source.detach().to(dtype), source_mask, counted)
+            outputs[module] += counted * F.square_sum(output[0].detach().to(dtype), mask)
 
     hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
     for module in model.modules():  # some heads call a part of their base model
@@ -240,58 +197,59 @@ def measure_moments(
                 loss = batch_loss(objective, batch, index).item()
                 if counted:
                     losses.append(loss)
-                    tick()
+                    objective.advance(1)
     finally:
         for hook in hooks:
             hook.remove()
     crossing = total(*(attention in source_sums for attention in attentions))
-    sources = [attention for attention, ranks in zip(attentions, crossing) if ranks]
-    source_sums = {attention: source_sums.get(attention) or _zero_rows(attention, spread) for attention in sources}
+    for attention in (attention for attention, ranks in zip(attentions, crossing) if ranks):
+        source_sums.setdefault(attention, _zero_moment(attention, spread))
     if not spread:
-        sum_over_ranks(*(moments.whole() for moments in (*sums.values(), *source_sums.values())))
+        sum_over_ranks(*(of[attention] for of in (sums, source_sums) for attention in attentions if attention in of))
     sum_over_ranks(*outputs.values())
     blocks = []
     for attention in attentions:
-        # In large models the moments of all layers and the roots do not fit at once.
-        of_layer, like = sums.pop(attention).whole(), outputs[attention]
+        of_layer = whole(sums.pop(attention))  # in large models all layers' moments and roots do not fit at once
         count = of_layer[-1, -1]  # the constant feature has counted the tokens
         if not count > 0:
             continue  # the loss does not run this module
-        queried = read = _InputRoots((of_layer / count).to(like), ridge, spread)
+        size = (outputs[attention] / count.to(outputs[attention])).sqrt()
+        roots = _InputRoots((of_layer / count).to(size), ridge, spread)
+        source_roots = roots
         if attention in source_sums:
-            of_source = source_sums.pop(attention).whole()
-            read = _InputRoots((of_source / of_source[-1, -1]).to(like), ridge, spread)
-        size = (like / count.to(like)).sqrt()
+            of_source = whole(source_sums.pop(attention))
+            source_roots = _InputRoots((of_source / of_source[-1, -1]).to(size), ridge, spread)
         for kind in kinds:
-            shared = read[kind.shared in attention.shape.biased]
-            if kind.stacked == "output":
-                stacked = [Rows(1 / size, False), Rows(size, False)]
-            else:
-                stacked = queried[kind.stacked in attention.shape.biased]
-            blocks.append(Block(attention, kind, Roots(stacked, shared)))
+            shared = source_roots[attention.features_of(kind.shared)]
+            stacked = [1 / size, size] if kind.stacked == "output" else roots[attention.features_of(kind.stacked)]
+            blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
     return blocks, losses
 
 
-def _zero_rows(attention: GrowableAttention, spread: bool) -> Rows:
+def _zero_moment(attention: GrowableAttention, spread: bool) -> Tensor:
     like, features = attention.empty_like(), attention.shape.in_features + 1
     # Their sum is the same in any order then, to the rounding of fp32.
     dtype = torch.float32 if like.device.type == "mps" else torch.float64
-    return Rows(like.new_zeros(features, features, dtype=dtype), spread)
+    zeros = like.new_zeros(features, features, dtype=dtype)
+    return _spread_rows(zeros) if spread else zeros
+
+
+def _add_moment(total: Tensor, states: Tensor, mask: Tensor | None, counted: bool) -> None:
+    moment: Any = counted * F.moment_sum(F.augment(states), mask).to(total.dtype)
+    if hasattr(total, "full_tensor"):  # all ranks are here, and keep no more than their rows
+        sum_over_ranks(moment)
+        moment = _spread_rows(moment)
+    total += moment
 
 
 class _InputRoots(dict):
-    """`C^(1/2)` and `C^(-1/2)` of a layer's input, with (True) or without (False) the constant feature, as needed."""
+    """`C^(1/2)` and `C^(-1/2)` of an input with that many features, with or without the constant one, as needed."""
 
     def __init__(self, moment: Tensor, ridge: float, spread: bool):
         super().__init__()
         self.moment, self.ridge, self.spread = moment, ridge, spread
 
-    def __missing__(self, biased: bool) -> list[Rows]:
-        moment = self.moment if biased else self.moment[:-1, :-1]
-        self[biased] = [Rows(root, self.spread) for root in F.square_roots(F.ridged(moment, self.ridge))]
-        return self[biased]
-
-
-def _statistics_dtype(tensor: Tensor) -> torch.dtype:
-    """fp64 stays; everything else is measured in fp32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    def __missing__(self, features: int) -> list[Tensor]:
+        both = F.square_roots(F.ridged(self.moment[:features, :features], self.ridge))
+        self[features] = [_spread_rows(root) if self.spread else root for root in both]
+        return self[features]

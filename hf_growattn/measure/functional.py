@@ -50,7 +50,7 @@ def join_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def split_bias(factors: Tensor, features: int) -> tuple[Tensor, Tensor | None]:
-    """Undo `join_bias`: (heads, d or d + 1, width) -> weight (heads, width, d), bias (heads, width) or None."""
+    """Undo `join_bias`."""
     weight = factors[:, :features].transpose(-1, -2)
     return weight, factors[:, features] if factors.shape[1] > features else None
 
@@ -106,10 +106,10 @@ def project_out(matrix: Tensor, basis: Tensor) -> Tensor:
 
 
 def bottleneck(whitened: Tensor, stacked_basis: Tensor, shared_basis: Tensor) -> Tensor:
-    """Return what the old dims cannot do of `M`: `(I - P_a) M (I - P_b)`, (G, g a, b).
+    """Return what the old dims cannot do of `M`, by the bases of their whitened factors: `(I - P_a) M (I - P_b)`.
 
-    `P_a` and `P_b` project on the whitened columns of the old factors, of which the bases (G, g a, k) and (G, b, k) are
-    the `column_basis`. Small changes of those reach exactly `{P_a M' + M'' P_b}`: the rest only new dims follow.
+    Small changes of the old factors reach exactly `{P_a M' + M'' P_b}`: the rest only new dims follow. Shapes (G, g a,
+    b), (G, g a, k) and (G, b, k) -> (G, g a, b).
 
     Source: "What new dims can do" in mathematics.md; the idea is the expressivity bottleneck of Verbockhaven et al.,
     "Growing tiny networks", TMLR 2024.
@@ -150,8 +150,7 @@ def step_factors(
     """Return the new columns of the stacked (H, a, p) and the shared side (G, b, p), whose product is a step of size 1.
 
     `W_a W_b^T = -C_a^(-1/2) U Sigma V^T C_b^(-1/2)`, each side with the square root of `Sigma`, for whitened directions
-    `u` (G, g a, p), `sigma` (G, p), `v` (G, b, p) and the whitenings `C_a^(-1/2)`, (a, a) or a scalar, and
-    `C_b^(-1/2)`, (b, b). For a step of size `gamma` multiply both by `sqrt(gamma)`.
+    `u` (G, g a, p), `sigma` (G, p), `v` (G, b, p) and the whitenings, of which the stacked one may be a scalar.
 
     Source: "What new dims can do" in mathematics.md.
     """

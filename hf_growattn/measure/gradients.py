@@ -10,7 +10,7 @@ the same way: values `X Omega` against output weights of zero, zero values again
 d x d matrix per head is formed, and any attention implementation, mask and precision works.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,23 +45,19 @@ class KindProbe(nn.Module):
 
     Args:
         shared_probe: `Omega`, (G, b, r).
-        stacked_probe: `Psi`, (H, a, r'); None probes one side only.
-        heads, stacked_features: `H` and `a`, the shape of the zero weights of the stacked side.
+        stacked_probe: `Psi`, (H, a, r'); with `r' = 0` one side alone is probed.
 
     Attributes:
         zero_stacked: (H, a, r); after a backward pass its gradient is `T Omega`.
         zero_shared: (G, b, r'); its gradient is `T^T Psi`, summed over the heads of each group.
     """
 
-    def __init__(self, shared_probe: Tensor, stacked_probe: Tensor | None, heads: int, stacked_features: int):
+    def __init__(self, shared_probe: Tensor, stacked_probe: Tensor):
         super().__init__()
-        self.shared_probe = shared_probe
-        self.stacked_probe = (
-            shared_probe.new_zeros(heads, stacked_features, 0) if stacked_probe is None else stacked_probe
-        )
+        self.shared_probe, self.stacked_probe = shared_probe, stacked_probe
         zero = shared_probe.new_zeros(())  # one number in memory stands for all; the gradients have their full size
-        self.zero_stacked = nn.Parameter(zero.expand(heads, stacked_features, shared_probe.shape[-1]))
-        rank = self.stacked_probe.shape[-1]
+        self.zero_stacked = nn.Parameter(zero.expand(*stacked_probe.shape[:2], shared_probe.shape[-1]))
+        rank = stacked_probe.shape[-1]
         self.dims = shared_probe.shape[-1] + rank
         self.zero_shared = nn.Parameter(zero.expand(*shared_probe.shape[:2], rank), requires_grad=rank > 0)
 
@@ -110,11 +106,8 @@ class Probe(nn.Module):
             dtype = next(self.parameters()).dtype
             inputs = hidden_states.detach().to(dtype)
             source = inputs if key_value_states is None else key_value_states.detach().to(dtype)
-            heads = self.shape.num_heads, self.shape.num_key_value_heads
-            query, key = (
-                states.new_zeros(len(states), n, states.shape[1], 0) for states, n in zip((inputs, source), heads)
-            )
-            value = key
+            query = inputs.new_zeros(len(inputs), self.shape.num_heads, inputs.shape[1], 0)
+            key = value = source.new_zeros(len(source), self.shape.num_key_value_heads, source.shape[1], 0)
             if self.patterns is not None:
                 query, key = self.patterns.stacked(inputs), self.patterns.shared(source)
             if self.messages is not None:
@@ -152,84 +145,34 @@ class Gradient:
     halves: tuple[tuple[Tensor, Tensor, Tensor], ...]
 
 
-class _Measurement:
-    """One block under the probe: whitened inputs go in, whitened products with each half's gradient come out."""
-
-    def __init__(self, block: Block):
-        self.block = block
-        self.stacked_shape, self.shared_shape = block.stacked_shape, block.shared_shape
-
-    def beyond_old_dims(self, stacked: Iterable[Tensor], shared: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """What the old dims cannot do of products on either side, each (G, g a, r) and (G, b, r').
-
-        The bases of what they can do are as large as the weights: none is held for the layers that wait. Where old
-        weights cannot be read, the products are returned as they are.
-        """
-        if not self.block.is_known:
-            return list(stacked), list(shared)
-        bases = map(F.column_basis, self.block.whitened_factors())
-        first, second = ([F.project_out(part, basis) for part in side] for side, basis in zip((stacked, shared), bases))
-        return first, second
-
-    def probe(self, shared_inputs: Tensor, stacked_inputs: Tensor | None) -> KindProbe:
-        """Return a probe for `M shared_inputs` and `M^T stacked_inputs`; with None for the second, the first alone."""
-        block, stacked_probe = self.block, None
-        if stacked_inputs is not None:
-            per_head = F.unstack_groups(stacked_inputs, block.heads)
-            stacked_probe = F.apply_root(block.roots.stacked_whitening, per_head)
-        features = self.stacked_shape[1] * block.groups // block.heads
-        shared_probe = block.roots.shared_whitening @ shared_inputs
-        self.installed = KindProbe(shared_probe, stacked_probe, block.heads, features)
-        return self.installed
-
-    def read(self, batches: float) -> tuple[Tensor, Tensor]:
-        """Return `M shared_inputs` (G, g a, r) and `M^T stacked_inputs` (G, b, r') of the mean loss, and reset."""
-        probe, roots = self.installed, self.block.roots
-        zeros = probe.zero_stacked, probe.zero_shared
-        sums = [zero.new_zeros(zero.shape) if zero.grad is None else zero.grad for zero in zeros]
-        probe.zero_stacked.grad = probe.zero_shared.grad = None
-        sum_over_ranks(*sums)
-        products = F.apply_root(roots.stacked_whitening, sums[0] / batches)
-        return F.stack_groups(products, self.block.groups), roots.shared_whitening @ (sums[1] / batches)
-
-
-def _install(measurements: list[_Measurement], inputs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    """Set the probes of all blocks, those of one attention module together."""
+def _install(blocks: list[Block], inputs: Iterable[tuple[Tensor, Tensor]]) -> list[KindProbe]:
+    """Probe all blocks for `M shared` and `M^T stacked` of whitened inputs `stacked`, `shared`; returns the probes."""
+    probes = []
     by_attention: dict[GrowableAttention, dict[str, KindProbe]] = {}
-    for measurement, (shared, stacked) in zip(measurements, inputs):
-        block = measurement.block
-        by_attention.setdefault(block.attention, {})[block.kind.name] = measurement.probe(shared, stacked)
-    for attention, probes in by_attention.items():
-        set_trial(attention, Probe(attention.shape, **probes))
+    for block, (stacked, shared) in zip(blocks, inputs):
+        stacked_probe, shared_probe = block.unwhitened(stacked, shared)
+        probes.append(KindProbe(shared_probe, stacked_probe))
+        by_attention.setdefault(block.attention, {})[block.kind.name] = probes[-1]
+    for attention, own in by_attention.items():
+        set_trial(attention, Probe(attention.shape, **own))
+    return probes
 
 
-@dataclass
-class _Products:
-    """Products with the residual gradient, for both halves of the batches.
-
-    Attributes:
-        inputs: (G, b, c), the columns that half 0 chose, then those of half 1, for each pass in turn.
-        products: of half 0 and of half 1, each (G, g a, c).
-        owned: columns that half 0 chose without having seen half 1, and the reverse: two boolean masks, (c,).
-    """
-
-    inputs: Tensor
-    products: tuple[Tensor, ...]
-    owned: tuple[Tensor, Tensor]
-
-    def directions(self, weights: tuple[float, float], dims: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Best directions of both halves together: left (G, g a, p), values (G, p), right (G, b, p)."""
-        products = weights[0] * self.products[0] + weights[1] * self.products[1]
-        return F.directions_from_products(self.inputs, products, dims)[:3]
-
-    def validated(self, half: int, dims: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Directions of one half as `directions` gives them, and their values as the other half sees them, (G, p)."""
-        columns = self.owned[half]
-        left, values, right, weights = F.directions_from_products(
-            self.inputs[..., columns], self.products[half][..., columns], dims
-        )
-        other = self.products[1 - half][..., columns] @ weights
-        return left, values, right, (left * other).sum(-2)
+def _measure(
+    objective: Objective, blocks: list[Block], probes: list[KindProbe], parts: Iterable[list]
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return `M shared` (G, g a, r) and `M^T stacked` (G, b, r') for each block and each part of the batches."""
+    measured: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
+    for batches in parts:
+        backward(objective, batches)
+        (count,) = total(len(batches))
+        for block, probe, products in zip(blocks, probes, measured):
+            zeros = probe.zero_stacked, probe.zero_shared
+            sums = [zero.new_zeros(zero.shape) if zero.grad is None else zero.grad for zero in zeros]
+            probe.zero_stacked.grad = probe.zero_shared.grad = None
+            sum_over_ranks(*sums)
+            products.append(block.whitened_gradients(sums[0] / count, sums[1] / count))
+    return measured
 
 
 def shares(halves: tuple[list[dict], list[dict]]) -> tuple[float, float]:
@@ -238,20 +181,50 @@ def shares(halves: tuple[list[dict], list[dict]]) -> tuple[float, float]:
     return counts[0] / sum(counts), counts[1] / sum(counts)
 
 
-def _gradient(block: Block, side: _Products, weights: tuple[float, float], dims: int, starvation: float) -> Gradient:
-    """Solve for the directions of both halves together and of each alone, and let the halves judge each other."""
-    u, sigma, v = side.directions(weights, dims)
-    halves = [side.validated(half, dims) for half in (0, 1)]
-    validated = torch.stack([(own * other).sum(0) for _, own, _, other in halves]).mean(0)
-    own = tuple((u, sigma, v) for u, sigma, v, _ in halves)
+def _gradient(
+    block: Block,
+    inputs: Tensor,
+    products: Sequence[Tensor],
+    owned: Sequence[Tensor],
+    weights: tuple[float, float],
+    dims: int,
+    starvation: float,
+) -> Gradient:
+    """Solve for the directions of both halves together and of each alone, and let the halves judge each other.
+
+    `products` are those of the `inputs`, (G, b, c), with the gradient of half 0 and of half 1, each (G, g a, c).
+    `owned` are two masks, (c,): columns that half 0 chose without having seen half 1, and the reverse.
+    """
+    together = weights[0] * products[0] + weights[1] * products[1]
+    u, sigma, v, _ = F.directions_from_products(inputs, together, dims)
+    own, gains = [], []
+    for half, columns in enumerate(owned):
+        left, values, right, combination = F.directions_from_products(
+            inputs[..., columns], products[half][..., columns], dims
+        )
+        seen_by_other = (left * (products[1 - half][..., columns] @ combination)).sum(-2)
+        own.append((left, values, right))
+        gains.append((values * seen_by_other).sum(0))
+    validated = torch.stack(gains).mean(0)
     broadcast_from_rank0(u, sigma, v, validated, *own[0], *own[1])
     known = starvation if block.is_known else None
-    return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, known, own)
+    return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, known, tuple(own))
 
 
 def starvation_of(residual: Tensor, total: Tensor) -> float:
     """Return the starvation from two inner products of one half's gradient with the other's: noise adds to neither."""
     return (residual / total).clamp(0, 1).sqrt().item() if total > 0 else 0.0
+
+
+def _products_beyond_old_dims(
+    block: Block, stacked: Iterable[Tensor], shared: Iterable[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What the old dims cannot do of products on either side, each (G, g a, r) and (G, b, r'); all, if unreadable."""
+    if not block.is_known:
+        return list(stacked), list(shared)
+    bases = map(F.column_basis, block.whitened_factors())  # as large as the weights: never those of all layers at once
+    first, second = ([F.project_out(part, basis) for part in side] for side, basis in zip((stacked, shared), bases))
+    return first, second
 
 
 def beyond_old_dims(block: Block, parts: list[Tensor]) -> tuple[tuple[Tensor, Tensor], float]:
@@ -264,11 +237,7 @@ def beyond_old_dims(block: Block, parts: list[Tensor]) -> tuple[tuple[Tensor, Te
 
 
 def exact_gradients(
-    objective: Objective,
-    blocks: list[Block],
-    halves: tuple[list[dict], list[dict]],
-    dims: int,
-    tick: Callable[[], object] = lambda: None,
+    objective: Objective, blocks: list[Block], halves: tuple[list[dict], list[dict]], dims: int
 ) -> list[Gradient]:
     """Return every block's best directions from its whole gradient, `r = d`, in one pass over the batches.
 
@@ -277,34 +246,23 @@ def exact_gradients(
     """
     weights = shares(halves)
     gradients = []
-    for block, parts in zip(blocks, whole_gradients(objective, blocks, halves, tick)):
+    for block, parts in zip(blocks, whole_gradients(objective, blocks, halves)):
         residuals, starvation = beyond_old_dims(block, parts)
         everything = torch.ones(parts[0].shape[-1], dtype=torch.bool, device=parts[0].device)
         identity = torch.eye(parts[0].shape[-1]).to(parts[0]).expand(block.groups, -1, -1)
-        side = _Products(identity, residuals if block.old_dims_train else tuple(parts), (everything, everything))
-        gradients.append(_gradient(block, side, weights, dims, starvation))
+        products = residuals if block.old_dims_train else parts
+        gradients.append(_gradient(block, identity, products, (everything, everything), weights, dims, starvation))
     return gradients
 
 
-def whole_gradients(
-    objective: Objective,
-    blocks: list[Block],
-    halves: tuple[list[dict], ...],
-    tick: Callable[[], object] = lambda: None,
-) -> list[list[Tensor]]:
+def whole_gradients(objective: Objective, blocks: list[Block], halves: tuple[list[dict], ...]) -> list[list[Tensor]]:
     """Return the whitened gradient `M` of every block for each part of the batches, each (G, g a, b)."""
-    measurements = [_Measurement(block) for block in blocks]
-    inputs = [
-        (torch.eye(m.shared_shape[1]).to(m.block.roots.like).expand(m.block.groups, -1, -1), None) for m in measurements
-    ]
-    _install(measurements, inputs)
-    whole: list[list[Tensor]] = [[] for _ in blocks]
-    for batches in halves:
-        backward(objective, batches, tick)
-        (count,) = total(len(batches))
-        for measurement, parts in zip(measurements, whole):
-            parts.append(measurement.read(count)[0])
-    return whole
+    inputs = []
+    for block in blocks:
+        identity = torch.eye(block.shared_shape[1]).to(block.like).expand(block.groups, -1, -1)
+        inputs.append((block.like.new_zeros(*block.stacked_shape, 0), identity))
+    probes = _install(blocks, inputs)
+    return [[whole for whole, _ in products] for products in _measure(objective, blocks, probes, halves)]
 
 
 def sketched_gradients(
@@ -314,7 +272,6 @@ def sketched_gradients(
     dims: int,
     oversampling: int,
     seed: int,
-    tick: Callable[[], object] = lambda: None,
 ) -> list[Gradient]:
     """Return every block's best directions from a randomized SVD with power iteration, `r = dims + oversampling`.
 
@@ -327,64 +284,48 @@ def sketched_gradients(
 
     Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4, with both sides iterated at once.
     """
-    measurements = [_Measurement(block) for block in blocks]
     own_rank, generator = -(-(dims + oversampling) // 2), torch.Generator().manual_seed(seed)
     inputs = []
-    for m in measurements:
-        like = m.block.roots.like
+    for block in blocks:
         shared, stacked = (
-            torch.randn((*shape, 2 * own_rank), generator=generator, dtype=like.dtype).to(like.device)
-            for shape in (m.shared_shape, m.stacked_shape)
+            torch.randn((*shape, 2 * own_rank), generator=generator, dtype=block.like.dtype).to(block.like.device)
+            for shape in (block.shared_shape, block.stacked_shape)
         )
-        (stacked,), _ = m.beyond_old_dims((stacked,), ())
-        inputs.append((shared, stacked))
+        (stacked,), _ = _products_beyond_old_dims(block, (stacked,), ())
+        inputs.append((stacked, shared))
     known: list[list[tuple]] = [[] for _ in blocks]
     starvations = []
     weights = shares(halves)
     for sweep, part in enumerate(SKETCH_PASSES):
         found: list[Gradient] = []  # those of the pass before make room
         ends = sweep == len(SKETCH_PASSES) - 1
-        _install(measurements, [(shared, None if ends else stacked) for shared, stacked in inputs])
-        raw: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
-        for batches in (half[:: round(1 / part)] if len(half) > 2 else half for half in halves):
-            backward(objective, batches, tick)
-            (count,) = total(len(batches))
-            for measurement, read in zip(measurements, raw):
-                read.append(measurement.read(count))
-        for index, m in enumerate(measurements):
-            trains, whole = blocks[index].old_dims_train, [*zip(*raw[index])]
-            residual = m.beyond_old_dims(*whole) if trains or sweep == 0 else whole
+        probes = _install(blocks, [(stacked[..., :0] if ends else stacked, shared) for stacked, shared in inputs])
+        thinned = [half[:: round(1 / part)] if len(half) > 2 else half for half in halves]
+        measured = _measure(objective, blocks, probes, thinned)
+        for index, block in enumerate(blocks):
+            trains, whole = block.old_dims_train, [*zip(*measured[index])]
+            residual = _products_beyond_old_dims(block, *whole) if trains or sweep == 0 else whole
             if sweep == 0:
                 (first, second), (one, other) = residual[1], whole[0]
                 starvations.append(starvation_of((first * second).sum(), (one * other).sum()))
             right, left = residual if trains else whole
             if part == 1:
-                known[index].append((inputs[index][0], right))
+                known[index].append((inputs[index][1], right))
             if ends:
                 continue
             # The next inputs lie where the products do, beyond old dims that train; each half keeps to its own columns.
             inputs[index] = tuple(
                 torch.cat([F.column_basis(side[half].chunk(2, -1)[half]) for half in (0, 1)], dim=-1)
-                for side in (left, right)
+                for side in (right, left)
             )
             broadcast_from_rank0(*inputs[index])
-        if part == 1:
-            found = [_from_products(*each, own_rank, weights, dims) for each in zip(blocks, known, starvations)]
-            if not any(F.decreasing(gradient.validated)[0] > 0 for gradient in found):  # growth would take none of them
-                break
+        if part < 1:
+            continue
+        for block, passes, starvation in zip(blocks, known, starvations):
+            columns, products = zip(*passes)
+            joined = [torch.cat([both[half] for both in products], -1) for half in (0, 1)]
+            first = torch.arange(2 * own_rank, device=joined[0].device).repeat(len(passes)) < own_rank
+            found.append(_gradient(block, torch.cat(columns, -1), joined, (first, ~first), weights, dims, starvation))
+        if not any(F.decreasing(gradient.validated)[0] > 0 for gradient in found):  # growth would take none of them
+            break
     return found
-
-
-def _from_products(
-    block: Block,
-    known: list[tuple[Tensor, list[Tensor]]],
-    starvation: float,
-    own_rank: int,
-    weights: tuple[float, float],
-    dims: int,
-) -> Gradient:
-    """Put the passes' columns together, side by side, and solve."""
-    inputs, products = zip(*known)
-    first = torch.arange(2 * own_rank, device=inputs[0].device).repeat(len(known)) < own_rank
-    of_halves = tuple(torch.cat([both[half] for both in products], -1) for half in (0, 1))
-    return _gradient(block, _Products(torch.cat(inputs, -1), of_halves, (first, ~first)), weights, dims, starvation)

@@ -96,10 +96,16 @@ class Objective:
     Args:
         model: whose attention grows.
         loss: gives a tensor of one number for a batch; None for what the model returns.
+        advance: is told how long a batch took, in forward passes.
     """
 
-    def __init__(self, model: PreTrainedModel, loss: Callable[[Any], Tensor] | None = None):
-        self.model, self._own = model, loss
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        loss: Callable[[Any], Tensor] | None = None,
+        advance: Callable[[int], object] = lambda passes: None,
+    ):
+        self.model, self._own, self.advance = model, loss, advance
         kind = next(model.parameters()).device.type
         enabled = torch.is_autocast_enabled(kind)
         self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=enabled)
@@ -112,19 +118,8 @@ class Objective:
             return _given_loss(self._own, batch, index)
 
 
-@contextlib.contextmanager
-def without_autocast(model: nn.Module) -> Iterator[None]:
-    """Compute in the statistics' precision, whatever the caller's autocast."""
-    with torch.autocast(next(model.parameters()).device.type, enabled=False):
-        yield
-
-
 def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
-    """Return the loss of one batch, a scalar.
-
-    Raises:
-        ValueError: the model returns no loss, or a NaN or infinite one; the message names the batch and a fix.
-    """
+    """Return the loss of one batch, a scalar; a ValueError names a batch whose loss is not finite, and a fix."""
     loss = objective(batch, index)
     # Between two passes the ranks of a sharded model can agree to stop.
     with raise_on_all_ranks() if sharded_modules(objective.model) else contextlib.nullcontext():
@@ -136,7 +131,7 @@ def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
     return loss
 
 
-def mean_loss(objective: Objective, batches: list, tick: Callable[[], object] = lambda: None) -> float:
+def mean_loss(objective: Objective, batches: list) -> float:
     """Return the mean of the batches' losses over all ranks, finite or not. Call inside `evaluation_mode`."""
     losses = []
     with torch.no_grad(), failing_together(objective.model):
@@ -144,7 +139,7 @@ def mean_loss(objective: Objective, batches: list, tick: Callable[[], object] = 
             loss = objective(batch, index).item()
             if counts:
                 losses.append(loss)
-                tick()
+                objective.advance(1)
     return mean_of(losses)
 
 
@@ -211,14 +206,11 @@ def _input_embeddings(model: PreTrainedModel) -> Any:
         return None
 
 
-def backward(objective: Objective, batches: list, tick: Callable[[], object] = lambda: None) -> None:
+def backward(objective: Objective, batches: list) -> None:
     """Sum the gradients of this rank's batches into whatever asks for them: the installed probes.
 
-    The loss is scaled up by a power of two for the way back, as fp16 needs it and as other types do not notice. Call
-    inside `evaluation_mode`.
-
-    Raises:
-        ValueError: the gradients are not finite at any scale.
+    The loss is scaled up by a power of two for the way back, as fp16 needs it and as other types do not notice; a
+    ValueError is raised if the gradients are finite at no scale. Call inside `evaluation_mode`.
     """
     model = objective.model
     reshard(model)
@@ -234,7 +226,7 @@ def backward(objective: Objective, batches: list, tick: Callable[[], object] = l
                     raise ValueError(f"The loss of batch {index} has no gradient: compute it outside torch.no_grad().")
                 (loss * (scale if counts else 0.0)).backward()
                 if counts:
-                    tick()
+                    objective.advance(3)  # forward and back, which takes about three times as long
         gradients = [own_part(parameter.grad) for parameter in asked if parameter.grad is not None]
         (overflown,) = total(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))
         if not overflown:
@@ -286,10 +278,12 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 @contextlib.contextmanager
-def lowering(loss: Callable | None, model: PreTrainedModel, wrapped: nn.Module) -> Iterator[Objective]:
+def lowering(
+    loss: Callable | None, model: PreTrainedModel, wrapped: nn.Module, advance: Callable[[int], object]
+) -> Iterator[Objective]:
     """The user's loss, or the model's, of the model as the user wraps it; all else runs without autocast."""
-    objective = Objective(model, loss and partial(loss, unwrapped(wrapped)))
-    with adapters_stay(model), without_autocast(model):
+    objective = Objective(model, loss and partial(loss, unwrapped(wrapped)), advance)
+    with adapters_stay(model), torch.autocast(next(model.parameters()).device.type, enabled=False):
         yield objective
 
 
@@ -303,11 +297,7 @@ def preserved_state(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
 
 @contextlib.contextmanager
 def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
-    """Refuse a loss whose reference is the model itself under other adapters: that would grow too.
-
-    Raises:
-        ValueError: from inside such a loss.
-    """
+    """Raise a ValueError in a loss whose reference is the model itself under other adapters: that would grow too."""
     adapted = [module for module in model.modules() if is_adapted(module)]
 
     def active(module: Any) -> tuple:
@@ -331,11 +321,7 @@ def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
 
 
 def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
-    """Read the batches once: tensors of input_ids become causal LM batches.
-
-    Raises:
-        ValueError: the list is empty, or this model cannot read a batch; the message names it and the fix.
-    """
+    """Read the batches once: tensors of input_ids become causal LM batches; a ValueError names one that is none."""
     listed = []
     for index, batch in enumerate(batches):
         if torch.is_tensor(batch):

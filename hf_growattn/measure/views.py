@@ -4,8 +4,8 @@ The pattern of a head is `W^P = W_Q W_K^T`, its message `W^M = W_V W_O`, and att
 `sum_h softmax(s P_h X^T) M_h` with `P_h = X W^P_h`, `M_h = X W^M_h`. Both matrices are `d x d` of rank at most the
 head's width, so they are kept as their two factors and never formed.
 Symbols: `X` (tokens, d) the attention's input, `X' = [X | 1]` where projections have a bias, `s` the softmax scale.
-Only the projections' own weights are seen: an adapter around one counts once it is merged. Quantized ones are seen as
-the numbers that they compute with.
+Only the projections' own weights are seen, quantized ones as the numbers that they compute with: an adapter around one
+counts once it is merged.
 """
 
 import copy
@@ -27,15 +27,16 @@ class FactoredMatrix:
     """The matrix `left @ right.T`, (a, b), which is never formed.
 
     Everything derived from it costs `O((a + b) k^2)`: `left = Q_l R_l` and `right = Q_r R_r` leave the small core
-    `R_l R_r^T`, which has the same singular values. That is computed in fp64 for fp64 factors, in fp32 for all others.
+    `R_l R_r^T`, which has the same singular values.
 
     Attributes:
-        left: (a, k), for any `k`, zero included.
+        left: (a, k), for any `k`, zero included; in fp64 or fp32, as `right`.
         right: (b, k).
     """
 
     def __init__(self, left: Tensor, right: Tensor):
-        self.left, self.right = left, right
+        dtype = torch.promote_types(left.dtype, torch.float32)  # decompositions take no half precision
+        self.left, self.right = left.to(dtype), right.to(dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -44,8 +45,8 @@ class FactoredMatrix:
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the thin SVD `U` (a, n), `S` (n,) descending and `V` (b, n) of it, with `n = min(a, b, k)`."""
-        left_basis, left_core = torch.linalg.qr(_working(self.left))
-        right_basis, right_core = torch.linalg.qr(_working(self.right))
+        left_basis, left_core = torch.linalg.qr(self.left)
+        right_basis, right_core = torch.linalg.qr(self.right)
         u, values, vh = torch.linalg.svd(left_core @ right_core.T, full_matrices=False)
         return left_basis @ u, values, right_basis @ vh.T
 
@@ -63,12 +64,7 @@ class FactoredMatrix:
 
     def dense(self) -> Tensor:
         """Form the matrix, (a, b); for tests and small sizes."""
-        return _working(self.left) @ _working(self.right).T
-
-
-def _working(tensor: Tensor) -> Tensor:
-    """fp64 as it is, everything else in fp32: decompositions take no half precision."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+        return self.left @ self.right.T
 
 
 class AttentionView:
@@ -79,8 +75,7 @@ class AttentionView:
         layer: number of the layer.
         scaling: the softmax scale `s`, which is not part of the patterns.
         heads: number of query heads `H`: there is a pattern and a message for each.
-        groups: number of key/value heads `G`: `H / G` patterns share one key side, and the same number
-            of messages one value side.
+        groups: number of key/value heads `G`, each shared by `H / G` patterns and messages.
     """
 
     def __init__(self, attention: GrowableAttention, module: nn.Module, rotary: Any):
@@ -91,8 +86,7 @@ class AttentionView:
     def pattern(self, head: int, offset: int = 0, length: int | None = None) -> FactoredMatrix:
         """Return the pattern of a query head, `W^P = W_Q R_offset W_K^T`: the logits are `s x'_t W^P x'_u^T`.
 
-        The factors are copies, in fp32 or fp64. Where the family rotates, old dims do so by the offset, and dims that
-        growth added do not.
+        The factors are copies, in fp32 or fp64. Dims that growth added do not rotate, where old ones do by the offset.
 
         Args:
             head: query head; under GQA it meets the key head of its group.
@@ -159,7 +153,7 @@ class AttentionView:
         if problem:
             raise ValueError(problem)
         own = head * attention.heads_of(role) // heads
-        dtype = torch.float64 if attention.empty_like(role).dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(attention.empty_like(role).dtype, torch.float32)
         return attention.factors_of(role, dtype, adapters=False)[own].clone()
 
 

@@ -16,7 +16,6 @@ from transformers.models.auto import modeling_auto, tokenization_auto
 PREFIX = "growattn_"
 CODE_FOLDER = "growattn"  # in a checkpoint: the files of this folder, which load it without the library
 _STOCK_FIELD = "stock_per_layer_config"  # what some stock configs have under the name of the mark below
-_FORM = '{"0": {"growth_1": [2, 4]}}'  # of `extra_dims`, for messages
 _Config = PreTrainedConfig if TYPE_CHECKING else object  # what this is mixed into
 
 
@@ -86,7 +85,8 @@ def check_extra_dims(extra_dims: Any) -> None:
             good = good and isinstance(dims, list) and len(dims) == 2
             good = good and all(type(number) is int and number >= 0 for number in dims) and sum(dims) > 0
     if not good:
-        raise ValueError(f"extra_dims in config.json must have a form such as {_FORM}, and is {extra_dims!r}.")
+        form = '{"0": {"growth_1": [2, 4]}}'
+        raise ValueError(f"extra_dims in config.json must have a form such as {form}, and is {extra_dims!r}.")
 
 
 def auto_map(model_type: str) -> dict[str, str]:
@@ -142,11 +142,7 @@ def register_type_names(model_type: str) -> None:
 
 
 def config_class_by_name(name: str) -> type[PreTrainedConfig]:
-    """Return a config class of ours by its name.
-
-    Raises:
-        AttributeError: transformers has no stock class of this name.
-    """
+    """Return a config class of ours by its name; an AttributeError if transformers has no stock class of it."""
     import transformers
 
     stock = getattr(transformers, name.removeprefix("GrowAttn"), None) if name.startswith("GrowAttn") else None

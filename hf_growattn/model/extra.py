@@ -52,10 +52,7 @@ class HeadShape(NamedTuple):
 
 
 def find_projections(module: nn.Module) -> dict[str, str]:
-    """The names of a module's children that project each role; a role whose name is unusual is missing.
-
-    One name for queries, keys and values is a fused projection.
-    """
+    """The names of a module's children that project each role: one for three if fused; none for unusual names."""
     config: Any = getattr(module, "config", None)
     registered = REGISTERED.get(getattr(config, "model_type", "").removeprefix("growattn_"))
     if registered is not None:
@@ -79,7 +76,8 @@ def read_shape(module: Any) -> HeadShape:
     last = getattr(module, names.get("output", ""), None)
     in_features = _sizes_of(first)[0]
     out_features = _sizes_of(last)[1] if last is not None and _sizes_of(last) else in_features
-    biased = tuple(role for role in ROLES[:3] if _has_bias(getattr(module, names.get(role, ""), first)))
+    projections = {role: plain(getattr(module, names.get(role, ""), first)) for role in ROLES[:3]}
+    biased = tuple(role for role, inside in projections.items() if getattr(inside, "bias", None) is not None)
     return HeadShape(
         heads, key_heads, width, _first_number(module, ("v_head_dim",)) or width, in_features, out_features, biased
     )
@@ -116,10 +114,11 @@ def _sizes_of(module: Any) -> Any:
     return sizes if None not in sizes else None
 
 
-def _has_bias(module: Any) -> bool:
+def plain(module: Any) -> Any:
+    """The projection itself, inside whatever peft has put around it."""
     while hasattr(module, "base_layer"):
         module = module.base_layer
-    return getattr(module, "bias", None) is not None
+    return module
 
 
 class Inside(nn.Module):
@@ -170,11 +169,7 @@ class Inside(nn.Module):
 
 
 class Outside(nn.Module):
-    """What the heads read through new values, as a share of the output.
-
-    Attributes:
-        weight: (out_features, heads * new dims).
-    """
+    """What the heads read through new values, as a share of the output; `weight` is (out_features, heads * dims)."""
 
     def __init__(self, shape: HeadShape, v_dims: int, **factory):
         super().__init__()
@@ -186,14 +181,7 @@ class Outside(nn.Module):
 
 
 class Part(nn.Module):
-    """The new dims of one growth or one adapter, zeros at first.
-
-    Args:
-        shape: of the attention module.
-        qk_dims: new dims of each head's queries and keys.
-        v_dims: new dims of each head's values.
-        **factory: dtype and device.
-    """
+    """The new dims of one growth or one adapter, zeros at first: `qk_dims` of queries and keys, `v_dims` of values."""
 
     def __init__(self, shape: HeadShape, qk_dims: int, v_dims: int, **factory):
         super().__init__()
@@ -210,21 +198,16 @@ class Part(nn.Module):
         if role == "output":
             weight = self.outside.weight if self.outside else self.inside.weight.new_zeros(self.shape.out_features, 0)
             return whole(weight).T.unflatten(0, (self.shape.num_heads, self.v_dims))
-        index = ROLES.index(role)
-        rows = whole(self.inside.weight).split(self.inside.rows)[index]
-        return rows.unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
+        index, inside = ROLES.index(role), self.inside
+        return whole(inside.weight).split(inside.rows)[index].unflatten(0, (inside.heads[index], inside.dims[index]))
 
     def bias_of(self, role: str) -> Tensor | None:
         """A role's bias, (heads, new dims), as its weight; None where it has none."""
         if role == "output" or role not in self.shape.biased or self.inside.bias is None:
             return None
-        index, biased = ROLES.index(role), self.inside.biased
-        sizes = [rows if has else 0 for rows, has in zip(self.inside.rows, biased)]
-        return (
-            whole(self.inside.bias)
-            .split(sizes)[index]
-            .unflatten(0, (self.inside.heads[index], self.inside.dims[index]))
-        )
+        index, inside = ROLES.index(role), self.inside
+        sizes = [rows if biased else 0 for rows, biased in zip(inside.rows, inside.biased)]
+        return whole(inside.bias).split(sizes)[index].unflatten(0, (inside.heads[index], inside.dims[index]))
 
 
 def whole(tensor: Any) -> Tensor:

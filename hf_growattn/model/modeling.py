@@ -40,7 +40,7 @@ class WideModelMixin(_Model):
         super().__init__(config, *args, **kwargs)
         self.mixin.adopt(self)
         parts_of_layers = dict(config.extra_dims)
-        for attention in wide_attentions(self):
+        for attention in [module for module in self.modules() if isinstance(module, WideAttention)]:
             parts = parts_of_layers.pop(str(attention.layer), {})
             if parts and attention.extra is None:  # an inner model was there first
                 like = next(attention.parameters())
@@ -208,12 +208,6 @@ def _inner_model(model: nn.Module, name: str) -> nn.Module:
     return found[0]
 
 
-def wide_attentions(model: nn.Module) -> list[Any]:
-    """The attention modules of ours in a model, by layer."""
-    found = [module for module in model.modules() if isinstance(module, WideAttention)]
-    return sorted(found, key=lambda attention: attention.layer)
-
-
 def renew_old_forward(*modules: Any) -> None:
     """Let hooks of accelerate call the forward of a module's class, which was just swapped."""
     for module in modules:
@@ -222,11 +216,7 @@ def renew_old_forward(*modules: Any) -> None:
 
 
 def class_by_name(name: str, mixin: type[WideModelMixin]) -> type:
-    """Make a model class, or find a config class, when it is asked for by name, as pickle and `auto_map` do.
-
-    Raises:
-        AttributeError: transformers has no stock class of this name.
-    """
+    """Return a model or config class of ours by its name, as pickle and `auto_map` do; an AttributeError for others."""
     stock = getattr(transformers, name.removeprefix("GrowAttn"), None) if name.startswith("GrowAttn") else None
     if isinstance(stock, type) and issubclass(stock, PreTrainedModel) and stock.config_class is not None:
         return mixin.mixed_into(stock)
