@@ -100,7 +100,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(checkpoint: Path) -> Iterator[None]:
-    """Make sure that a checkpoint in a folder is whole and of one save while it is loaded; otherwise an OSError."""
+    """Make sure that a checkpoint in a folder is whole and of one save while it is loaded; an OSError otherwise."""
     before, error = _read_state(checkpoint), None
     try:
         _check_files(checkpoint)
