@@ -26,7 +26,7 @@ from hf_growattn import (
 )
 from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
-from hf_growattn.interop.costs import costs_of
+from hf_growattn.interop.stock import costs_of
 
 TOLERANCE = 1e-5  # of the largest output, where nothing but fp32 differs
 WITH_STOCK_FORM = ("eurobert", "vit", "dinov2")

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from hf_growattn import Grower, GrowthConfig, export_model, patch_model, write_card
 from hf_growattn.growable.growths import attentions, sync_config
 from hf_growattn.interop import export, stock
-from hf_growattn.interop.costs import Cost, costs_of
+from hf_growattn.interop.stock import Cost, costs_of
 
 IMPOSSIBLE = ("stablelm-norms", "cohere2", "gpt2-2", "gpt2-5-scaled", "gpt-neox", "stablelm", "opt")
 NORMED = ("qwen3", "qwen3-moe", "gemma3", "olmo2")  # over the width of a head: only messages may have grown

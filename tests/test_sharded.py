@@ -89,13 +89,13 @@ def test_torch_shardings_are_refused(mesh):
     with pytest.raises(ValueError, match="the model is sharded by FSDP2"):
         trim_model(fully_shard(patch_model(build("llama-2")), mesh=mesh), lm_batches(2))
     wrapped = FullyShardedDataParallel(patch_model(build("llama-2")), device_id=cpu)
-    refused("the model is wrapped by FSDP1", wrapped)
+    refused("_flat_param is flattened by FSDP1", wrapped)
     refused("_flat_param is flattened by FSDP1", wrapped.module)
     wrapped = FullyShardedDataParallel(patch_model(build("llama-2")), device_id=cpu, use_orig_params=True)
     refused("embed_tokens.weight is flattened by FSDP1", wrapped.module)
     inner = patch_model(build("llama-2"))
     inner.model.layers[1] = FullyShardedDataParallel(inner.model.layers[1], device_id=cpu)
-    refused("model.layers.1 is wrapped by FSDP1", inner)
+    refused("model.layers.1._fsdp_wrapped_module._flat_param is flattened by FSDP1", inner)
     parallel = patch_model(build("llama-2"))
     parallelize_module(parallel.model.layers[0].self_attn.q_proj, mesh, ColwiseParallel())
     with pytest.raises(ValueError, match="spread by tensor parallelism"):

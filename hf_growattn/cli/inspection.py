@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from ..growable.growths import cache_bytes, is_grown
 from ..growable.models import GrowableModelMixin
-from ..interop.costs import Cost, costs_of
+from ..interop.stock import Cost, costs_of
 from ..measure.views import FactoredMatrix, attention_views
 from ..model.configuration import PREFIX
 from ..report.words import KINDS, format_table, format_width

@@ -97,7 +97,7 @@ class Growth:
                 broadcast_from_rank0(*(parameter.detach() for parameter in part.parameters()))
                 part.requires_grad_(True).train(attention.training)
             grown = {attention: kept[attention] | {name: part} for attention, part in self.parts.items()}
-            replace_parts(grower.model, grown, grower.optimizers, grower.wrapped)
+            replace_parts(grower.model, grown, grower.optimizers)
             leave_checkpoint(grower.model)
             self._trial.commit(grower.optimizers)
         self.drop()
@@ -135,8 +135,8 @@ class Grower:
 
     def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, accelerator=None, loss=None):
         self.optimizers = bare_optimizers(optimizer)
-        refuse_sharded(model, self.optimizers, accelerator, but_fsdp2=True)
         self.model, self.wrapped, self.loss = model_to_grow(model), model, loss
+        refuse_sharded(model, self.optimizers, accelerator, but_fsdp2=True)
         check_limits(config, attentions(self.model))
         self.config = config
 

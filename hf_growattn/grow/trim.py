@@ -33,15 +33,13 @@ def trim_model(
 ) -> TrimReport:
     """Cut new dims that do nothing, and given batches also those whose loss they do not pay for.
 
-    Only dims that growth added are cut, old weights stay as they are; a layer that loses all new dims is stock again. A
-    dim is dead, and always cut, where one side of it is zero: its query or its key, its value or its output. That keeps
-    the function, up to the rounding of sums that have lost their zeros. Dims that still wait for training are dead too.
+    Old weights stay as they are. A new dim is dead, and always cut, where one side of it is zero: its query or its key,
+    its value or its output. That keeps the function, up to rounding. Dims that still wait for training are dead too.
 
     With batches, the new dims of each layer and kind are turned into the directions of their product that matter most
-    to the logits or outputs on these batches, and the last of those are cut: the more of them the less the loss rises
-    for each weight, as long as the measured loss of all batches rises by no more than `max_loss_increase`. Heads of a
-    layer share one width. The new dims of one growth that lose none stay as they are, with their optimizer state; what
-    is left of others are new parameters, which start with a fresh state and without gradients.
+    to the logits or outputs on these batches, and the last of those are cut, those first that are worth least for a
+    weight. Heads of a layer share one width. The new dims of a growth that loses none stay as they are, with their
+    optimizer state; what is left of others are new parameters, which start with a fresh state.
 
     Call it between two training steps; under torch.distributed on all ranks, each with batches of its own. After an
     exception model and optimizer are as they were, to the bit.
@@ -53,9 +51,6 @@ def trim_model(
         max_loss_increase: how much the mean loss of the batches may rise, in the loss's own unit.
         optimizer: the optimizer of the running training, if there is one, or a list of all of them.
         loss: what must not rise, a function of model and batch as for `Grower`; by default what the model returns.
-
-    Returns:
-        What was cut; prints as a table.
 
     Raises:
         RuntimeError: under torch.distributed, the trim failed in another process, whose own error says why.
@@ -73,8 +68,8 @@ def trim_model(
     if torch.is_inference_mode_enabled():
         raise ValueError("What is cut here could not be trained on: call trim_model outside torch.inference_mode().")
     optimizers = bare_optimizers(optimizer)
-    refuse_sharded(model, optimizers)
     wrapped, model = model, model_to_grow(model)
+    refuse_sharded(wrapped, optimizers)
     with raise_on_all_ranks():
         check_optimizers(optimizers, model)
         every = [GrownDims(attention, kind) for attention in attentions(model) for kind in KINDS.values()]
@@ -92,7 +87,7 @@ def trim_model(
     parts, kept = cut_parts(keep), parts_of(model)
     new = [part for attention, own in parts.items() for part in own.values() if part not in kept[attention].values()]
     broadcast_from_rank0(*(parameter.detach() for part in new for parameter in part.parameters()))
-    replace_parts(model, parts, optimizers, wrapped)
+    replace_parts(model, parts, optimizers)
     return TrimReport(before, after, max_loss_increase, [dims.trimmed_to(count) for dims, count in keep.items()])
 
 
@@ -105,7 +100,7 @@ class GrownDims:
         count, live: how many dims there are, and how many stay if only dead ones are cut.
         factors: the new dims refactored, most needed direction first: stacked (H, a, p) and shared (G, b, p).
         errors: (p,) the squared error of the logits or outputs by leaving a direction out, summed over the heads.
-        worth: what the loss rises by without any of them, as `LayerTrim` has it.
+        worth: as in `LayerTrim`.
     """
 
     factors: tuple[Tensor, Tensor]
@@ -124,11 +119,7 @@ class GrownDims:
         self.live = sum(dims.shape[-1] for dims in self.alive.values())
 
     def refactor(self, block: Block) -> None:
-        """Find the directions of the product of the new dims, whitened by the block's moments.
-
-        `W_a W_b^T` over the new dims, by its SVD in the metric of the logits or outputs: whatever number of leading
-        columns is kept, no other choice of that many dims has a smaller error there.
-        """
+        """Find the directions of `W_a W_b^T` over the new dims, by its SVD in the metric of the logits or outputs."""
         sides = zip(*(read_factors(part, self.kind) for part in self.alive))
         stacked, shared = (torch.cat(side, -1).to(block.like.dtype) for side in sides)
         left, right = F.balanced_factors(*block.whitened(stacked, shared), self.count)
@@ -165,10 +156,7 @@ class GrownDims:
 
 
 def cut_parts(keep: dict[GrownDims, int]) -> Parts:
-    """The parts of each attention module if of its new dims these numbers stay; nothing changes yet.
-
-    A part that keeps all its dims is the same object, and one that keeps none is missing.
-    """
+    """The parts of attention modules if these numbers stay; one that loses no dim is the same, none is empty."""
     parts: Parts = {new.attention: {} for new in keep}
     with raise_on_all_ranks():
         for attention, own in parts.items():
@@ -194,8 +182,7 @@ def _least_needed(
 ) -> tuple[dict[GrownDims, int], float, float]:
     """Return how many new dims to keep, and the mean loss of the batches before and after.
 
-    All are cut if the loss allows it. Otherwise directions are ranked by what each is worth for a weight, and bisection
-    finds how many of them may go.
+    Directions are ranked by what each is worth for a weight, and bisection finds how many of them may go.
     """
     bar.total = len(batches)
     involved = list({new.attention: None for new in found})
@@ -218,11 +205,8 @@ def _least_needed(
 
     everything = {new: new.live for new in found}
     nothing = everything | dict.fromkeys(live, 0)
-    keep, loss = everything, before
-    if not live:
-        return keep, before, loss
     without = loss_with(nothing)
-    if without <= before + max_loss_increase:
+    if not live or without <= before + max_loss_increase:
         return nothing, before, without
     # What a layer's dims are worth alone says little where others stand in for them, or need them: the mean of cutting
     # them first and last, as growth prices its kinds.
@@ -230,6 +214,7 @@ def _least_needed(
         first, last = loss_with({**everything, new: 0}) - before, without - loss_with({**nothing, new: new.live})
         new.worth = (first + last) / 2
     ranking = _ranking(live)
+    keep, loss = everything, before
     good, bad = 0, len(ranking)  # how many directions may go, and how many are too many
     while bad - good > 1:
         tried = (good + bad) // 2
@@ -243,13 +228,11 @@ def _least_needed(
 
 
 def _ranking(live: list[GrownDims]) -> list[int]:
-    """Return for each direction, the least worth for a weight first, the index of its new dims in the list.
-
-    Of what its dims are worth, a direction has the share that it has of their squared size.
-    """
+    """Return for each direction, the least worth for a weight first, the index of its new dims in the list."""
     offers = []
     for index, new in enumerate(live):
         total = new.errors.sum().clamp_min(torch.finfo(new.errors.dtype).tiny)
+        # Of what its dims are worth, a direction has the share that it has of their squared size.
         shares = new.errors[: new.live] / total / parameters_of_a_dim(new.attention, new.kind)
         offers += [(max(new.worth or 0.0, 0.0) * share, share, -n, index) for n, share in enumerate(shares.tolist())]
     ranking = torch.tensor([offer[-1] for offer in sorted(offers)], device=live[0].errors.device)

@@ -4,8 +4,7 @@ Reading takes projections under the names that families commonly use, or those o
 growth works all the same: it takes the whole gradient, since nobody knows what old dims can do about it.
 
 Quantized projections are read as the numbers that they compute with, and adapters count in, though neither peft nor a
-quantizer is imported. peft wraps a projection in a layer that holds it as `base_layer`, and keeps for each adapter, by
-name, two more linears: `lora_A` from the inputs to the rank, `lora_B` from the rank to the outputs.
+quantizer is imported.
 """
 
 import contextlib
@@ -63,16 +62,6 @@ _ROTATES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def row_of(attention: Any) -> Row:
-    """The row of an attention module: a registered one, or one by the usual names."""
-    model_type = attention.config.model_type.removeprefix(PREFIX)
-    if model_type in REGISTERED:
-        return REGISTERED[model_type]
-    names = find_projections(attention)
-    row = Row(names, grouped_by_head=names.get("query") == "query_key_value")
-    return replace(row, rotates=_ROTATES[model_type]) if model_type in _ROTATES else row
-
-
 def register_architecture(model_type: str, row: Row) -> None:
     """Describe the projections of a model family whose names or layout are unusual.
 
@@ -92,7 +81,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 def has_other_adapters(module: Any) -> bool:
     """Whether peft has put anything around a projection but plain LoRA."""
-    while hasattr(module, "base_layer"):
+    while is_adapted(module):
         if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict) or getattr(module, "lora_variant", None):
             return True
         module = module.base_layer
@@ -147,11 +136,7 @@ def kept_unpacked(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def computed_weight(module: Any, inputs: int) -> Tensor:
-    """The weight (outputs, inputs) in fp32 that a quantized projection computes with: its answer to a unit matrix.
-
-    Raises:
-        ValueError: it gives no such answer, so it is no linear layer.
-    """
+    """The weight (outputs, inputs) in fp32 that a quantized projection computes with: its answer to a unit matrix."""
     inside = plain(module)
     numbers = [t for t in (getattr(inside, "weight", None), *inside.parameters(), *inside.buffers()) if t is not None]
     kinds = (number.dtype for number in numbers if number.is_floating_point())
@@ -224,8 +209,13 @@ class GrowableAttention(WideAttention):
 
     @property
     def row(self) -> Row:
-        """How the projections are called and laid out."""
-        return row_of(self)
+        """How the projections are called and laid out: a registered row, or one by the usual names."""
+        model_type = self.config.model_type.removeprefix(PREFIX)
+        if model_type in REGISTERED:
+            return REGISTERED[model_type]
+        names = find_projections(self)
+        row = Row(names, grouped_by_head=names.get("query") == "query_key_value")
+        return replace(row, rotates=_ROTATES[model_type]) if model_type in _ROTATES else row
 
     @property
     def rotate(self) -> Any:
@@ -288,10 +278,9 @@ class GrowableAttention(WideAttention):
     def trains(self, *roles: str) -> bool:
         """Whether training moves the old dims of any of these roles: their weights, adapters on them, kept parts."""
         modules = [self.projection_of(role) for role in roles]
-        parameters = [p for module in modules if module is not None for p in module.parameters()]
-        if not all(module is not None for module in modules):
-            parameters = list(self.parameters())
-        return any(parameter.requires_grad for parameter in parameters)
+        if None in modules:
+            modules = [self]
+        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
     def empty_like(self, role: str = "query") -> Tensor:
         """An empty tensor in the precision and on the device of new dims: fp32 if old weights are quantized."""
@@ -314,8 +303,7 @@ class GrowableAttention(WideAttention):
     def weight_of(self, role: str) -> Tensor:
         """A role's old weight, (heads, stock width, features); for "output" that is `W_O` itself per head.
 
-        It is a view on the live weight. Of a quantized one it is a copy in fp32, of the numbers that it computes with;
-        of a sharded one a copy that all ranks gather together.
+        It is a view, but a copy in fp32 of a quantized weight, and one that all ranks gather of a sharded weight.
         """
         return self._read(role, "weight", None)
 
@@ -326,10 +314,7 @@ class GrowableAttention(WideAttention):
     def factors_of(self, role: str, dtype: torch.dtype, adapters: bool = True) -> Tensor:
         """What all dims of a role compute, (heads, features, width), a bias as the last feature.
 
-        Args:
-            role: whose weights.
-            dtype: precision of the copy.
-            adapters: add what active adapters do to the old dims.
+        With `adapters`, what active ones do to the old dims counts in.
         """
         read_as = dtype if adapters else None
         weights = [self._read(role, "weight", read_as), *(part.weight_of(role).detach() for part in self.parts)]
@@ -356,8 +341,9 @@ class GrowableAttention(WideAttention):
     def view_of(self, role: str, tensor: Tensor) -> Tensor:
         """A view on what is laid out as a role's weight or bias: its heads split in (heads, width), and first."""
         axis = self._axis(role) if tensor.dim() > 1 else 0
-        groups, before = self._groups(role), 0
+        groups, before = 1, 0
         if self.row.is_fused and role != "output":
+            groups = self.heads_of("query") if self.row.grouped_by_head else 1
             before = sum(self._size_of(other) for other in ROLES[: ROLES.index(role)])
         block = tensor.unflatten(axis, (groups, -1)).narrow(axis + 1, before // groups, self._size_of(role) // groups)
         heads, width = self.heads_of(role), self.stock_width_of(role)
@@ -372,10 +358,6 @@ class GrowableAttention(WideAttention):
         roles = ROLES[:3] if self.row.is_fused and role != "output" else (role,)
         return sum(map(self._size_of, roles))
 
-    def _groups(self, role: str) -> int:
-        """Into how many groups the axis falls along which a role's heads lie."""
-        return self.heads_of("query") if self.row.grouped_by_head and role != "output" else 1
-
     def _axis(self, role: str) -> int:
         """Axis of the weight along which a role's heads lie; Conv1D stores its weight transposed."""
         transposed = isinstance(plain(self.projection_of(role)), Conv1D)
@@ -386,10 +368,8 @@ def set_trial(attention: Any, part: nn.Module | None) -> None:
     """Let a part be tried in an attention module, or none; new dims that are kept stay."""
     if part is not None:
         attention.make_extra()._modules["trial"] = part
-        return
-    extra = attention.extra
-    if extra is not None:
-        extra._modules.pop("trial", None)
+    elif attention.extra is not None:
+        attention.extra._modules.pop("trial", None)
         drop_if_empty(attention)
 
 

@@ -26,34 +26,26 @@ def replacing(target: Path) -> Iterator[Path]:
 
     Other files of `target` stay, but for former weights that the new ones replace. Several processes may save there
     at once: the last one wins. A killed process leaves its directory next to `target`; nobody else removes it.
-
-    Raises:
-        ValueError: `target` is a file.
-        OSError: room or permission is missing; `target` stays as it was.
     """
     if target.is_file():
         raise ValueError(f"{target} is a file; a checkpoint needs a directory.")
     target.parent.mkdir(parents=True, exist_ok=True)
     inside = os.path.ismount(target) or (target.exists() and not os.access(target.parent, os.W_OK))
     try:
-        with scratch(target if inside else target.parent, target.name) as folder:
+        place = target if inside else target.parent
+        prefix = f".{target.name}.partial-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as folder:
             yield Path(folder)
             _move_in(Path(folder), target)
     except SafetensorError as error:  # which hides an OSError
         raise OSError(f"{target} was not written, and stays as it was: {error}. Make room there.") from error
 
 
-def scratch(place: Path, name: str) -> tempfile.TemporaryDirectory:
-    """A directory of a name that no other process uses, which is removed at the end of a `with`."""
-    return tempfile.TemporaryDirectory(prefix=f".{name}.partial-", dir=place, ignore_cleanup_errors=True)
-
-
 def find_replaced_weights(written: set[str], index: bytes | None) -> set[str]:
     """Return the former weights that loaders would read in place of the written ones, or along with them.
 
     transformers prefers one file of weights to an index; vLLM and llama.cpp read an index, or every shard in the folder
-    without one. So a save of one of the two removes the other, and the shards that the former `index` lists. Variants,
-    and files that the index does not list, are not ours and stay.
+    without one. Variants, and files that the former `index` does not list, are not ours and stay.
     """
     if not written & {WEIGHTS, INDEX}:
         return set()
@@ -65,11 +57,7 @@ def find_replaced_weights(written: set[str], index: bytes | None) -> set[str]:
 
 
 def _read_shards(index: bytes) -> set[str]:
-    """Return the names of the files that an index of weights lists.
-
-    Raises:
-        ValueError: it is not an index.
-    """
+    """Return the names of the files that an index of weights lists; a ValueError if it is none."""
     try:
         content = json.loads(index)
         dict(**content["metadata"])  # transformers reads it, too
@@ -112,14 +100,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(checkpoint: Path) -> Iterator[None]:
-    """Make sure that a checkpoint is whole and of one save while it is loaded, and name the fix for a damaged one.
-
-    A Hub id is not a folder, and nothing is known of it before it is loaded.
-
-    Raises:
-        OSError: weights are missing or damaged, or another process saved there meanwhile; the message names the fix.
-        ValueError: the index of shards is not one.
-    """
+    """Make sure that a checkpoint in a folder is whole and of one save while it is loaded; an OSError otherwise."""
     before, error = _read_state(checkpoint), None
     try:
         _check_files(checkpoint)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,12 +19,13 @@ from ..model.modeling import WideModelMixin
 from .attention import GrowableAttention, drop_if_empty
 from .folders import replacing
 from .training_state import (
+    LeftOutWarning,
     add_new_parameters,
     after_change,
+    find_living,
     optimizers_of,
     remove_parameters,
     shard_like,
-    warn_if_left_out,
 )
 
 WEIGHTS, DESCRIPTION = "growth.safetensors", "growth.json"
@@ -37,11 +37,7 @@ Dims = dict[str, dict[str, list[int]]]  # the same as `extra_dims` of a config n
 
 
 def growable_model(model: Any) -> Any:
-    """The patched model that a module holds, or is: inside peft, sentence-transformers or whatever wraps it.
-
-    Raises:
-        ValueError: it holds no patched model, or several.
-    """
+    """The patched model that a module holds, or is; a ValueError if it holds none, or several."""
     inside = model.modules() if isinstance(model, nn.Module) else ()
     found = [module for module in inside if isinstance(module, WideModelMixin)]
     if not found:
@@ -78,10 +74,7 @@ def extra_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def cache_bytes(model: nn.Module, tried: Mapping[Any, Part] | None = None) -> int:
-    """Bytes of a token's keys and values in the cache, over all layers, in the weights' precision.
-
-    They are counted as the attention implementation keeps them. `tried` are parts that are not kept yet.
-    """
+    """Bytes of a token's keys and values as a model's cache keeps them; `tried` are parts that are not kept yet."""
     numbers = 0
     for attention in (attention for attention in attentions(model) if attention.caches):
         part = (tried or {}).get(attention)
@@ -134,18 +127,11 @@ def swap_parts(parts: Parts) -> Parts:
     return former
 
 
-def replace_parts(
-    model: nn.Module, parts: Parts, optimizers: list[torch.optim.Optimizer], wrapped: nn.Module | None = None
-) -> None:
+def replace_parts(model: nn.Module, parts: Parts, optimizers: list[torch.optim.Optimizer]) -> None:
     """Let attention modules keep these parts and no others; config, optimizers, DDP, FSDP2 and peft follow.
 
-    After an exception the model and its optimizers are as they were.
-
-    Args:
-        model: a patched model.
-        parts: of the modules that change. Those that a module has already stay as they are.
-        optimizers: those that train the model. Parameters that are new start with a fresh state.
-        wrapped: the model as the caller has it, in its wrappers if they are known.
+    Modules that are not named keep theirs. New parameters start with a fresh state in the optimizers. After an
+    exception model and optimizers are as they were.
     """
     former = swap_parts(parts)
     new: list[nn.Parameter] = []
@@ -166,17 +152,14 @@ def replace_parts(
     gone = [parameter for parameter in before if parameter not in kept]
     remove_parameters(optimizers, gone)
     if new and not optimizers:
-        warn_if_left_out(model, new)
+        LeftOutWarning(model, new)
     if new or gone:
-        after_change(model, model if wrapped is None else wrapped)
+        after_change(model)
         save_with_adapters(model)
 
 
 def set_dims(model: nn.Module, extra_dims: Dims) -> None:
-    """Let every attention module have these new dims and no others; parts of the same name and size stay.
-
-    Others begin as zeros. Optimizers that train the model follow.
-    """
+    """Let a model have these new dims and no others; parts of the same name and size stay, others begin as zeros."""
     if extra_dims == dims_of(model):
         return
     parts: Parts = {}
@@ -195,7 +178,7 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
 
     Args:
         model: a patched model, or a peft model of one.
-        folder: where to; both files are written, or none.
+        folder: where to.
         state_dict: of `model`, if all ranks of a sharded one have gathered it.
 
     Raises:
@@ -275,10 +258,10 @@ def save_with_adapters(model: nn.Module) -> None:
     """Let the peft model around a patched model, if there is one, save the new dims with its adapters."""
     if not hasattr(model, "peft_config"):
         return
-    for thing in gc.get_objects():  # the model does not know what is around it
+    for thing in find_living(nn.Module):
         kind = type(thing)
-        if issubclass(kind, nn.Module) and hasattr(kind, "get_base_model") and not issubclass(kind, SavesGrowth):
-            tuner = vars(thing).get("_modules", {}).get("base_model")  # one whose making failed has none
+        if hasattr(kind, "get_base_model") and not issubclass(kind, SavesGrowth):
+            tuner = thing._modules.get("base_model")
             if tuner is not None and tuner._modules.get("model") is model:
                 thing.__class__ = SavesGrowth.mixed_into(kind)
 

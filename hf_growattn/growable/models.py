@@ -1,7 +1,6 @@
 """Model classes of living models, saved whole or not at all, and `patch_model`, which gives a model such a class."""
 
 import copy
-import gc
 import importlib
 import inspect
 import tempfile
@@ -12,13 +11,14 @@ from typing import Any
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
-from ..model.configuration import WideConfigMixin, auto_map, growable_config_class
+from ..model.configuration import auto_map, growable_config_class
 from ..model.modeling import WideModelMixin, class_by_name, find_attentions, find_obstacle, renew_old_forward
 from ..model.seam import WideAttention, WideProjection, names_taken
 from .attention import GrowableAttention
 from .folders import loading, replacing
-from .growths import GROWTH, Dims, attentions, growable_configs, is_grown, save_growth, set_dims
+from .growths import GROWTH, Dims, growable_configs, is_grown, save_growth, set_dims
 from .registration import auto_mappings
+from .training_state import find_living
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -34,8 +34,6 @@ class GrowableModelMixin(WideModelMixin):
         The checkpoint is written next to `save_directory`, and its files then move there, the config last. A process
         that is killed while it writes leaves the former checkpoint as it was. Other files of the directory stay.
         Several processes may save there at once: the last one wins, and what it leaves is whole.
-
-        The code of the classes goes along, so that `trust_remote_code=True` loads it where this library is not.
 
         Raises:
             ValueError: `save_directory` is a file.
@@ -112,9 +110,8 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
     """Make a model's attention growable, in place, for this instance only.
 
     The classes of the model, its inner models and its attention modules are swapped for growable subclasses, and its
-    config for a copy with a `model_type` of our own. Outputs, parameters, buffers and hooks stay as they were: the
-    stock forward runs as it is. A model that was loaded from a GGUF into ordinary weights is no longer called
-    quantized, so it can be trained and saved.
+    config for a copy with a `model_type` of our own. Outputs, parameters, buffers and hooks stay as they were. A model
+    that was loaded from a GGUF into ordinary weights is no longer called quantized, so it can be trained and saved.
 
     Args:
         model: a transformers model: base model, causal LM, classifier or any other head.
@@ -160,13 +157,9 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
 
 
 def _find_holder(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The transformers model that another one is a part of; a model does not know what is around it."""
-    for thing in gc.get_objects():
-        if issubclass(type(thing), PreTrainedModel) and thing is not model:
-            made = "_modules" in vars(thing)  # one whose making failed has none
-            if made and any(module is model for module in thing.modules()):
-                return thing
-    return None
+    """The transformers model that another one is a part of."""
+    others = (thing for thing in find_living(PreTrainedModel) if thing is not model)
+    return next((other for other in others if any(module is model for module in other.modules())), None)
 
 
 def _check(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
@@ -223,13 +216,11 @@ def _replace_configs(model: PreTrainedModel, parts: Sequence[str] | None) -> Non
 
 
 def _forget_gguf(model: PreTrainedModel) -> None:
-    """Call a model ordinary whose weights transformers unpacked from a GGUF; it would go on calling it quantized.
-
-    Neither Trainer nor `save_pretrained` takes a model that is called so. Weights that stayed in blocks are integers.
-    """
+    """Call a model ordinary whose weights were unpacked from a GGUF: Trainer and `save_pretrained` refuse others."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None or quantizer.quantization_config.quant_method != "gguf":
         return
+    # Weights that stayed in blocks are integers.
     if all(parameter.is_floating_point() for parameter in model.parameters()):
         quantizer.remove_quantization_config(model)
         for config in growable_configs(model):
@@ -258,31 +249,22 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
             "with unpatch_model(model, drop_growth=True)."
         )
     for config in growable_configs(model):
-        _make_stock(config)
-    every: list[Any] = list(attentions(model))
-    for attention in every:
-        attention._modules.pop("extra", None)
-        for name in ("shape", "layer", "output_sibling", "call"):
-            vars(attention).pop(name, None)
-    for module in _ours(model):
-        module.__dict__.pop("share", None)
-        module.__class__ = type(module).__bases__[1]
-        if not isinstance(module, PreTrainedModel):
-            renew_old_forward(module)
+        if getattr(config, "auto_map", None) == auto_map(config.model_type):
+            del config.auto_map
+        del config.growable_parts, config.extra_dims
+        config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if isinstance(module, WideAttention):
+            module._modules.pop("extra", None)
+            for name in ("shape", "layer", "output_sibling", "call"):
+                module.__dict__.pop(name, None)
+        if isinstance(module, (GrowableModelMixin, WideAttention, WideProjection)):
+            module.__dict__.pop("share", None)
+            module.__class__ = type(module).__bases__[1]
+            if not isinstance(module, PreTrainedModel):
+                renew_old_forward(module)
     return model
-
-
-def _make_stock(config: WideConfigMixin) -> None:
-    if getattr(config, "auto_map", None) == auto_map(config.model_type):
-        del config.auto_map
-    del config.growable_parts, config.extra_dims
-    config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _ours(model: nn.Module) -> list[Any]:
-    return [
-        module for module in model.modules() if isinstance(module, (GrowableModelMixin, WideAttention, WideProjection))
-    ]
 
 
 def __getattr__(name: str) -> type:

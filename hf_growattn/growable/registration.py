@@ -37,10 +37,7 @@ def register_when_imported() -> None:
 
 
 def register_families() -> None:
-    """Teach the Auto classes the grown models of every type, and peft its default target modules.
-
-    Only names are entered: a class is made when it is asked for.
-    """
+    """Teach the Auto classes the names of the grown models of every type, and peft its default target modules."""
     from transformers.models.auto.configuration_auto import (
         CONFIG_MAPPING,
         CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]

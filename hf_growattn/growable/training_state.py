@@ -1,8 +1,7 @@
 """What a running training has besides the model, and how it follows new dims: optimizers, ranks, DDP and FSDP2.
 
-The parameters of new dims join an existing group of an optimizer, and old ones are never touched. Old weights that
-FSDP2 (`fully_shard`) holds in shards are read whole, one at a time, and new dims are sharded like the rest. Without
-torch.distributed, or with one process, what is here for ranks does nothing.
+Old weights that FSDP2 (`fully_shard`) holds in shards are read whole, one at a time, and new dims are sharded like the
+rest. Without torch.distributed, or with one process, what is here for ranks does nothing.
 """
 
 import contextlib
@@ -20,14 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-# By the name of the class, so that nothing has to be imported or even installed.
-_CLASSES = {
-    "FullyShardedDataParallel": "wrapped by FSDP1",
-    "ZeroRedundancyOptimizer": "torch's ZeroRedundancyOptimizer",
-}
-# By what the libraries leave on a parameter; FSDP1 and ZeRO-3 may be met without their wrappers.
+# What FSDP1 and ZeRO-3 leave on a parameter, with or without their wrappers.
 _MARKS = {"_fsdp_flattened": "flattened by FSDP1", "ds_id": "partitioned by DeepSpeed ZeRO-3"}
-_DISTRIBUTED_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
@@ -44,11 +37,7 @@ def held(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
 
 
 def check_optimizers(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Make sure that the optimizers train this model, where it trains at all.
-
-    Raises:
-        ValueError: none of them holds any of the model's trainable parameters.
-    """
+    """Make sure that the optimizers train this model, where it trains at all; a ValueError otherwise."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     known = {id(parameter) for optimizer in optimizers for parameter in held(optimizer)}
     if optimizers and trained and not trained & known:
@@ -61,11 +50,10 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], model: nn.Module) 
 def add_new_parameters(
     optimizers: list[torch.optim.Optimizer], model: nn.Module, parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Add parameters to the optimizers, in the order of the model, with a fresh state.
+    """Add parameters that no optimizer holds yet, in the order of the model, with a fresh state.
 
     Each goes into a group whose parameters have the same number of axes, or into an empty one; among several, into the
-    first without weight decay. No group is added, since schedulers expect the number that they started with. Parameters
-    that an optimizer holds already stay where they are.
+    first without weight decay. No group is added, since schedulers expect the number that they started with.
     """
     order = {id(parameter): place for place, parameter in enumerate(model.parameters())}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -91,14 +79,16 @@ def remove_parameters(optimizers: list[torch.optim.Optimizer], gone: Iterable[nn
             del optimizer.state[parameter]
 
 
-class _LeftOut:
-    """Looks at each optimizer that steps, until one trains the model: with the new dims, or without, which it says."""
+class LeftOutWarning:
+    """Warns once, at the next step of an optimizer that trains the model but not the new dims."""
 
     def __init__(self, model: nn.Module, new: list[nn.Parameter]):
         self.model, self.new = weakref.ref(model), [weakref.ref(parameter) for parameter in new]
         self.done = False  # hooks cannot be removed while they run
+        register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Look at an optimizer that steps."""
         model = self.model()
         if self.done or model is None:
             return
@@ -115,21 +105,19 @@ class _LeftOut:
             )
 
 
-def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
-    """Warn once, at the next step of an optimizer that trains the model but not the new dims."""
-    register_optimizer_step_pre_hook(_LeftOut(model, new))
-
-
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     """All optimizers in this process that hold a parameter of a model."""
     own = {id(parameter) for parameter in model.parameters()}
-    found = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.optim.Optimizer):  # some objects pretend a class, and warn
-            bare = getattr(thing, "optimizer", thing)
-            if any(id(parameter) in own for parameter in held(bare)):
-                found[id(bare)] = bare
-    return list(found.values())
+    bare = bare_optimizers(find_living(torch.optim.Optimizer))
+    training = (optimizer for optimizer in bare if any(id(parameter) in own for parameter in held(optimizer)))
+    return list({id(optimizer): optimizer for optimizer in training}.values())
+
+
+def find_living(kind: type) -> list[Any]:
+    """All objects of a class in this process; a module does not know what is around it, nor what trains it."""
+    found = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))  # some pretend a class, and warn
+    # One whose making failed has no modules.
+    return [thing for thing in found if not issubclass(kind, nn.Module) or "_modules" in vars(thing)]
 
 
 def rank() -> int:
@@ -176,17 +164,12 @@ def broadcast_from_rank0(*tensors: Tensor) -> None:
         for tensor in tensors:
             whole = tensor.contiguous()
             dist.broadcast(whole, src=0)
-            if whole is not tensor:
-                tensor.copy_(whole)
+            tensor.copy_(whole)
 
 
 @contextlib.contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Raise an exception on every rank if one rank raises, so that no rank waits for a failed one.
-
-    Raises:
-        RuntimeError: another rank failed; its own error says why.
-    """
+    """Raise an exception on every rank if one rank raises, so that no rank waits for a failed one."""
     if not several():
         yield
         return
@@ -234,7 +217,7 @@ def shard_like(part: nn.Module, attention: nn.Module) -> None:
         return
     from torch.distributed.fsdp import fully_shard
 
-    for module in (child for child in part.children() if any(True for _ in child.parameters())):
+    for module in part.children():
         fully_shard(module, mesh=mesh)
 
 
@@ -254,22 +237,15 @@ def reshard(model: nn.Module) -> None:
 
 
 def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but_fsdp2: bool = False) -> None:
-    """Make sure that neither the model nor its bare optimizers are sharded over processes.
-
-    Raises:
-        ValueError: they are, by FSDP, tensor parallelism, DeepSpeed, Megatron or ZeroRedundancyOptimizer. With
-            `but_fsdp2`, `fully_shard` is allowed.
-    """
+    """Raise a ValueError if the model or its bare optimizers are sharded; with `but_fsdp2`, not for `fully_shard`."""
     kind = str(getattr(getattr(accelerator, "distributed_type", None), "value", None))
-    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
-    allowed = but_fsdp2 and kind == "FSDP" and getattr(plugin, "fsdp_version", 1) == 2
-    found = f"accelerator.distributed_type is {kind}" if kind in _DISTRIBUTED_TYPES and not allowed else None
-    parts = chain(model.named_modules(), model.named_parameters()) if isinstance(model, nn.Module) else ()
-    for name, part in chain(((f"the optimizer, {type(o).__name__},", o) for o in optimizers), parts):
+    found = f"accelerator.distributed_type is {kind}" if kind in ("DEEPSPEED", "MEGATRON_LM") else None
+    named = ((f"the optimizer, {type(optimizer).__name__},", optimizer) for optimizer in optimizers)
+    for name, part in chain(named, model.named_modules(), model.named_parameters()):
         how = _sharding_of(part)
         found = found or (how and f"{name or 'the model'} is {how}")
-    by_fsdp2 = bool(sharded_modules(model)) if isinstance(model, nn.Module) else False
-    spread = isinstance(model, nn.Module) and any(map(is_sharded, model.parameters()))
+    by_fsdp2 = bool(sharded_modules(model))
+    spread = any(map(is_sharded, model.parameters()))
     if not found and spread and not (by_fsdp2 and but_fsdp2):
         found = "the model is sharded by FSDP2" if by_fsdp2 else "the model is spread by tensor parallelism"
     if found:
@@ -283,39 +259,25 @@ def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but
 def _sharding_of(part) -> str | None:
     """What shards a module, a parameter or an optimizer, by its marks and its classes; None if nothing does."""
     for cls in type(part).__mro__:
-        if cls.__name__ in _CLASSES:
-            return _CLASSES[cls.__name__]
+        if cls.__name__ == "ZeroRedundancyOptimizer":
+            return "torch's"
         if cls.__module__.partition(".")[0] == "deepspeed":
             return "DeepSpeed's"
     return next((what for mark, what in _MARKS.items() if hasattr(part, mark)), None)
 
 
-def rebuild_ddp(model: nn.Module, wrapped: nn.Module) -> None:
+def rebuild_ddp(model: nn.Module) -> None:
     """Let DistributedDataParallel around a model reduce the parameters that it has now.
 
-    Training loops keep the wrapper in a local variable, so the wrapper itself is mended: at once where it was passed,
-    otherwise when it next runs the model. Buckets, settings and communication hooks stay.
-
-    Args:
-        model: the model that has new parameters.
-        wrapped: the same model as the caller has it, in its wrappers if they are known.
+    Training loops keep the wrapper in a local variable, so the wrapper itself is mended. Settings and communication
+    hooks stay.
     """
     if not several() or any(map(is_sharded, model.parameters())):
         return
-    found = [module for module in wrapped.modules() if isinstance(module, DistributedDataParallel)]
-    for ddp in found:
-        _rebuild(ddp)
-    if found:
-        return
-
-    def rebuild_active(module: nn.Module, args: tuple) -> None:
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is not None:
-            handle.remove()
+    for ddp in find_living(DistributedDataParallel):
+        is_made = "reducer" in vars(ddp)
+        if is_made and any(module is model for module in ddp.modules()):
             _rebuild(ddp)
-
-    untraced: Any = torch.compiler.disable(rebuild_active)
-    handle = model.register_forward_pre_hook(untraced)
 
 
 def _rebuild(ddp: DistributedDataParallel) -> None:
@@ -333,9 +295,9 @@ def _rebuild(ddp: DistributedDataParallel) -> None:
         ddp.register_comm_hook(state, hook)
 
 
-def after_change(model: nn.Module, wrapped: nn.Module) -> None:
+def after_change(model: nn.Module) -> None:
     """Update whatever outside the model still goes by its former parameters."""
-    rebuild_ddp(model, wrapped)
+    rebuild_ddp(model)
     torch.clear_autocast_cache()
     if "torch._dynamo" in sys.modules:  # compiled code has no place for the new dims; this resets its count, too
         torch._dynamo.reset()

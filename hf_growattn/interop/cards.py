@@ -27,7 +27,7 @@ from ..model.configuration import PREFIX
 from ..report.pictures import draw_growth, read_losses
 from ..report.report import GrowthReport
 from ..report.words import format_width, summary_of
-from .costs import costs_of
+from .stock import costs_of
 
 CARD, PICTURE = "README.md", "growth.png"
 REPO = "you/your-model"  # stands for the name of the repository in a card, until a push knows it
@@ -45,7 +45,7 @@ TASKS = {  # by the end of a model class's name: the Auto class that loads it, a
 
 
 def task_of(class_name: str) -> tuple[str, str]:
-    """The Auto class that loads a model of a class, and the Hub's name of its task."""
+    """The entry of `TASKS` for a model class."""
     return next(task for end, task in TASKS.items() if class_name.endswith(end))
 
 
@@ -60,7 +60,6 @@ def write_card(
     """Write the model card of a grown model, `README.md`, and where matplotlib is installed `growth.png`.
 
     The card calls the repository `you/your-model`; `growattn push` and `model.push_to_hub` put the real name there.
-    Names of folders and files stay out of it.
 
     Args:
         model: the grown model.
@@ -139,14 +138,9 @@ def push_model(
     max_shard_size: int | str = "50GB",
     **options,
 ) -> CommitInfo:
-    """Push a grown model with a card, in one commit; this is `model.push_to_hub`.
+    """Push a grown model with a card, in one commit; this is `model.push_to_hub`, whose other options work, too.
 
-    Args:
-        model: the grown model.
-        repo_id: where to; made if it does not exist.
-        reports: of the growths. With them the card is written again; without them a card in the repository stays.
-        max_shard_size: size of a file of weights at most, in bytes or as in "5GB".
-        **options: those of `PreTrainedModel.push_to_hub`.
+    With `reports` of the growths the card is written again; without them a card in the repository stays.
 
     Raises:
         ValueError: the model is not growable, or is spread over processes.
@@ -182,11 +176,10 @@ def push_folder(
     commit_message: str = "Upload model",
     commit_description: str | None = None,
 ) -> CommitInfo:
-    """Push all that lies in a folder, in which a grown model was saved, as one commit.
+    """Push a folder in which a grown model was saved as one commit, with the options of `PreTrainedModel.push_to_hub`.
 
-    Of the repository it removes only the former weights that the new ones replace. `HfApi.upload_folder` may make
-    several commits, between which the repository holds half a model. Without a card in the folder, one in the
-    repository stays, or there will be a short one. The options are those of `PreTrainedModel.push_to_hub`.
+    It removes only the former weights that the new ones replace. `HfApi.upload_folder` may make several commits,
+    between which the repository holds half a model.
     """
     api, card = HfApi(token=token), folder / CARD
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

@@ -14,11 +14,7 @@ _CAUSAL = "AutoModelForCausalLM"
 
 
 def load_config(name: str, revision: str = "main") -> PreTrainedConfig:
-    """Load the config of a checkpoint, stock or grown, from a folder or by its Hub id.
-
-    Raises:
-        ValueError: the checkpoint is missing or damaged, or it holds adapters only; the message names the fix.
-    """
+    """Load a config from a folder or by a Hub id; a ValueError names the fix for what is missing or damaged."""
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise ValueError(
             f"There is no checkpoint in {name}: name a folder that save_pretrained wrote (config.json). Adapters are "
@@ -28,11 +24,7 @@ def load_config(name: str, revision: str = "main") -> PreTrainedConfig:
 
 
 def load_model(name: str, causal: bool = False, revision: str = "main", **options) -> PreTrainedModel:
-    """Load a checkpoint by the Auto class of its task, in evaluation mode; if `causal`, a language model alone.
-
-    Raises:
-        ValueError: as for `load_config`, or it has another task.
-    """
+    """Load a checkpoint by the Auto class of its task, in evaluation mode; if `causal`, a language model alone."""
     config = load_config(name, revision)
     auto_class, task = task_of((config.architectures or ["ForCausalLM"])[0])
     if causal and auto_class not in (_CAUSAL, "AutoModel"):
@@ -45,11 +37,7 @@ def load_model(name: str, causal: bool = False, revision: str = "main", **option
 
 
 def load_tokenizer(name: str, revision: str = "main"):
-    """Load the tokenizer of a checkpoint.
-
-    Raises:
-        ValueError: it has none that can be loaded.
-    """
+    """Load the tokenizer of a checkpoint; a ValueError if it has none that can be loaded."""
     tokenizer = _load(AutoTokenizer, name, "tokenizer", revision=revision)
     if not tokenizer("Any text", add_special_tokens=False)["input_ids"]:  # what transformers makes out of no files
         raise ValueError(
@@ -75,11 +63,7 @@ def _load(auto_class: type, name: str, what: str, **options):
 
 
 def load_grown(checkpoint: Path):
-    """Load a grown model of any task from a folder, and its tokenizer, None if it has none.
-
-    Raises:
-        ValueError: the checkpoint is missing or damaged, or it did not grow.
-    """
+    """Load a grown model of any task from a folder, and its tokenizer, None if it has none; errors as `load_model`."""
     model = load_model(str(checkpoint))
     if not model.config.model_type.startswith(PREFIX):
         raise ValueError(
@@ -91,14 +75,7 @@ def load_grown(checkpoint: Path):
 
 
 def write_publication(checkpoint: Path, folder: Path) -> PreTrainedModel:
-    """Write what is pushed into an empty folder: the model, its tokenizer, and the card and picture that lie there.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: the checkpoint is not a grown one.
-    """
+    """Write what is pushed into an empty folder, the checkpoint's card and picture too; returns the model."""
     model, tokenizer = load_grown(checkpoint)
     model.save_pretrained(folder)
     if tokenizer is not None:
@@ -110,16 +87,7 @@ def write_publication(checkpoint: Path, folder: Path) -> PreTrainedModel:
 
 
 def publish(checkpoint: Path, repo_id: str, private: bool) -> str:
-    """Push a grown checkpoint to the Hub in one commit.
-
-    Returns:
-        The address of the commit.
-
-    Raises:
-        ValueError: the checkpoint is not a grown one.
-        OSError: the token is missing.
-        huggingface_hub.errors.HfHubHTTPError: the Hub refused; nothing was changed there but for an empty repository.
-    """
+    """Push a grown checkpoint to the Hub in one commit, as `push_folder` does; returns the commit's address."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_publication(checkpoint, Path(folder))
         return push_folder(model, Path(folder), repo_id, private=private or None, token=True).commit_url

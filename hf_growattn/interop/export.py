@@ -14,8 +14,7 @@ from ..growable.folders import replacing
 from ..growable.growths import is_grown
 from ..growable.models import GrowableModelMixin
 from ..growable.training_state import refuse_sharded
-from .costs import Cost, costs_of
-from .stock import fresh_rotary, padded_width, stock_model
+from .stock import Cost, costs_of, fresh_rotary, padded_width, stock_model
 
 # Largest difference of the logits, over the largest logit, that is never questioned; and how many times the rounding
 # of the exported model itself is not: two models that compute the same round apart.
@@ -30,9 +29,9 @@ class ExportReport:
     Attributes:
         path: the checkpoint.
         model_type: its architecture.
-        head_dim: the width of all heads: that of the widest, in a grown model rounded up to a multiple of 8.
+        head_dim: the width of all heads.
         difference: largest difference between its logits and the model's, over the largest logit.
-        costs: bytes of the KV cache and weights: "before growth", "grown" and "exported"; see `costs_of`.
+        costs: as `costs_of` returns them.
     """
 
     path: Path
@@ -63,17 +62,14 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
     Llama, and Qwen2 without a window, become a stock Llama; other models keep their own type.
     All heads become as wide as the widest, rounded up to a multiple of 8 for flash kernels; the report gives the bytes
     of the KV cache that this costs. transformers 4 reads the same rotation, except in Gemma 3. llama.cpp runs Llama,
-    Mistral without a window and a few more with the same tokens: scripts/to_gguf.py converts and compares, and mends a
-    scaled rotation, which llama.cpp's converter drops. vLLM was read, not run (models/llama.py at e06c9ba,
-    rotary_embedding at 07b12f1): its Llama takes the width, the biases and both rope types.
+    Mistral without a window and a few more with the same tokens, by scripts/to_gguf.py, which mends a scaled rotation
+    that llama.cpp's converter drops. vLLM was read, not run (models/llama.py at e06c9ba, rotary_embedding at 07b12f1):
+    its Llama takes the width, the biases and both rope types.
 
     Args:
         model: a patched model, with any head; adapters merged.
         directory: where to write; other files that lie there stay.
         tokenizer: saved along, if given. The generation config travels anyway.
-
-    Returns:
-        A report with what was written and how close it is.
 
     Raises:
         TypeError: `model` is not patched.

@@ -7,7 +7,7 @@ attention at the same place: in `attention.extra`. Importing this file teaches p
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from ..growable.growths import is_grown, next_name, sync_config
 from ..growable.models import GrowableModelMixin, patch_model, unpatch_model
 from ..growable.training_state import refuse_sharded
 from ..measure.blocks import KINDS
-from ..model.extra import Inside, Outside, Part
+from ..model.extra import Part
 from ..report.report import GrowthReport
 
 require_version("peft>=0.18", "hf_growattn.GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'")
@@ -90,27 +90,20 @@ class GrowAttnConfig(PeftConfig):
         return [self.qk_dims, self.v_dims] if self.dims is None else self.dims.get(str(layer), [0, 0])
 
 
-class AdapterPart(NamedTuple):
-    """An adapter's modules, as the attention takes those of a `Part`."""
-
-    inside: Inside
-    outside: Outside | None
-    qk_dims: int
-    v_dims: int
-
-
 class GrowAttnLayer(nn.Module, BaseTunerLayer):
-    """The new dims of each adapter in an attention module.
+    """The new dims of each adapter in an attention module, by its name: those of `parts`.
 
-    `growattn_inside` and `growattn_outside` hold by adapter the two modules of a `Part`: peft finds the name of an
-    adapter in the name of a weight right before its end only.
+    `growattn_inside` and `growattn_outside` hold the same modules: peft finds the name of an adapter in the name of a
+    weight right before its end only.
     """
 
     adapter_layer_names = (f"{PREFIX}inside", f"{PREFIX}outside")
+    other_param_names = ("parts",)  # peft deletes an adapter from there, too
 
     def __init__(self, attention: GrowableAttention, model: GrowableModelMixin):
         super().__init__()
         self._home = (attention, model)  # a tuple keeps them from becoming submodules of their own part
+        self.parts: dict[str, Part] = {}
         self._parts_of_merged: dict[str, str] = {}
         self.merged_adapters = []
         self.growattn_inside, self.growattn_outside = nn.ModuleDict(), nn.ModuleDict()
@@ -122,6 +115,7 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
     def add(self, adapter_name: str, part: Part) -> None:
         """Hold a part as an adapter, in place of a former one of this name. Checkpoints of the base leave it out."""
         self.discard(adapter_name)
+        self.parts[adapter_name] = part
         self.growattn_inside[adapter_name] = part.inside
         if part.outside is not None:
             self.growattn_outside[adapter_name] = part.outside
@@ -131,33 +125,25 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
 
     def discard(self, adapter_name: str) -> None:
         """Hold no such adapter any more."""
+        self.parts.pop(adapter_name, None)
         for held in (self.growattn_inside, self.growattn_outside):
             held._modules.pop(adapter_name, None)
 
-    def active_parts(self) -> list[AdapterPart]:
+    def active_parts(self) -> list[Part]:
         """The adapters in use; those that are merged are among the attention's own parts."""
         if self.disable_adapters or self.merged:
             return []
-        found = [self.part_of(name) for name in self.active_adapters]
-        return [part for part in found if part is not None]
-
-    def part_of(self, adapter_name: str) -> AdapterPart | None:
-        """An adapter's modules; None if it adds nothing here."""
-        if adapter_name not in self.growattn_inside:
-            return None
-        inside: Any = self.growattn_inside[adapter_name]
-        outside: Any = self.growattn_outside[adapter_name] if adapter_name in self.growattn_outside else None
-        return AdapterPart(inside, outside, inside.dims[0], inside.dims[2])
+        return [self.parts[name] for name in self.active_adapters if name in self.parts]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Make copies of adapters kept parts of the attention, in its precision: no old weight is touched."""
         attention, model = self._home
         for name in check_adapters_to_merge(self, adapter_names):
-            adapter = self.part_of(name)
-            if adapter is None:
+            if name not in self.parts:
                 continue
+            adapter = self.parts[name]
             part = attention.new_part(adapter.qk_dims, adapter.v_dims).requires_grad_(False)
-            copy_weights(adapter, part)
+            part.load_state_dict(adapter.state_dict())
             if safe_merge and not all(weight.isfinite().all() for weight in part.parameters()):
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken.")
             self._parts_of_merged[name] = next_name(attention)
@@ -190,7 +176,7 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
 
 
 def adapter_layers(model: nn.Module) -> list[GrowAttnLayer]:
-    """Those of a model."""
+    """The modules of a model that hold adapters."""
     return [module for module in model.modules() if isinstance(module, GrowAttnLayer)]
 
 
@@ -253,7 +239,7 @@ class GrowAttnModel(BaseTuner):
         Where an adapter has other sizes, it gets new parameters; they train if the former ones did.
         """
         layers, config = adapter_layers(self.model), cast(GrowAttnConfig, self.peft_config[adapter_name])
-        former: Any = next(own.inside.weight for layer in layers if (own := layer.part_of(adapter_name)) is not None)
+        former = next(layer.parts[adapter_name].inside.weight for layer in layers if adapter_name in layer.parts)
         if config.budget is not None:
             config.dims = {str(attention.layer): [part.qk_dims, part.v_dims] for attention, part in found.items()}
             for layer in layers:
@@ -261,9 +247,9 @@ class GrowAttnModel(BaseTuner):
                     layer.discard(adapter_name)
         for attention, part in found.items():
             layer = self._layer_of(attention)
-            own = layer.part_of(adapter_name)
+            own = layer.parts.get(adapter_name)
             if own is not None and (own.qk_dims, own.v_dims) == (part.qk_dims, part.v_dims):
-                copy_weights(part, own)
+                own.load_state_dict(part.state_dict())
             else:
                 layer.add(adapter_name, part.to(former).requires_grad_(former.requires_grad))
 
@@ -274,13 +260,6 @@ class GrowAttnModel(BaseTuner):
 
 
 register_peft_method(name=_NAME, config_cls=GrowAttnConfig, model_cls=GrowAttnModel)
-
-
-def copy_weights(source: AdapterPart | Part, target: AdapterPart | Part) -> None:
-    """Give a part the weights of another one of its sizes, in its own precision."""
-    target.inside.load_state_dict(source.inside.state_dict())
-    if source.outside is not None and target.outside is not None:
-        target.outside.load_state_dict(source.outside.state_dict())
 
 
 @contextlib.contextmanager
@@ -317,19 +296,15 @@ def initialize_growattn_weights(
 ) -> GrowthReport:
     """Start an adapter at the new dims that `Grower` finds for the base on these batches, step and all.
 
-    The search leaves the base as it is, quantized or not, and the result is copied into the adapter. Other
-    adapters do not count in. A `budget` is spent here, where it gains most: the adapter gets new parameters, in other
-    layers, so make the optimizer afterwards. If no step lowers the loss (`report.applied` says so), the adapter stays
-    as it was.
+    The base stays as it is, quantized or not, and other adapters do not count in. A `budget` is spent here, where it
+    gains most: the adapter gets new parameters, in other layers, so make the optimizer afterwards. If no step lowers
+    the loss (`report.applied` says so), the adapter stays as it was.
 
     Args:
         peft_model: from `get_peft_model` with a `GrowAttnConfig`.
         batches: as for `Grower.grow`.
         adapter_name: which adapter to write; it may be inactive.
         loss: what to lower, a function of the base model and a batch, as for `Grower`.
-
-    Returns:
-        The report of that growth.
 
     Raises:
         ValueError: the adapter does not exist or is merged, or the model is sharded: call this before `fully_shard` or

@@ -2,8 +2,7 @@
 
 A stock class has one width for queries, keys and values of all layers, rotates all of it, and takes its softmax scale
 from it. So every head is padded with zeros to the widest, rounded up to a multiple of 8; dims that growth added rotate
-with frequency zero, which is not at all; and queries carry `s / s'`, the scale over the one that the stock class
-computes.
+with frequency zero; and queries carry `s / s'`, the scale over the one that the stock class computes.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..growable.attention import GrowableAttention, quantization
-from ..growable.growths import attentions, is_grown
+from ..growable.growths import attentions, cache_bytes, extra_parameters, is_grown
 from ..growable.models import patch_model, unpatch_model
 from ..model.extra import ROLES
 
@@ -37,11 +36,7 @@ class Rope:
 
 @torch.no_grad()
 def stock_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Build the stock model. Tensors that need not change are the model's own ones, and new ones lie on the CPU.
-
-    Raises:
-        ValueError: as for `empty_stock`, or the model holds adapters.
-    """
+    """Build the stock model. Tensors that need not change are the model's own ones, and new ones lie on the CPU."""
     stock, ropes = empty_stock(model)
     layer_types = getattr(model.config, "layer_types", None) or [None] * model.config.num_hidden_layers
     for source, target in zip(attentions(model), attentions(stock)):
@@ -69,11 +64,7 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def empty_stock(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str | None, Rope]]:
-    """The stock model, patched and on the meta device, and how its heads rotate, by layer type if that matters.
-
-    Raises:
-        ValueError: the model is quantized, or no stock class computes the same; the message says why and what to do.
-    """
+    """The stock model, patched and on the meta device, and how its heads rotate, by layer type if that matters."""
     for name, module in model.named_modules():
         problem = quantization(module)
         if problem:
@@ -157,7 +148,7 @@ def _rope_parameters(config: PreTrainedConfig) -> dict[str | None, dict]:
 
 
 def _ropes(model: PreTrainedModel, width: int) -> dict[str | None, Rope]:
-    """The rotation of each type of layer; by None where all layers share it."""
+    """The exported rotation, by layer type as `_rope_parameters`."""
     parameters = _rope_parameters(model.config)
     rotaries = [module.rotary_emb for module in model.modules() if hasattr(module, "rotary_emb")]
     return {kind: _rope(fresh_rotary(rotaries[0]), kind, of, width) for kind, of in parameters.items()}
@@ -258,3 +249,31 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
             written[:, positions] = scaled[:, features].to(dtype)
     output = source.factors_of("output", exact, adapters=False).cpu().transpose(1, 2)
     target.weight_of("output")[:, : output.shape[1]] = output.to(dtype)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What serving one form of a model takes."""
+
+    cache_bytes: int  # of a token's keys and values over all layers, in the precision of the weights
+    parameters: int
+
+
+def costs_of(model: PreTrainedModel) -> dict[str, Cost]:
+    """What a patched model costs "before growth", "grown" and, where the family has a stock form, "exported"."""
+    size = next(model.parameters()).element_size()
+    before = model.num_parameters() - sum(parameter.numel() for parameter in extra_parameters(model))
+    costs = {
+        "before growth": Cost(_stock_bytes(model, size), before),
+        "grown": Cost(cache_bytes(model), model.num_parameters()),
+    }
+    with contextlib.suppress(ValueError):  # no stock class fits
+        stock, _ = empty_stock(model)
+        costs["exported"] = Cost(_stock_bytes(stock, size), stock.num_parameters())
+    return costs
+
+
+def _stock_bytes(model: PreTrainedModel, size: int) -> int:
+    """Bytes of a token's keys and values at the stock widths, by the bytes of a number."""
+    shapes = [attention.shape for attention in attentions(model) if attention.caches]
+    return size * sum(shape.num_key_value_heads * (shape.qk_head_dim + shape.v_head_dim) for shape in shapes)
