@@ -193,18 +193,14 @@ def test_a_report_as_json(grown, rolled_back):
 
 
 def test_two_pictures_of_a_growth(grown, rolled_back, history):
-    places, search = grown.plot().axes
+    (places,) = grown.plot().axes
     assert places.get_title(loc="left") == "Where it grew: share of the gain"
     assert len(places.texts) == len(grown.layers)
-    tried, before, after = search.lines
-    assert search.get_title(loc="left") == "Line search"
-    assert sorted(tried.get_ydata()) == sorted(grown.line_search.values())
-    assert (before.get_ydata()[0], after.get_ydata()[0]) == grown.validated_loss
     places, loss = draw_growth([grown, rolled_back], history).axes
     training, held_out, *growths = loss.lines
     assert len(training.get_xdata()) == 10 and list(held_out.get_xdata()) == [0, 6, 11]  # one loss is not finite
     assert [line.get_xdata()[0] for line in growths] == [4, 8]
-    assert len(draw_growth([grown], [(1, 3.0), (2, 2.5)]).axes) == 2  # of a loop of one's own
+    assert len(draw_growth([grown], [{"step": 1, "loss": 3.0}]).axes) == 2  # of a loop of one's own
     assert draw_growth([EMPTY]).axes == []
 
 

@@ -12,16 +12,14 @@ from . import pictures, words
 
 
 def save_report(
-    reports: Sequence, path: str | Path, log_history: Iterable = (), model: str = "", data: str = ""
+    reports: Sequence, path: str | Path, log_history: Iterable[dict] = (), model: str = "", data: str = ""
 ) -> None:
-    """Write the growths of a training as one self-contained HTML file.
-
-    The file is written whole or not at all.
+    """Write the growths of a training as one self-contained HTML file, whole or not at all.
 
     Args:
         reports: what `Grower.grow` returned each time, or `GrowthCallback.reports`.
         path: the file; its folder is made if it does not exist.
-        log_history: `trainer.state.log_history`, or pairs of step and training loss.
+        log_history: `trainer.state.log_history`, or dicts with `step` and `loss` of a loop of one's own.
         model: name of the model that grew.
         data: name of the data that it grew on.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from ..report.words import MARGIN, format_gap, format_table
+from ..report.words import MARGIN, format_table
 from .methods import METHODS
 
 SURE = 2  # standard errors that a lead must exceed
@@ -116,7 +116,7 @@ class Race:
         title = METHODS[self.challenger].title
         if math.isinf(lead):
             return f"LoRA wins: {title} diverged." if lead < 0 else f"{title} wins: LoRA diverged."
-        gap = format_gap(lead, error)
+        gap = f"{abs(lead):.4f} ± {error:.4f} nats a token"
         if self.winner != "lora":
             wider = self.runs_of(self.winner)[0].cache / self.start.cache - 1
             return f"{title} wins: it is {gap} lower than LoRA, with a KV cache {wider:.0%} larger."
