@@ -22,10 +22,8 @@ def inspect_model(model: GrowableModelMixin) -> dict:
     """The widths of a patched model's heads, and how much of them each head uses.
 
     Returns:
-        JSON-ready figures. For each layer and kind: the width, the effective rank of every query head, and which heads
-        are full. Rotated heads are read at equal positions. The ranks are None where the model normalizes queries and
-        keys, since their product is then no fixed matrix, and where the layout of its weights is not known. `costs`
-        holds what `costs_of` gives.
+        JSON-ready figures. Rotated heads are read at equal positions. The ranks are None where the model normalizes
+        queries and keys, since their product is then no fixed matrix, and where the layout of its weights is not known.
     """
     config, layers = model.config, []
     for view in tqdm(attention_views(model), desc="inspecting", unit="layer", leave=False, disable=None):

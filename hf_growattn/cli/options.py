@@ -61,16 +61,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
 
 
 def read_command(words: Sequence[str], descriptions: Mapping[str, str]) -> Any:
-    """What a command line says: a `Recipe` if the command reads data, otherwise a namespace. Help needs no torch.
-
-    Args:
-        words: of the command line.
-        descriptions: help by command.
-
-    Raises:
-        UsageError: an option is unknown; otherwise as `read_recipe`.
-        SystemExit: help was asked for, or a name is unknown or missing.
-    """
+    """What a command line says: a `Recipe` if the command reads data, otherwise a namespace. Help needs no torch."""
     names, _ = OPTIONS.get("".join(words[:1]), ((), ()))
     if DATA in names and not {"-h", "--help"}.intersection(words):
         return read_recipe(words[0], words[1:])
@@ -94,13 +85,7 @@ def read_command(words: Sequence[str], descriptions: Mapping[str, str]) -> Any:
 
 
 def read_recipe(command: str, words: Sequence[str]) -> Any:
-    """The `Recipe` of a command that reads data: names first, then options, of which `--config` names a YAML file.
-
-    Raises:
-        ImportError: TRL is not installed.
-        UsageError: an option is unknown, not one of this command, or out of its range; or a name is missing.
-        SystemExit: a value is of the wrong kind.
-    """
+    """The `Recipe` of a command that reads data: names first, then options, of which `--config` names a YAML file."""
     if find_spec("trl") is None:
         raise ImportError("TRL reads the data: pip install 'hf_growattn[finetune]'.")
     from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
@@ -128,11 +113,7 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
 
 
 def refuse_unknown(words: Sequence[str], known: Iterable[str]) -> None:
-    """Refuse words of a command line; the known word nearest to the first one is suggested.
-
-    Raises:
-        UsageError: there are such words.
-    """
+    """Refuse words of a command line; the known word nearest to the first one is suggested."""
     if words:
         near = difflib.get_close_matches(words[0].partition("=")[0], known, n=1)
         suggestion = f" Did you mean {near[0]}?" if near else ""
@@ -140,11 +121,7 @@ def refuse_unknown(words: Sequence[str], known: Iterable[str]) -> None:
 
 
 def check_new_folder(folder: str | None) -> None:
-    """Check that a folder was named, and holds nothing yet.
-
-    Raises:
-        UsageError: it is a file, it holds something, or nothing was named.
-    """
+    """Check that a folder was named, and holds nothing yet."""
     if not folder:
         raise UsageError("name the folder to write: --output DIR")
     path = Path(folder)

@@ -104,7 +104,7 @@ class Race:
 
     @property
     def runner_up(self) -> str | None:
-        """The other one of LoRA and its challenger; None if nothing grew."""
+        """The loser of LoRA and its challenger; None if nothing grew."""
         return self.challenger if self.winner == "lora" else "lora"
 
     @property
@@ -155,12 +155,8 @@ class Race:
 def compete(race: Race, train: Callable, methods: Iterable[str], rates: Sequence[float], seeds: int) -> None:
     """Choose learning rates, train every method with the best one, then LoRA and its challenger with further seeds.
 
-    Args:
-        race: gets the runs as they end, of which it has those of an earlier call.
-        train: returns the `Run` of a method, a learning rate, a number of steps and a seed; None if nothing grew.
-        methods: of `METHODS`.
-        rates: that each method tries first.
-        seeds: how many.
+    `train` returns the `Run` of a method, a learning rate, a number of steps and a seed, or None if nothing grew. Runs
+    that the race already has are not trained again.
     """
 
     def run(*setting) -> Any:

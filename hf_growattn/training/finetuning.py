@@ -43,11 +43,7 @@ _AT_START = ("method", "budget", "growth_batches")  # options of a growth before
 
 
 def make_callback(recipe: Recipe) -> GrowthCallback | None:
-    """What grows during a fine-tuning, if anything does; nothing is loaded.
-
-    Raises:
-        ValueError: options exclude each other, or a value is out of its range.
-    """
+    """What grows during a fine-tuning, if anything does; nothing is loaded."""
     options = recipe.growth
     if options.method != "full":
         others = [item for item in fields(options) if item.name not in _AT_START]
@@ -71,11 +67,7 @@ def make_callback(recipe: Recipe) -> GrowthCallback | None:
 
 
 def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTrainedConfig]:
-    """Rows to train on and held-out ones, of `count` rows of data or all, and the config of the model.
-
-    Raises:
-        ValueError: the data cannot be read, or model, tokenizer and data do not fit each other.
-    """
+    """Rows to train on and held-out ones, of `count` rows of data or all, and the config of the model."""
     name, training, revision = recipe.model_name, recipe.training, recipe.model.model_revision
     config, tokenizer = load_config(name, revision=revision), load_tokenizer(name, revision=revision)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
@@ -119,11 +111,7 @@ def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedMo
 
 
 def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
-    """A Grower of the recipe's model, batches of its data on the model's device, and its tokenizer.
-
-    Raises:
-        ValueError: options, model and data do not fit each other.
-    """
+    """A Grower of the recipe's model, batches of its data on the model's device, and its tokenizer."""
     growth_config, training, count = recipe.growth_config(), recipe.training, recipe.growth.growth_batches
     rows, _ = read_rows(recipe, _SPARE * count * training.per_device_train_batch_size)
     model: Any = _load_model(recipe, "auto")
@@ -135,22 +123,14 @@ def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
 
 
 def race_recipe(recipe: Recipe) -> Race:
-    """The race of LoRA, growth and both on the recipe's model and data.
-
-    Raises:
-        ValueError: options, model and data do not fit each other.
-    """
+    """The race of LoRA, growth and both on the recipe's model and data."""
     options = replace(recipe.growth, budget=recipe.growth_config().budget)
     rows, _ = read_rows(recipe)
     return run_race(partial(_load_model, recipe, "float32"), rows, options)
 
 
 def finetune(recipe: Recipe) -> dict:
-    """Train and save a recipe's model; returns figures for JSON, with a `summary` in words.
-
-    Raises:
-        ValueError: options, model and data do not fit each other, or a growth at the start found nothing.
-    """
+    """Train and save a recipe's model; returns figures for JSON, with a `summary` in words."""
     growth = make_callback(recipe)
     training, method = recipe.training, METHODS.get(recipe.growth.method)
     rows, config = read_rows(recipe)
