@@ -28,15 +28,7 @@ _STYLE = {
 
 
 def draw_growth(reports: Sequence, log_history: Iterable[dict] = ()) -> "Figure":
-    """Make a figure of where the model grew, and of the loss; without data it has no axes.
-
-    Args:
-        reports: the `GrowthReport` of each growth, at least one.
-        log_history: `trainer.state.log_history`.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message names the fix.
-    """
+    """Make a figure of where the model grew, and of the loss; without data it has no axes."""
     try:
         from matplotlib import style
         from matplotlib.figure import Figure

@@ -1,6 +1,5 @@
 """What a growth or a trim measured and did: `GrowthReport` and `TrimReport`, which print as tables."""
 
-import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,11 +117,8 @@ class GrowthReport:
         layers = [{name: getattr(layer, name) for name in of_layer} for layer in self.layers]
         return {"applied": self.applied, **{name: getattr(self, name) for name in of_all}, "layers": layers}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return report_text(self)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def save(self, path: str | Path, log_history: Iterable[dict] = (), model: str = "", data: str = "") -> None:
         """Write this growth as a page: `save_report` of it alone."""
@@ -173,7 +169,7 @@ class TrimReport:
         """Number of weights removed."""
         return sum(layer.removed_parameters for layer in self.layers)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = []
         for layer in self.layers:
             worth = "-" if layer.worth is None else f"{layer.worth:.4f}"

@@ -16,24 +16,16 @@ _COLUMNS = ("trained by", "learning rate", "held-out loss", "lead over LoRA", "w
 
 @dataclass(frozen=True)
 class Run:
-    """A training that ended, as a line of JSON keeps it.
+    """A training that ended, as a line of JSON keeps it."""
 
-    Attributes:
-        method, rate, steps, seed: name it; the method is one of `METHODS`, or "start" before any training.
-        nats: the loss of each held-out row, summed over its tokens; empty if the training diverged.
-        counts: the number of these tokens in each row.
-        weights: how many trained.
-        cache: bytes that keys and values of a token take.
-    """
-
-    method: str
+    method: str  # one of `METHODS`, or "start" before any training
     rate: float
     steps: int
     seed: int
-    nats: list[float] = field(repr=False)
-    counts: list[int] = field(repr=False)
-    weights: int
-    cache: int
+    nats: list[float] = field(repr=False)  # the loss of each held-out row, over its tokens; empty if it diverged
+    counts: list[int] = field(repr=False)  # the number of these tokens
+    weights: int  # that trained
+    cache: int  # bytes that keys and values of a token take
 
     @property
     def loss(self) -> float:
@@ -62,16 +54,10 @@ def compare_runs(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float
 
 @dataclass
 class Race:
-    """The trainings so far, and the result.
+    """The trainings so far, and the result."""
 
-    Attributes:
-        steps: of the long trainings.
-        start: the model before training.
-        runs: every training that ended.
-    """
-
-    steps: int
-    start: Run
+    steps: int  # of the long trainings
+    start: Run  # the model before training
     runs: list[Run] = field(default_factory=list)
 
     def runs_of(self, method: str) -> list[Run]:

@@ -79,15 +79,10 @@ def prepare_model(
     seed: int,
     loss_of: Callable[[nn.Module], Callable] | None = None,
 ) -> tuple[nn.Module, GrowthReport | None]:
-    """The model to train by a method, and the report of its growth; changes it in place.
+    """The patched model to train by a method, changed in place, and the report of its growth.
 
-    Args:
-        model: patched.
-        method: one of `METHODS`.
-        rank: of LoRA on all linear layers with as many weights as growth and LoRA share.
-        batches: to grow on, as for `Grower.grow`.
-        seed: of LoRA's weights and of growth.
-        loss_of: gives for a model the loss that growth lowers, as `loss` of `Grower`.
+    LoRA of that rank on all linear layers has as many weights as growth and LoRA share. `loss_of` gives for a model the
+    loss that growth lowers, as `loss` of `Grower`.
     """
     own_rank = round(method.lora * rank)
     weights = (rank - own_rank) * weights_of_rank_one(model)
