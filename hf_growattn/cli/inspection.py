@@ -1,7 +1,6 @@
 """How wide a model's heads are, and how much of that width they use, as figures and as tables."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from tqdm.auto import tqdm
 
 from ..growable.growths import cache_bytes, is_grown
 from ..growable.models import GrowableModelMixin
-from ..interop.costs import Cost, costs_of
 from ..measure.views import FactoredMatrix, attention_views
 from ..model.configuration import PREFIX
 from ..report.words import KINDS, format_table, format_width
@@ -38,13 +36,12 @@ def inspect_model(model: GrowableModelMixin) -> dict:
                 "messages": _measure_ranks(view.message, view.heads, attention.width_of("value")),
             }
         )
-    present = {"stock": Cost(cache_bytes(model), model.num_parameters())}
-    costs = costs_of(model) if is_grown(model) else present
     return {
         "model": config.name_or_path,
         "family": config.model_type.removeprefix(PREFIX),
         "grown": is_grown(model),
-        "costs": {form: asdict(cost) for form, cost in costs.items()},
+        "cache_bytes": cache_bytes(model),
+        "parameters": model.num_parameters(),
         "layers": layers,
     }
 
@@ -59,7 +56,7 @@ def _measure_ranks(matrix: Callable[[int], FactoredMatrix], heads: int, width: i
 
 
 def format_inspection(figures: dict) -> str:
-    """The figures of `inspect_model` as text: a table of layers and kinds, one of costs, and what a full head is."""
+    """The figures of `inspect_model` as text: a table of layers and kinds, costs, and what a full head is."""
     rows = []
     for layer in figures["layers"]:
         for stock_width, (kind, title) in zip(layer["stock_widths"], KINDS.items()):
@@ -70,10 +67,9 @@ def format_inspection(figures: dict) -> str:
                 full = ", ".join(map(str, used["full_heads"])) or "none"
             width = format_width((stock_width, used["width"]))
             rows.append([str(layer["layer"]), title, width, ranks, full])
-    costs = [[form, f"{cost['cache_bytes']:,}", f"{cost['parameters']:,}"] for form, cost in figures["costs"].items()]
     return (
         format_table(["layer", "kind", "width", "effective rank: mean (range)", "full heads"], rows)
-        + format_table(["form", "KV cache, bytes a token", "weights"], costs)
-        + f"{figures['family']}, {'grown' if figures['grown'] else 'stock widths'}.\n"
+        + f"{figures['family']}, {'grown' if figures['grown'] else 'stock widths'}: {figures['parameters']:,} weights, "
+        f"and a KV cache of {figures['cache_bytes']:,} bytes a token.\n"
         f"A head is full if its effective rank, the number of directions that it uses, is {FULL:.0%} of its width.\n"
     )
