@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 
 from ..growable.folders import replacing
 from . import pictures, words
@@ -27,14 +27,12 @@ def save_report(
         ImportError: matplotlib is not installed.
         ValueError: the list of reports is empty.
     """
-    reports = list(reports)
     if not reports:
         raise ValueError("No growth to show: pass what Grower.grow returned, or GrowthCallback.reports.")
     figure, picture = pictures.draw_growth(reports, log_history), io.BytesIO()
     figure.savefig(picture, format="svg", transparent=True)
-    loader = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = pages.get_template("page.html").render(
+    template = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    page = template.render(
         model=model,
         data=data,
         growths=[{"summary": words.summary_of(report), "rows": words.rows_of(report)} for report in reports],

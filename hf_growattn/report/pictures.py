@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _GREY = "#1f77b4", "#8a8a8a"
-_PANEL_SIZE = (4.4, 3.5)  # inches
 _STYLE = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -40,8 +39,7 @@ def draw_growth(reports: Sequence, log_history: Iterable[dict] = ()) -> "Figure"
     if read_losses(history, "loss") or read_losses(history, "eval_loss"):
         panels.append(partial(_draw_losses, history=history))
     with style.context(["default", _STYLE]):
-        width, height = _PANEL_SIZE
-        figure = Figure(figsize=(width * max(len(panels), 1), height), layout="constrained")
+        figure = Figure(figsize=(4.4 * max(len(panels), 1), 3.5), layout="constrained")  # inches
         for index, draw in enumerate(panels, 1):
             draw(figure.add_subplot(1, len(panels), index))
         figure.draw_without_rendering()  # ticks take the style of the moment they are made
