@@ -28,7 +28,7 @@ _TRL = (
 _ABOUT = "Find out whether the attention of a language model is too narrow for your data, and widen it there."
 _END = (
     "growattn COMMAND --help explains a command. --json prints JSON alone, --debug shows where an error came from. "
-    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing grew, or growth did not win; 130 "
+    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 no growth helps, or none won; 130 "
     "interrupted, nothing is half-written."
 )
 
@@ -52,7 +52,6 @@ class PushOptions:
 OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
     "inspect": (("MODEL",), ()),
     "measure": (("MODEL", DATA), (GrowthOptions,)),
-    "grow": (("MODEL", DATA), (OutputOptions, GrowthOptions)),
     "race": (("MODEL", DATA), (OutputOptions, RaceOptions)),
     "finetune": (("MODEL", DATA), (OutputOptions, FinetuneOptions)),
     "export": (("FOLDER",), (OutputOptions,)),

@@ -101,8 +101,8 @@ def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedMo
     return patch_model(model)
 
 
-def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
-    """A Grower of the recipe's model, batches of its data on the model's device, and its tokenizer."""
+def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict]]:
+    """A Grower of the recipe's model, and batches of its data on the model's device."""
     growth_config, training, count = recipe.growth_config(), recipe.training, recipe.growth.growth_batches
     rows, _ = read_rows(recipe, _SPARE * count * training.per_device_train_batch_size)
     model: Any = _load_model(recipe, "auto")
@@ -110,7 +110,7 @@ def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
     grower.loss = methods.make_sft_loss(model.to(training.device), rows)
     batches = rows.draw_batches(count, training.seed)
     print(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
-    return grower, batches, rows.tokenizer
+    return grower, batches
 
 
 def race_recipe(recipe: Recipe) -> Race:
