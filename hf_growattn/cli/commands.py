@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -43,12 +42,9 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt as interrupt:
         return _fail(INTERRUPTED, f"Interrupted: {str(interrupt) or 'nothing was written.'}")
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        message = " ".join(str(error).split())
-        if not isinstance(error, _EXPECTED):
-            message = f"{type(error).__name__}: {message} (add --debug to see where)"
-        return _fail(FAILED, f"Error: {message}")
+        if debug or not isinstance(error, _EXPECTED):
+            raise
+        return _fail(FAILED, f"Error: {' '.join(str(error).split())}")
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(result.figures, indent=1) if as_json else result.text, flush=True)
     return result.code
