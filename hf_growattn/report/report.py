@@ -27,9 +27,8 @@ class LayerGrowth:
         strength: the share of each direction that was taken, by how well its gain generalized.
         starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
             where their weights cannot be read.
-        existing_slope, existing_validated: first-order decrease of the loss per unit of step by the existing weights,
-            where they are moved, on the growth batches and on unseen ones.
-        quadratic_ratio: share of the taken step that is beyond first order; 0 unless the existing weights are moved.
+        existing_validated: first-order decrease of the loss per unit of step by the existing weights, where they are
+            moved, on unseen batches.
         left: why nothing grew here; "" where something did.
     """
 
@@ -41,9 +40,7 @@ class LayerGrowth:
     validated: tuple[float, ...]
     strength: tuple[float, ...]
     starvation: float | None
-    existing_slope: float = 0.0
     existing_validated: float = 0.0
-    quadratic_ratio: float = 0.0
     left: str = ""
 
     @property
