@@ -1,8 +1,7 @@
 """What the commands take: their options, declared as dataclasses, and the parsers of these."""
 
 import argparse
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from itertools import chain, takewhile
@@ -78,9 +77,7 @@ def read_command(words: Sequence[str], descriptions: Mapping[str, str]) -> Any:
             default = f" (default: {item.default})" if item.default else ""
             flags = [*item.metadata["aliases"], f"--{item.name}"]
             part.add_argument(*flags, action=action, default=item.default, help=item.metadata["help"] + default)
-    options, unknown = parser.parse_known_args(words)
-    refuse_unknown(unknown, [f"--{option}" for option in vars(options)])
-    return options
+    return parser.parse_args(words)
 
 
 def read_recipe(command: str, words: Sequence[str]) -> Any:
@@ -99,24 +96,14 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
     names = list(takewhile(lambda word: not word.startswith("-"), words))
     options = list(words[len(names) :])
     try:
-        *parsed, unknown = parser.parse_args_and_config(options, return_remaining_strings=True)
+        growth, script, training, model, mixture = parser.parse_args_and_config(options)
     except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
-    growth, script, training, model, mixture = parsed
+        raise UsageError(f"{error}. Name MODEL and DATA first, then the options.") from error
     model.model_name_or_path = names[0] if names else model.model_name_or_path
     datasets = names[1:] or [script.dataset_name] * bool(script.dataset_name)
     if not model.model_name_or_path or not (datasets or mixture.datasets):
         raise UsageError("name MODEL and DATA first, then the options; or name both in a YAML file, by --config.")
-    refuse_unknown(unknown, [f"--{item.name}" for group in groups for item in fields(group)])
     return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture, options)
-
-
-def refuse_unknown(words: Sequence[str], known: Iterable[str]) -> None:
-    """Refuse words of a command line; the known word nearest to the first one is suggested."""
-    if words:
-        near = difflib.get_close_matches(words[0].partition("=")[0], known, n=1)
-        suggestion = f" Did you mean {near[0]}?" if near else ""
-        raise UsageError(f"unknown: {' '.join(words)}.{suggestion}")
 
 
 def check_new_folder(folder: str | None) -> None:
