@@ -194,7 +194,7 @@ def test_a_report_as_json(grown, rolled_back):
 
 def test_two_pictures_of_a_growth(grown, rolled_back, history):
     (places,) = grown.plot().axes
-    assert places.get_title(loc="left") == "Where it grew: share of the gain"
+    assert places.get_title() == "Where it grew: share of the gain"
     assert len(places.texts) == len(grown.layers)
     places, loss = draw_growth([grown, rolled_back], history).axes
     training, held_out, *growths = loss.lines

@@ -14,16 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _GREY = "#1f77b4", "#8a8a8a"
-_STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "svg.fonttype": "none",
-}
+_STYLE = ["default", "seaborn-v0_8-whitegrid", {"svg.fonttype": "none"}]
 
 
 def draw_growth(reports: Sequence, log_history: Iterable[dict] = ()) -> "Figure":
@@ -38,7 +29,7 @@ def draw_growth(reports: Sequence, log_history: Iterable[dict] = ()) -> "Figure"
         panels.append(partial(_draw_places, reports=reports))
     if read_losses(history, "loss") or read_losses(history, "eval_loss"):
         panels.append(partial(_draw_losses, history=history))
-    with style.context(["default", _STYLE]):
+    with style.context(_STYLE):
         figure = Figure(figsize=(4.4 * max(len(panels), 1), 3.5), layout="constrained")  # inches
         for index, draw in enumerate(panels, 1):
             draw(figure.add_subplot(1, len(panels), index))
