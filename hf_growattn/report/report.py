@@ -21,14 +21,12 @@ class LayerGrowth:
         kind: "patterns" (`qk_head_dim`) or "messages" (`v_head_dim`).
         width: before and after.
         step_size: the step `gamma` that was taken here; 0 after a rollback and where nothing grew.
-        in_sample: first-order decrease of the loss per unit of step, for each direction that was measured, over all
-            heads, on the growth batches themselves.
+        in_sample: first-order decrease of the loss per unit of step, by direction, on the growth batches themselves.
         validated: the same on batches that the direction was not computed from; may be negative.
         strength: the share of each direction that was taken, by how well its gain generalized.
         starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
             where their weights cannot be read.
-        existing_validated: first-order decrease of the loss per unit of step by the existing weights, where they are
-            moved, on unseen batches.
+        existing_validated: `validated` of the existing weights, where they are moved.
         left: why nothing grew here; "" where something did.
     """
 
