@@ -90,7 +90,7 @@ print(f"{len(rows):,} rows of 64 tokens, and a Llama of {model.num_parameters():
 accelerator = Accelerator(cpu=True)
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
 batches = iter(DataLoader(rows, batch_size=16, shuffle=True))
-losses = []  # (step, loss), for the report
+losses = []  # by step, for the report
 
 
 def train(steps: int) -> None:
@@ -101,7 +101,7 @@ def train(steps: int) -> None:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append((len(losses) + 1, loss.item()))
+        losses.append({"step": len(losses) + 1, "loss": loss.item()})
 
 
 @torch.no_grad()
@@ -112,7 +112,7 @@ def held_out_loss(of) -> float:
 
 train(120)
 model.save_pretrained(output / "base")
-print(f"After {len(losses)} steps: training loss {losses[-1][1]:.3f}, held-out loss {held_out_loss(model):.3f}.")
+print(f"After {len(losses)} steps: training loss {losses[-1]['loss']:.3f}, held-out loss {held_out_loss(model):.3f}.")
 
 # %% [markdown]
 # ## Patch it

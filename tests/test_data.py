@@ -123,7 +123,7 @@ def test_a_mixture_as_trl_reads_it(folder, tmp_path):
     train, test = load_data(recipe)
     assert (len(train), len(test)) == (90, 30) and recipe.dataset == "json, parquet"
     assert train["text"] == load_data(recipe)[0]["text"]  # every process must split alike
-    grower, batches, _ = prepare_growth(recipe)
+    grower, batches = prepare_growth(recipe)
     assert len(batches) == 2 and grower.measure(batches).loss_before > 0
 
 

@@ -147,7 +147,7 @@ def test_report_holds_and_prints_what_happened():
     steps = [layer.step_size for layer in report.layers]
     assert all(steps) and len({*steps[0::2]}) == len({*steps[1::2]}) == 1  # one for each kind
     for layer in report.layers:
-        assert 0 <= layer.starvation <= 1 and layer.quadratic_ratio == layer.existing_slope == 0
+        assert 0 <= layer.starvation <= 1 and layer.existing_validated == 0
         assert layer.width == (16, 20) and len(layer.in_sample) == len(layer.validated) == len(layer.strength) == 4
         assert list(layer.in_sample) == sorted(layer.in_sample, reverse=True)
         assert all(0 <= strength <= 1 for strength in layer.strength)

@@ -145,9 +145,9 @@ def test_updating_the_existing_weights_moves_them_with_the_rest():
     report = grow(model, batches, qk_dims=2, update_existing=True)
     assert report.applied and not torch.equal(attentions(model)[0].weight_of("query"), old)
     assert loss_of(model, batches) == pytest.approx(report.loss_after, rel=1e-6)
-    assert all(layer.existing_slope > 0 and layer.quadratic_ratio > 0 for layer in report.layers)
+    assert all(layer.existing_validated > 0 for layer in report.layers)
     still = grow(patch_model(build("llama-2")), batches, qk_dims=2)
-    assert all(layer.existing_slope == layer.quadratic_ratio == 0 for layer in still.layers)
+    assert all(layer.existing_validated == 0 for layer in still.layers)
 
 
 def test_old_weights_move_alone_where_a_budget_buys_nothing():

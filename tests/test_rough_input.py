@@ -93,5 +93,5 @@ def test_labels_of_other_heads_are_no_tokens():
 def test_names_in_brackets_are_shown_as_they_are(tmp_path):
     (tmp_path / "a[v2]").mkdir()
     (tmp_path / "a[v2]" / "mine").write_text("")
-    done = call("grow", "m[v2]", "d", "-o", tmp_path / "a[v2]")
+    done = call("export", "m[v2]", "-o", tmp_path / "a[v2]")
     assert done.code == 2 and "a[v2]" in "".join(done.err.replace("│", " ").split()), done.err

@@ -1,4 +1,4 @@
-"""The command line `growattn`: look at a model, measure it on data, grow it, train it, write it for others.
+"""The command line `growattn`: look at a model, measure it on data, train it, write it for others.
 
 The docstrings of the `run_` functions are the help of their commands. Each imports what it needs itself, so that help
 is shown without torch.
@@ -10,10 +10,8 @@ import json
 import os
 import shlex
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,12 +42,9 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt as interrupt:
         return _fail(INTERRUPTED, f"Interrupted: {str(interrupt) or 'nothing was written.'}")
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        message = " ".join(str(error).split())
-        if not isinstance(error, _EXPECTED):
-            message = f"{type(error).__name__}: {message} (add --debug to see where)"
-        return _fail(FAILED, f"Error: {message}")
+        if debug or not isinstance(error, _EXPECTED):
+            raise
+        return _fail(FAILED, f"Error: {' '.join(str(error).split())}")
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(result.figures, indent=1) if as_json else result.text, flush=True)
     return result.code
@@ -60,14 +55,14 @@ def _fail(code: int, message: str) -> int:
     return code
 
 
-def _format_next(command: str, model: str, recipe: Any, *more: str) -> str:
+def _format_next(command: str, recipe: Any, *more: str) -> str:
     """A command to call next, with those of the given options that it takes, too."""
     dropped = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     dropped.add_argument("-o", "--output", "--output_dir", "--output-dir")
-    for option in ("--steps", "--seeds") if command == "finetune" else ("--qk_dims", "--v_dims"):
+    for option in ("--steps", "--seeds", "--qk_dims", "--v_dims"):
         dropped.add_argument(option, option.replace("_", "-"))
     _, options = dropped.parse_known_args(recipe.words)
-    return shlex.join(["growattn", command, model, *recipe.datasets, "-o", "DIR", *options, *more])
+    return shlex.join(["growattn", command, recipe.model_name, *recipe.datasets, "-o", "DIR", *options, *more])
 
 
 def run_inspect(options: argparse.Namespace) -> Result:
@@ -94,40 +89,10 @@ def run_measure(recipe: Any) -> Result:
     from ..report.words import report_text
     from ..training.finetuning import prepare_growth
 
-    grower, batches, _ = prepare_growth(recipe)
+    grower, batches = prepare_growth(recipe)
     report = grower.measure(batches)
-    text = report_text(report, _format_next("race", recipe.model_name, recipe))
+    text = report_text(report, _format_next("race", recipe))
     return Result(report.to_dict(), text, 0 if report.found else NOTHING)
-
-
-def run_grow(recipe: Any) -> Result:
-    """Widen heads once where that lowers the loss, and save the model.
-
-    The output gets the model, its tokenizer, a model card, and report.html. If no growth helps on data
-    that it was not chosen from, nothing is written.
-    """
-    output = recipe.training.output_dir
-    check_new_folder(output)
-    from ..growable.folders import replacing
-    from ..interop.cards import write_card
-    from ..report.pages import save_report
-    from ..report.words import report_text
-    from ..training.finetuning import prepare_growth
-
-    grower, batches, tokenizer = prepare_growth(recipe)
-    report = grower.grow(batches)
-    text = report_text(report, _format_next("race", recipe.model_name, recipe))
-    if not report.applied:
-        return Result(report.to_dict() | {"output": None}, text, NOTHING)
-    with replacing(Path(output).resolve()) as folder:
-        grower.model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        write_card(grower.model, folder, [report], recipe.model_name, recipe.dataset)
-        if find_spec("matplotlib"):
-            save_report([report], folder / "report.html", model=recipe.model_name, data=recipe.dataset)
-    load = f"Saved in {output}. Load it: import hf_growattn, then AutoModelForCausalLM.from_pretrained({output!r})."
-    train = f"Train it: {_format_next('finetune', output, recipe, '--max_growths', '0')}"
-    return Result(report.to_dict() | {"output": output}, f"{text}\n{load}\n{train}")
 
 
 def run_race(recipe: Any) -> Result:
@@ -149,7 +114,7 @@ def run_race(recipe: Any) -> Result:
     for place, name in (("winner", race.winner), ("runner-up", race.runner_up)):
         if name:
             method = ["--method", name, "--learning_rate", f"{race.rates[name]:.2g}"]
-            command = _format_next("finetune", recipe.model_name, recipe, *method)
+            command = _format_next("finetune", recipe, *method)
             lines.append(f"Train by the {place}, {METHODS[name].title}: {command}")
     return Result(race.figures(), "\n".join(lines), NOTHING if race.winner == "lora" else 0)
 
@@ -193,7 +158,7 @@ def run_export(options: argparse.Namespace) -> Result:
 def run_push(options: argparse.Namespace) -> Result:
     """Push a grown model with its card to the Hub, in one commit.
 
-    The card is the README.md in the folder, which grow and finetune write. You may edit it first. The push replaces
+    The card is the README.md in the folder, which finetune writes. You may edit it first. The push replaces
     you/your-model in it with the name of the repository. --dry-run writes the files and the card into a folder instead.
     """
     from ..growable.folders import replacing
@@ -215,7 +180,6 @@ def run_push(options: argparse.Namespace) -> Result:
 COMMANDS: dict[str, Callable[[Any], Result]] = {
     "inspect": run_inspect,
     "measure": run_measure,
-    "grow": run_grow,
     "race": run_race,
     "finetune": run_finetune,
     "export": run_export,

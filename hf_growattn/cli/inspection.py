@@ -1,7 +1,6 @@
 """How wide a model's heads are, and how much of that width they use, as figures and as tables."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from tqdm.auto import tqdm
 
 from ..growable.growths import cache_bytes, is_grown
 from ..growable.models import GrowableModelMixin
-from ..interop.stock import Cost, costs_of
 from ..measure.views import FactoredMatrix, attention_views
 from ..model.configuration import PREFIX
 from ..report.words import KINDS, format_table, format_width
@@ -22,10 +20,8 @@ def inspect_model(model: GrowableModelMixin) -> dict:
     """The widths of a patched model's heads, and how much of them each head uses.
 
     Returns:
-        JSON-ready figures. For each layer and kind: the width, the effective rank of every query head, and which heads
-        are full. Rotated heads are read at equal positions. The ranks are None where the model normalizes queries and
-        keys, since their product is then no fixed matrix, and where the layout of its weights is not known. `costs`
-        holds what `costs_of` gives.
+        JSON-ready figures. Rotated heads are read at equal positions. The ranks are None where the model normalizes
+        queries and keys, since their product is then no fixed matrix, and where the layout of its weights is not known.
     """
     config, layers = model.config, []
     for view in tqdm(attention_views(model), desc="inspecting", unit="layer", leave=False, disable=None):
@@ -40,13 +36,12 @@ def inspect_model(model: GrowableModelMixin) -> dict:
                 "messages": _measure_ranks(view.message, view.heads, attention.width_of("value")),
             }
         )
-    present = {"stock": Cost(cache_bytes(model), model.num_parameters())}
-    costs = costs_of(model) if is_grown(model) else present
     return {
         "model": config.name_or_path,
         "family": config.model_type.removeprefix(PREFIX),
         "grown": is_grown(model),
-        "costs": {form: asdict(cost) for form, cost in costs.items()},
+        "cache_bytes": cache_bytes(model),
+        "parameters": model.num_parameters(),
         "layers": layers,
     }
 
@@ -61,7 +56,7 @@ def _measure_ranks(matrix: Callable[[int], FactoredMatrix], heads: int, width: i
 
 
 def format_inspection(figures: dict) -> str:
-    """The figures of `inspect_model` as text: a table of layers and kinds, one of costs, and what a full head is."""
+    """The figures of `inspect_model` as text: a table of layers and kinds, costs, and what a full head is."""
     rows = []
     for layer in figures["layers"]:
         for stock_width, (kind, title) in zip(layer["stock_widths"], KINDS.items()):
@@ -72,10 +67,9 @@ def format_inspection(figures: dict) -> str:
                 full = ", ".join(map(str, used["full_heads"])) or "none"
             width = format_width((stock_width, used["width"]))
             rows.append([str(layer["layer"]), title, width, ranks, full])
-    costs = [[form, f"{cost['cache_bytes']:,}", f"{cost['parameters']:,}"] for form, cost in figures["costs"].items()]
     return (
         format_table(["layer", "kind", "width", "effective rank: mean (range)", "full heads"], rows)
-        + format_table(["form", "KV cache, bytes a token", "weights"], costs)
-        + f"{figures['family']}, {'grown' if figures['grown'] else 'stock widths'}.\n"
+        + f"{figures['family']}, {'grown' if figures['grown'] else 'stock widths'}: {figures['parameters']:,} weights, "
+        f"and a KV cache of {figures['cache_bytes']:,} bytes a token.\n"
         f"A head is full if its effective rank, the number of directions that it uses, is {FULL:.0%} of its width.\n"
     )

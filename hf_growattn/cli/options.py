@@ -1,8 +1,7 @@
 """What the commands take: their options, declared as dataclasses, and the parsers of these."""
 
 import argparse
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from itertools import chain, takewhile
@@ -28,7 +27,7 @@ _TRL = (
 _ABOUT = "Find out whether the attention of a language model is too narrow for your data, and widen it there."
 _END = (
     "growattn COMMAND --help explains a command. --json prints JSON alone, --debug shows where an error came from. "
-    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 nothing grew, or growth did not win; 130 "
+    "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 no growth helps, or none won; 130 "
     "interrupted, nothing is half-written."
 )
 
@@ -52,7 +51,6 @@ class PushOptions:
 OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
     "inspect": (("MODEL",), ()),
     "measure": (("MODEL", DATA), (GrowthOptions,)),
-    "grow": (("MODEL", DATA), (OutputOptions, GrowthOptions)),
     "race": (("MODEL", DATA), (OutputOptions, RaceOptions)),
     "finetune": (("MODEL", DATA), (OutputOptions, FinetuneOptions)),
     "export": (("FOLDER",), (OutputOptions,)),
@@ -61,16 +59,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
 
 
 def read_command(words: Sequence[str], descriptions: Mapping[str, str]) -> Any:
-    """What a command line says: a `Recipe` if the command reads data, otherwise a namespace. Help needs no torch.
-
-    Args:
-        words: of the command line.
-        descriptions: help by command.
-
-    Raises:
-        UsageError: an option is unknown; otherwise as `read_recipe`.
-        SystemExit: help was asked for, or a name is unknown or missing.
-    """
+    """What a command line says: a `Recipe` if the command reads data, otherwise a namespace. Help needs no torch."""
     names, _ = OPTIONS.get("".join(words[:1]), ((), ()))
     if DATA in names and not {"-h", "--help"}.intersection(words):
         return read_recipe(words[0], words[1:])
@@ -88,19 +77,11 @@ def read_command(words: Sequence[str], descriptions: Mapping[str, str]) -> Any:
             default = f" (default: {item.default})" if item.default else ""
             flags = [*item.metadata["aliases"], f"--{item.name}"]
             part.add_argument(*flags, action=action, default=item.default, help=item.metadata["help"] + default)
-    options, unknown = parser.parse_known_args(words)
-    refuse_unknown(unknown, [f"--{option}" for option in vars(options)])
-    return options
+    return parser.parse_args(words)
 
 
 def read_recipe(command: str, words: Sequence[str]) -> Any:
-    """The `Recipe` of a command that reads data: names first, then options, of which `--config` names a YAML file.
-
-    Raises:
-        ImportError: TRL is not installed.
-        UsageError: an option is unknown, not one of this command, or out of its range; or a name is missing.
-        SystemExit: a value is of the wrong kind.
-    """
+    """The `Recipe` of a command that reads data: names first, then options, of which `--config` names a YAML file."""
     if find_spec("trl") is None:
         raise ImportError("TRL reads the data: pip install 'hf_growattn[finetune]'.")
     from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
@@ -115,36 +96,18 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
     names = list(takewhile(lambda word: not word.startswith("-"), words))
     options = list(words[len(names) :])
     try:
-        *parsed, unknown = parser.parse_args_and_config(options, return_remaining_strings=True)
+        growth, script, training, model, mixture = parser.parse_args_and_config(options)
     except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
-    growth, script, training, model, mixture = parsed
+        raise UsageError(f"{error}. Name MODEL and DATA first, then the options.") from error
     model.model_name_or_path = names[0] if names else model.model_name_or_path
     datasets = names[1:] or [script.dataset_name] * bool(script.dataset_name)
     if not model.model_name_or_path or not (datasets or mixture.datasets):
         raise UsageError("name MODEL and DATA first, then the options; or name both in a YAML file, by --config.")
-    refuse_unknown(unknown, [f"--{item.name}" for group in groups for item in fields(group)])
     return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture, options)
 
 
-def refuse_unknown(words: Sequence[str], known: Iterable[str]) -> None:
-    """Refuse words of a command line; the known word nearest to the first one is suggested.
-
-    Raises:
-        UsageError: there are such words.
-    """
-    if words:
-        near = difflib.get_close_matches(words[0].partition("=")[0], known, n=1)
-        suggestion = f" Did you mean {near[0]}?" if near else ""
-        raise UsageError(f"unknown: {' '.join(words)}.{suggestion}")
-
-
 def check_new_folder(folder: str | None) -> None:
-    """Check that a folder was named, and holds nothing yet.
-
-    Raises:
-        UsageError: it is a file, it holds something, or nothing was named.
-    """
+    """Check that a folder was named, and holds nothing yet."""
     if not folder:
         raise UsageError("name the folder to write: --output DIR")
     path = Path(folder)

@@ -329,8 +329,6 @@ def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) 
         validated=tuple(gradient.validated.tolist()),
         strength=(*change.strength.tolist(), *[0.0] * (len(gradient.validated) - change.dims)),
         starvation=gradient.starvation,
-        existing_slope=change.old_step.slope if change.old_step else 0.0,
         existing_validated=change.old_step.validated if change.old_step else 0.0,
-        quadratic_ratio=step * change.quadratic_ratio,
         left=why,
     )

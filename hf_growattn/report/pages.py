@@ -5,23 +5,21 @@ import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment
 
 from ..growable.folders import replacing
 from . import pictures, words
 
 
 def save_report(
-    reports: Sequence, path: str | Path, log_history: Iterable = (), model: str = "", data: str = ""
+    reports: Sequence, path: str | Path, log_history: Iterable[dict] = (), model: str = "", data: str = ""
 ) -> None:
-    """Write the growths of a training as one self-contained HTML file.
-
-    The file is written whole or not at all.
+    """Write the growths of a training as one self-contained HTML file, whole or not at all.
 
     Args:
         reports: what `Grower.grow` returned each time, or `GrowthCallback.reports`.
         path: the file; its folder is made if it does not exist.
-        log_history: `trainer.state.log_history`, or pairs of step and training loss.
+        log_history: `trainer.state.log_history`, or dicts with `step` and `loss` of a loop of one's own.
         model: name of the model that grew.
         data: name of the data that it grew on.
 
@@ -29,14 +27,12 @@ def save_report(
         ImportError: matplotlib is not installed.
         ValueError: the list of reports is empty.
     """
-    reports = list(reports)
     if not reports:
         raise ValueError("No growth to show: pass what Grower.grow returned, or GrowthCallback.reports.")
     figure, picture = pictures.draw_growth(reports, log_history), io.BytesIO()
     figure.savefig(picture, format="svg", transparent=True)
-    loader = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = pages.get_template("page.html").render(
+    template = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+    page = template.render(
         model=model,
         data=data,
         growths=[{"summary": words.summary_of(report), "rows": words.rows_of(report)} for report in reports],

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -13,42 +13,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Points = list[tuple[float, float]]
-
-_BLUE, _ORANGE, _GREY = "#1f77b4", "#d9741a", "#8a8a8a"
-_PANEL_SIZE = (4.4, 3.5)  # inches
-_STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "svg.fonttype": "none",
-}
+_BLUE, _GREY = "#1f77b4", "#8a8a8a"
+_STYLE = ["default", "seaborn-v0_8-whitegrid", {"svg.fonttype": "none"}]
 
 
-def draw_growth(reports: Sequence, log_history: Iterable = ()) -> "Figure":
-    """Make a figure of where the model grew, and of the loss; without data it has no axes.
-
-    Args:
-        reports: the `GrowthReport` of each growth, at least one.
-        log_history: `trainer.state.log_history`, or pairs of step and training loss. Without losses in it, the line
-            search of the last growth is drawn.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message names the fix.
-    """
+def draw_growth(reports: Sequence, log_history: Iterable[dict] = ()) -> "Figure":
+    """Make a figure of where the model grew, and of the loss; without data it has no axes."""
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("The pictures of a growth need matplotlib: pip install matplotlib.") from error
-    panels = _choose_panels(reports, list(log_history))
-    with style.context(["default", _STYLE]):
-        width, height = _PANEL_SIZE
-        figure = Figure(figsize=(width * max(len(panels), 1), height), layout="constrained")
+    history, panels = list(log_history), []
+    if any(report.layers for report in reports):
+        panels.append(partial(_draw_places, reports=reports))
+    if read_losses(history, "loss") or read_losses(history, "eval_loss"):
+        panels.append(partial(_draw_losses, history=history))
+    with style.context(_STYLE):
+        figure = Figure(figsize=(4.4 * max(len(panels), 1), 3.5), layout="constrained")  # inches
         for index, draw in enumerate(panels, 1):
             draw(figure.add_subplot(1, len(panels), index))
         figure.draw_without_rendering()  # ticks take the style of the moment they are made
@@ -60,20 +42,6 @@ def draw_growth(reports: Sequence, log_history: Iterable = ()) -> "Figure":
 
     setattr(figure, "_repr_png_", to_png)  # noqa: B010  without pyplot, notebooks do not display figures
     return figure
-
-
-def _choose_panels(reports: Sequence, history: list) -> list[Callable[["Axes"], None]]:
-    """What draws the two pictures; those without data are absent."""
-    panels: list[Callable[[Axes], None]] = []
-    if any(report.layers for report in reports):
-        panels.append(partial(_draw_places, reports=reports))
-    training, held_out = read_losses(history)
-    if training or held_out:
-        growths = {entry["step"] for entry in history if isinstance(entry, dict) and "growth_added_parameters" in entry}
-        panels.append(partial(_draw_losses, training=training, held_out=held_out, growths=sorted(growths)))
-    elif any(map(math.isfinite, reports[-1].line_search.values())):
-        panels.append(partial(_draw_line_search, report=reports[-1]))
-    return panels
 
 
 def _draw_places(axes: "Axes", reports: Sequence) -> None:
@@ -102,43 +70,22 @@ def _draw_places(axes: "Axes", reports: Sequence) -> None:
     axes.set(title="Where it grew: share of the gain", ylabel="layer")
 
 
-def read_losses(history: Iterable) -> tuple[Points, Points]:
-    """The training and the held-out losses of a log history, each with its step; only finite ones."""
-    training: Points = []
-    held_out: Points = []
-    for each in history:
-        entry = each if isinstance(each, dict) else {"step": each[0], "loss": each[1]}
-        if math.isfinite(entry.get("loss", math.nan)):
-            training.append((entry["step"], entry["loss"]))
-        if math.isfinite(entry.get("eval_loss", math.nan)):
-            held_out.append((entry["step"], entry["eval_loss"]))
-    return training, held_out
+def read_losses(history: Iterable[dict], name: str) -> list[tuple[float, float]]:
+    """The finite losses of that name in a log history, each with its step."""
+    return [(entry["step"], entry[name]) for entry in history if math.isfinite(entry.get(name, math.nan))]
 
 
-def _draw_losses(axes: "Axes", training: Points, held_out: Points, growths: list[float]) -> None:
+def _draw_losses(axes: "Axes", history: list[dict]) -> None:
     """Draw the losses of a training by step, and mark the growths."""
+    training, held_out = read_losses(history, "loss"), read_losses(history, "eval_loss")
     if training:
         steps, losses = zip(*training)
         middles = [(step + former) / 2 for former, step in pairwise((0, *steps))]  # each is the mean since the last one
         axes.plot(middles, losses, color=_BLUE, linewidth=0.9, alpha=0.6, label="training")
     if held_out:
         axes.plot(*zip(*held_out), ".-", color=_BLUE, linewidth=1.8, label="held out")
+    growths = [entry["step"] for entry in history if "growth_added_parameters" in entry]
     for index, step in enumerate(growths):
         axes.axvline(step, color=_GREY, linestyle=":", linewidth=1.2, label="growth" if index == 0 else None)
     axes.set(title="Loss", xlabel="step", ylabel="loss")
-    axes.legend()
-
-
-def _draw_line_search(axes: "Axes", report) -> None:
-    """Draw the loss at every common step that was tried, and that of the same batches before and as it grew."""
-    tried = sorted((step, loss) for step, loss in report.line_search.items() if math.isfinite(loss))
-    axes.plot(*zip(*tried), ".-", color=_BLUE, label="all candidates")
-    if report.validated_loss:
-        before, after = report.validated_loss
-        axes.axhline(before, color=_GREY, linestyle="--", linewidth=1, label="before")
-        axes.axhline(after, color=_ORANGE, linewidth=1, label="as grown")
-        lowest = min(loss for _, loss in tried)
-        if lowest < before:
-            axes.set_ylim(lowest - 0.2 * (before - lowest), before + (before - lowest))  # too long steps are cut off
-    axes.set(title="Line search", xscale="log", xlabel="step", ylabel="loss")
     axes.legend()

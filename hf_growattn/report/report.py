@@ -1,6 +1,5 @@
 """What a growth or a trim measured and did: `GrowthReport` and `TrimReport`, which print as tables."""
 
-import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +19,15 @@ class LayerGrowth:
     Attributes:
         layer: index.
         kind: "patterns" (`qk_head_dim`) or "messages" (`v_head_dim`).
-        width: `qk_head_dim` or `v_head_dim` before and after.
+        width: before and after.
         step_size: the step `gamma` that was taken here; 0 after a rollback and where nothing grew.
-        in_sample: first-order decrease of the loss per unit of step, for each direction that was measured, over all
-            heads, on the growth batches themselves.
+        in_sample: first-order decrease of the loss per unit of step, by direction, on the growth batches themselves.
         validated: the same on batches that the direction was not computed from; may be negative.
-        strength: for each direction the share of it that was taken, by how well its gain generalized; 0 where it was
-            not grown.
+        strength: the share of each direction that was taken, by how well its gain generalized.
         starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
             where their weights cannot be read.
-        existing_slope, existing_validated: first-order decrease of the loss per unit of step by the existing weights,
-            where they are moved, on the growth batches and on unseen ones.
-        quadratic_ratio: share of the taken step that is beyond first order. Only moving the existing weights makes it
-            more than 0.
-        left: why nothing grew here, in a few words; "" where something did.
+        existing_validated: `validated` of the existing weights, where they are moved.
+        left: why nothing grew here; "" where something did.
     """
 
     layer: int
@@ -44,9 +38,7 @@ class LayerGrowth:
     validated: tuple[float, ...]
     strength: tuple[float, ...]
     starvation: float | None
-    existing_slope: float = 0.0
     existing_validated: float = 0.0
-    quadratic_ratio: float = 0.0
     left: str = ""
 
     @property
@@ -64,15 +56,14 @@ class GrowthReport:
         loss_before, loss_after: mean loss of the growth batches, in the loss's own unit; equal if nothing was kept.
         layers: one entry for each layer and kind that was measured.
         added_parameters: number of weights added.
-        line_search: mean loss, of some of the growth batches, at every common step that was tried; by the step of the
-            first layer and kind, where kinds differ. Each half has the directions of the other. A budget buys only some
-            of the dims that were tried here.
+        line_search: mean loss, of some of the growth batches, by the step that was tried: that of the first layer and
+            kind, where kinds differ. A budget buys only some of the dims that were tried here.
         kept: False for what `Grower.measure` tried and took back.
         cache_bytes: of a token's keys and values over all layers, before and after.
         parameters: number of the model's weights before; 0 where that is not known.
-        validated_loss: mean loss of the batches of the line search, before and at the steps that were taken: measured
-            on each half of the batches along directions that were computed from the other half. The step and the number
-            of dims were chosen on these batches. None where no such loss was measured.
+        validated_loss: mean loss of the batches of the line search, before and at the steps that were taken, each half
+            along directions of the other. Step and number of dims were chosen on these batches. None where no such loss
+            was measured.
     """
 
     loss_before: float
@@ -97,7 +88,7 @@ class GrowthReport:
 
     @property
     def predicted_gain(self) -> float:
-        """First-order decrease of the loss on unseen batches, at the steps that were taken; no measured loss."""
+        """The sum of the layers' predicted gains."""
         return sum(layer.predicted_gain for layer in self.layers)
 
     def figures(self) -> dict[str, float]:
@@ -121,18 +112,15 @@ class GrowthReport:
         layers = [{name: getattr(layer, name) for name in of_layer} for layer in self.layers]
         return {"applied": self.applied, **{name: getattr(self, name) for name in of_all}, "layers": layers}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return report_text(self)
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
-    def save(self, path: str | Path, log_history: Iterable = (), model: str = "", data: str = "") -> None:
+    def save(self, path: str | Path, log_history: Iterable[dict] = (), model: str = "", data: str = "") -> None:
         """Write this growth as a page: `save_report` of it alone."""
         pages.save_report([self], path, log_history, model, data)
 
     def plot(self) -> "Figure":
-        """Draw where the model grew, and the line search, by matplotlib."""
+        """Draw where the model grew, by matplotlib."""
         return pictures.draw_growth([self])
 
 
@@ -141,11 +129,9 @@ class LayerTrim:
     """The new dims of one kind of one layer in a trim.
 
     Attributes:
-        layer: index.
-        kind: "patterns" (`qk_head_dim`) or "messages" (`v_head_dim`).
-        width: `qk_head_dim` or `v_head_dim` before and after.
-        worth: what the mean loss of the batches rises by without any of these dims, the mean of cutting them before and
-            after those of all other layers and kinds; None without batches, and where the loss allowed to cut them all.
+        layer, kind, width: as in `LayerGrowth`.
+        worth: what the mean loss of the batches rises by without these dims, the mean of cutting them before and after
+            all others; None without batches, and where the loss allowed to cut them all.
         error: share of what these dims compute that was cut, as a squared size in the metric of the logits or outputs.
         removed_parameters: number of weights removed.
     """
@@ -178,7 +164,7 @@ class TrimReport:
         """Number of weights removed."""
         return sum(layer.removed_parameters for layer in self.layers)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = []
         for layer in self.layers:
             worth = "-" if layer.worth is None else f"{layer.worth:.4f}"

@@ -27,12 +27,7 @@ def race_command(model: str = "", data: str = "") -> str:
 
 
 def report_text(report, next_command: str = "") -> str:
-    """A whole report as text that fits 80 columns.
-
-    Args:
-        report: of one growth.
-        next_command: what compares this growth with LoRA; by default a race of placeholders.
-    """
+    """A report of a growth as text that fits 80 columns, with the command that compares it with LoRA."""
     text = "".join(f"{wrap_line(line)}\n" for line in summary_of(report))
     if report.layers:
         text += "\n" + format_table(COLUMNS, rows_of(report))
@@ -83,13 +78,8 @@ def format_width(width: tuple[int, int]) -> str:
     return f"{before} -> {after}" if after != before else str(before)
 
 
-def format_gap(lead: float, error: float) -> str:
-    """The distance between two models' losses, with its standard error."""
-    return f"{abs(lead):.4f} ± {error:.4f} nats a token"
-
-
 def wrap_line(text: str) -> str:
-    """A text in lines for a terminal, of which all but the first are indented."""
+    """A text as lines for a terminal, indented after the first."""
     return textwrap.fill(text, _TERMINAL, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any
 
-from ..report.words import MARGIN, format_gap, format_table
+from ..report.words import MARGIN, format_table
 from .methods import METHODS
 
 SURE = 2  # standard errors that a lead must exceed
@@ -16,24 +16,16 @@ _COLUMNS = ("trained by", "learning rate", "held-out loss", "lead over LoRA", "w
 
 @dataclass(frozen=True)
 class Run:
-    """A training that ended, as a line of JSON keeps it.
+    """A training that ended, as a line of JSON keeps it."""
 
-    Attributes:
-        method, rate, steps, seed: name it; the method is one of `METHODS`, or "start" before any training.
-        nats: the loss of each held-out row, summed over its tokens; empty if the training diverged.
-        counts: the number of these tokens in each row.
-        weights: how many trained.
-        cache: bytes that keys and values of a token take.
-    """
-
-    method: str
+    method: str  # one of `METHODS`, or "start" before any training
     rate: float
     steps: int
     seed: int
-    nats: list[float] = field(repr=False)
-    counts: list[int] = field(repr=False)
-    weights: int
-    cache: int
+    nats: list[float] = field(repr=False)  # the loss of each held-out row, over its tokens; empty if it diverged
+    counts: list[int] = field(repr=False)  # the number of these tokens
+    weights: int  # that trained
+    cache: int  # bytes that keys and values of a token take
 
     @property
     def loss(self) -> float:
@@ -62,16 +54,10 @@ def compare_runs(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float
 
 @dataclass
 class Race:
-    """The trainings so far, and the result.
+    """The trainings so far, and the result."""
 
-    Attributes:
-        steps: of the long trainings.
-        start: the model before training.
-        runs: every training that ended.
-    """
-
-    steps: int
-    start: Run
+    steps: int  # of the long trainings
+    start: Run  # the model before training
     runs: list[Run] = field(default_factory=list)
 
     def runs_of(self, method: str) -> list[Run]:
@@ -104,7 +90,7 @@ class Race:
 
     @property
     def runner_up(self) -> str | None:
-        """The other one of LoRA and its challenger; None if nothing grew."""
+        """The loser of LoRA and its challenger; None if nothing grew."""
         return self.challenger if self.winner == "lora" else "lora"
 
     @property
@@ -116,7 +102,7 @@ class Race:
         title = METHODS[self.challenger].title
         if math.isinf(lead):
             return f"LoRA wins: {title} diverged." if lead < 0 else f"{title} wins: LoRA diverged."
-        gap = format_gap(lead, error)
+        gap = f"{abs(lead):.4f} ± {error:.4f} nats a token"
         if self.winner != "lora":
             wider = self.runs_of(self.winner)[0].cache / self.start.cache - 1
             return f"{title} wins: it is {gap} lower than LoRA, with a KV cache {wider:.0%} larger."
@@ -155,12 +141,8 @@ class Race:
 def compete(race: Race, train: Callable, methods: Iterable[str], rates: Sequence[float], seeds: int) -> None:
     """Choose learning rates, train every method with the best one, then LoRA and its challenger with further seeds.
 
-    Args:
-        race: gets the runs as they end, of which it has those of an earlier call.
-        train: returns the `Run` of a method, a learning rate, a number of steps and a seed; None if nothing grew.
-        methods: of `METHODS`.
-        rates: that each method tries first.
-        seeds: how many.
+    `train` returns the `Run` of a method, a learning rate, a number of steps and a seed, or None if nothing grew. Runs
+    that the race already has are not trained again.
     """
 
     def run(*setting) -> Any:

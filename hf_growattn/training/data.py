@@ -23,11 +23,7 @@ _HELD_OUT = 128  # rows at most
 
 
 def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
-    """The rows of a recipe's data, and those of its test split; sets packing unless the recipe does.
-
-    Raises:
-        ValueError: several data are not files of one kind, or they are streamed.
-    """
+    """The rows of a recipe's data, and those of its test split; sets packing unless the recipe does."""
     names, training, script = recipe.datasets, recipe.training, recipe.script
     if script.dataset_streaming or recipe.mixture.streaming:
         raise ValueError("rows are drawn from all over the data, so they cannot be streamed")
@@ -56,17 +52,10 @@ def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
 
 
 class Prepared(NamedTuple):
-    """Rows as the model reads them, and what SFTTrainer needs to train on them.
-
-    Attributes:
-        train: to train on.
-        test: held out; None for a trainer that measures nothing.
-        collate: makes a batch of some.
-        tokenizer, training: what made them.
-    """
+    """Rows as the model reads them, and what SFTTrainer needs to train on them."""
 
     train: Dataset
-    test: Any
+    test: Any  # held-out rows; None for a trainer that measures nothing
     collate: Callable[[list[dict]], dict]
     tokenizer: Any
     training: SFTConfig
@@ -82,11 +71,7 @@ class Prepared(NamedTuple):
 
 
 def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTConfig) -> Prepared:
-    """Tokenize, mask and pack data as SFTTrainer does; without a test split, a tenth is held out.
-
-    Raises:
-        ValueError: there are too few rows.
-    """
+    """Tokenize, mask and pack data as SFTTrainer does; without a test split, a tenth is held out."""
     config = LlamaConfig(vocab_size=3, hidden_size=2, intermediate_size=1, num_attention_heads=1, num_hidden_layers=1)
     trainer = SFTTrainer(
         LlamaForCausalLM(config),

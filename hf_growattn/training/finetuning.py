@@ -21,18 +21,9 @@ from ..growable.models import patch_model, unpatch_model
 from ..interop.cards import write_card
 from ..interop.checkpoints import load_config, load_model, load_tokenizer
 from ..report.report import GrowthReport
+from . import methods
 from .comparison import Race
 from .data import Prepared, first_rows, load_data, prepare_rows
-from .methods import (
-    METHODS,
-    RATES,
-    choose_rank,
-    is_quantized,
-    make_sft_loss,
-    make_trainer,
-    move_to_device,
-    prepare_model,
-)
 from .options import UsageError
 from .race import run_race
 from .recipe import Recipe
@@ -43,11 +34,7 @@ _AT_START = ("method", "budget", "growth_batches")  # options of a growth before
 
 
 def make_callback(recipe: Recipe) -> GrowthCallback | None:
-    """What grows during a fine-tuning, if anything does; nothing is loaded.
-
-    Raises:
-        ValueError: options exclude each other, or a value is out of its range.
-    """
+    """What grows during a fine-tuning, if anything does; nothing is loaded."""
     options = recipe.growth
     if options.method != "full":
         others = [item for item in fields(options) if item.name not in _AT_START]
@@ -71,11 +58,7 @@ def make_callback(recipe: Recipe) -> GrowthCallback | None:
 
 
 def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTrainedConfig]:
-    """Rows to train on and held-out ones, of `count` rows of data or all, and the config of the model.
-
-    Raises:
-        ValueError: the data cannot be read, or model, tokenizer and data do not fit each other.
-    """
+    """Rows to train on and held-out ones, of `count` rows of data or all, and the config of the model."""
     name, training, revision = recipe.model_name, recipe.training, recipe.model.model_revision
     config, tokenizer = load_config(name, revision=revision), load_tokenizer(name, revision=revision)
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
@@ -118,53 +101,41 @@ def _load_model(recipe: Recipe, dtype: str, dense: bool = False) -> PreTrainedMo
     return patch_model(model)
 
 
-def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict], Any]:
-    """A Grower of the recipe's model, batches of its data on the model's device, and its tokenizer.
-
-    Raises:
-        ValueError: options, model and data do not fit each other.
-    """
+def prepare_growth(recipe: Recipe) -> tuple[Grower, list[dict]]:
+    """A Grower of the recipe's model, and batches of its data on the model's device."""
     growth_config, training, count = recipe.growth_config(), recipe.training, recipe.growth.growth_batches
     rows, _ = read_rows(recipe, _SPARE * count * training.per_device_train_batch_size)
     model: Any = _load_model(recipe, "auto")
     grower = Grower(model, growth_config)  # which refuses quantized weights
-    grower.loss = make_sft_loss(model.to(training.device), rows)
+    grower.loss = methods.make_sft_loss(model.to(training.device), rows)
     batches = rows.draw_batches(count, training.seed)
     print(f"Measuring on {len(batches)} batches of {recipe.dataset}.")
-    return grower, batches, rows.tokenizer
+    return grower, batches
 
 
 def race_recipe(recipe: Recipe) -> Race:
-    """The race of LoRA, growth and both on the recipe's model and data.
-
-    Raises:
-        ValueError: options, model and data do not fit each other.
-    """
+    """The race of LoRA, growth and both on the recipe's model and data."""
     options = replace(recipe.growth, budget=recipe.growth_config().budget)
     rows, _ = read_rows(recipe)
     return run_race(partial(_load_model, recipe, "float32"), rows, options)
 
 
 def finetune(recipe: Recipe) -> dict:
-    """Train and save a recipe's model; returns figures for JSON, with a `summary` in words.
-
-    Raises:
-        ValueError: options, model and data do not fit each other, or a growth at the start found nothing.
-    """
+    """Train and save a recipe's model; returns figures for JSON, with a `summary` in words."""
     growth = make_callback(recipe)
-    training, method = recipe.training, METHODS.get(recipe.growth.method)
+    training, method = recipe.training, methods.METHODS.get(recipe.growth.method)
     rows, config = read_rows(recipe)
     width = config.get_text_config().hidden_size
-    between = prod(RATES) ** 0.5 / width  # the rates of a race
+    between = prod(methods.RATES) ** 0.5 / width  # the rates of a race
     training.learning_rate = training.learning_rate or (between if method else type(training).learning_rate)
-    model: Any = move_to_device(_load_model(recipe, "float32"), training.device)
+    model: Any = methods.move_to_device(_load_model(recipe, "float32"), training.device)
     report = None
     if method:
-        model, report = _prepare_start(recipe, model, rows)
-    quantized = is_quantized(model)
+        model, report = _prepare_start(recipe, method, model, rows)
+    quantized = methods.is_quantized(model)
     share = method.grown_share(width) if method else 1.0
     options = {"peft_config": get_peft_config(recipe.model), "callbacks": [growth] if growth else []}
-    trainer = make_trainer(model, rows, share, **options)
+    trainer = methods.make_trainer(model, rows, share, **options)
     save_with_adapters(growable_model(trainer.model))  # a growth before the training is part of a checkpoint, too
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     history = trainer.state.log_history
@@ -192,13 +163,15 @@ def finetune(recipe: Recipe) -> dict:
     return figures | {"summary": "\n".join([*lines, f"The model is in {training.output_dir}."])}
 
 
-def _prepare_start(recipe: Recipe, model: Any, rows: Prepared) -> tuple[nn.Module, GrowthReport | None]:
+def _prepare_start(
+    recipe: Recipe, method: methods.Method, model: Any, rows: Prepared
+) -> tuple[nn.Module, GrowthReport | None]:
     """The model as its training by a method starts, and the report of a growth before it."""
     training = recipe.training
-    rank = choose_rank(model, recipe.growth_config().budget or 0)
+    rank = methods.choose_rank(model, recipe.growth_config().budget or 0)
     batches = rows.draw_batches(recipe.growth.growth_batches, training.seed)
-    loss_of = partial(make_sft_loss, rows=rows)
-    untrained, report = prepare_model(model, METHODS[recipe.growth.method], rank, batches, training.seed, loss_of)
+    loss_of = partial(methods.make_sft_loss, rows=rows)
+    untrained, report = methods.prepare_model(model, method, rank, batches, training.seed, loss_of)
     if report and not report.applied:
         raise ValueError(
             "Growth found nothing that helps on other rows of these data: train by --method lora, or let growth look "
@@ -216,7 +189,7 @@ def save_model(trainer: SFTTrainer, load_dense: Callable[[], PreTrainedModel]) -
     Adapters of a quantized model are merged into the patched model that `load_dense` gives.
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False, keep_torch_compile=False)
-    if is_quantized(model):
+    if methods.is_quantized(model):
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder, save_embedding_layers=False)
             model, growth = load_dense(), Path(folder, GROWTH)

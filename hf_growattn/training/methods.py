@@ -26,21 +26,15 @@ RATES = (0.5, 1.5)  # learning rates that a race tries, times `hidden_size`: wid
 
 @dataclass(frozen=True)
 class Method:
-    """A way to spend a budget of weights.
-
-    Attributes:
-        title: its name in sentences and tables.
-        lora: share of the budget for LoRA on all linear layers; by the rest, attention grows before the training.
-    """
+    """A way to spend a budget of weights."""
 
     title: str
-    lora: float
+    lora: float  # share of the budget for LoRA on all linear layers; by the rest, attention grows before the training
 
     def grown_share(self, width: int) -> float:
         """The learning rate of the grown dims, divided by that of LoRA in the same model of a `hidden_size`.
 
-        LoRA takes larger steps than whole weights do, above all in wide models. The share was measured at
-        `hidden_size` 64, 128 and 576 (scripts/bench/results/mix_rates.md); wider models use the last one.
+        Measured at `hidden_size` 64, 128 and 576 (scripts/bench/results/mix_rates.md); wider models use the last one.
         """
         return min(max((64 / width) ** 1.5, 1 / 30), 1.0) if 0 < self.lora < 1 else 1.0
 
@@ -85,18 +79,10 @@ def prepare_model(
     seed: int,
     loss_of: Callable[[nn.Module], Callable] | None = None,
 ) -> tuple[nn.Module, GrowthReport | None]:
-    """The model to train by a method, and the report of its growth; changes it in place.
+    """The patched model to train by a method, changed in place, and the report of its growth.
 
-    Args:
-        model: patched, not grown in this training.
-        method: one of `METHODS`.
-        rank: of LoRA on all linear layers with as many weights as growth and LoRA share.
-        batches: to grow on, as for `Grower.grow`.
-        seed: of LoRA's weights and of growth.
-        loss_of: gives for a model the loss that growth lowers, as `loss` of `Grower`.
-
-    Returns:
-        The model or peft's wrapper of it, and the report, or None without growth.
+    LoRA of that rank on all linear layers has as many weights as growth and LoRA share. `loss_of` gives for a model the
+    loss that growth lowers, as `loss` of `Grower`.
     """
     own_rank = round(method.lora * rank)
     weights = (rank - own_rank) * weights_of_rank_one(model)

@@ -2,17 +2,17 @@
 
 import copy
 import gc
-import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from datasets.fingerprint import Hasher
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -31,13 +31,7 @@ _HELD_OUT = 256  # rows at most
 
 
 class _Trainings:
-    """Trains by any method, always on the same rows in the same order, and keeps each run in a file.
-
-    Attributes:
-        race: the runs of earlier calls.
-        rank: of LoRA with the whole budget.
-        width: the model's `hidden_size`.
-    """
+    """Trains by any method, always on the same rows in the same order, and keeps each run in a file."""
 
     def __init__(self, load_model, rows: Prepared, options: RaceOptions):
         training: Any = without_training(rows.training)
@@ -47,12 +41,14 @@ class _Trainings:
         self.load_model, self.options = load_model, options
         self._prepared: tuple = ()  # method, seed, model, report, and the weights that train as they start
         model = load_model()
-        self.rank, self.width = choose_rank(model, options.budget or 0), model.config.get_text_config().hidden_size
+        self.rank = choose_rank(model, options.budget or 0)  # of LoRA with the whole budget
+        self.width = model.config.get_text_config().hidden_size
+        settings, columns = model.config.to_dict() | {"_name_or_path": ""}, ["input_ids", "labels"]
         identity = training.to_dict() | {
             "output_dir": "",
-            "model": _hash_model(model),
-            "train_dataset": _hash_rows(self.rows.train),
-            "eval_dataset": _hash_rows(self.rows.test),
+            "model": _hash([settings, *model.state_dict().values()]),
+            "train_dataset": _hash(self.rows.train.with_format("numpy", columns=columns)),
+            "eval_dataset": _hash(self.rows.test.with_format("numpy", columns=columns)),
             "budget": self.rank,
             "steps": options.steps,
             "growth_batches": options.growth_batches,
@@ -60,7 +56,7 @@ class _Trainings:
         self.file = Path(rows.training.output_dir or ".", RUNS)
         runs = self._read_runs(json.loads(json.dumps(identity, default=str)))
         if not runs:
-            runs = [self._keep(Run("start", 0.0, 0, 0, *self._measure(model), 0, cache_bytes(model)))]
+            runs = [self._keep(Run("start", 0.0, 0, 0, *measure_rows(model, self.rows), 0, cache_bytes(model)))]
         self.race = Race(options.steps, runs[0], runs[1:])
 
     def _read_runs(self, identity: dict) -> list[Run]:
@@ -99,15 +95,14 @@ class _Trainings:
         trainer = make_trainer(model, rows, METHODS[method].grown_share(self.width))
         trainer.train()
         with trainer.compute_loss_context_manager():
-            nats, counts = self._measure(model)
+            nats, counts = measure_rows(model, self.rows)
         cache = report.cache_bytes[1] if report else cache_bytes(model)  # adapters of growth widen it once merged
-        trained: Any = model
-        weights = trained.num_parameters(only_trainable=True)
+        weights = model.num_parameters(only_trainable=True)
         run = self._keep(Run(method, rate, steps, seed, nats, counts, weights, cache))
         print(f"{METHODS[method].title}, learning rate {rate:.2g}, {steps} steps, seed {seed}: {run.loss:.4f}")
         return run
 
-    def _prepare(self, method: str, seed: int) -> tuple[nn.Module, GrowthReport | None]:
+    def _prepare(self, method: str, seed: int) -> tuple[Any, GrowthReport | None]:
         """The model as a method starts from it, grown once for all learning rates, and the report of its growth."""
         if self._prepared[:2] != (method, seed):
             self._prepared = ()
@@ -124,34 +119,20 @@ class _Trainings:
                 weight.copy_(value)
         return model, report
 
-    def _measure(self, model: nn.Module) -> tuple[list[float], list[int]]:
-        """The loss and number of tokens of each held-out row, without losses if one is not finite."""
-        nats, counts = measure_rows(model, self.rows)
-        return nats if math.isfinite(sum(nats)) else [], counts
 
-
-def _hash_model(model: PreTrainedModel) -> str:
-    settings = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-    digest = hashlib.sha256(json.dumps(settings, default=str).encode())
-    for value in model.state_dict().values():
-        if torch.is_tensor(value):
-            content: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            digest.update(content)
-    return digest.hexdigest()
-
-
-def _hash_rows(rows: Any) -> str:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps([row["input_ids"], row["labels"]]).encode())
-    return digest.hexdigest()
+def _hash(values: Iterable) -> str:
+    """A hash of tensors, rows and settings by their content."""
+    hasher = Hasher()
+    for value in values:
+        hasher.update(value)
+    return hasher.hexdigest()
 
 
 @torch.no_grad()
 def measure_rows(model: nn.Module, rows: Prepared) -> tuple[list[float], list[int]]:
-    """The summed loss of each held-out row in nats, and the number of its tokens.
+    """The summed loss of each held-out row in nats, none if one is not finite, and the number of its tokens.
 
-    Rows that the collator packs into one count as one. The model stays in evaluation mode.
+    Rows that the collator packs into one count as one.
     """
     training = rows.training
     move_to_device(model.eval(), training.device)
@@ -166,7 +147,7 @@ def measure_rows(model: nn.Module, rows: Prepared) -> tuple[list[float], list[in
         losses[predicted] = nn.functional.cross_entropy(logits[predicted].float(), labels[predicted], reduction="none")
         nats += losses.sum(1).tolist()
         counts += predicted.sum(1).tolist()
-    return nats, counts
+    return nats if math.isfinite(sum(nats)) else [], counts
 
 
 def race(

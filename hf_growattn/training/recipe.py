@@ -41,21 +41,16 @@ class Training(SFTConfig):
 
 
 class Recipe(NamedTuple):
-    """A model, data, and the options of a command by groups.
-
-    Attributes:
-        growth: the command's own options, one of the classes in `options`.
-        words: all options, as they were given.
-    """
+    """A model, data, and the options of a command by groups."""
 
     model_name: str
     datasets: list[str]
-    growth: Any
+    growth: Any  # the command's own options, one of the classes in `options`
     script: ScriptArguments
     training: Training
     model: ModelConfig
     mixture: DatasetMixtureConfig
-    words: list[str]
+    words: list[str]  # all options, as they were given
 
     @property
     def dataset(self) -> str:
@@ -63,11 +58,7 @@ class Recipe(NamedTuple):
         return ", ".join(self.datasets or [part.path for part in self.mixture.datasets])
 
     def growth_config(self) -> GrowthConfig:
-        """What to grow each time.
-
-        Raises:
-            ValueError: a value is out of its range.
-        """
+        """What to grow each time."""
         budget = self.growth.budget
         qk_dims, v_dims = (getattr(self.growth, name, 0) for name in ("qk_dims", "v_dims"))
         if budget is None and not (qk_dims or v_dims):

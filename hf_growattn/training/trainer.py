@@ -36,9 +36,8 @@ class GrowthCallback(TrainerCallback):
 
     What growth lowers is the trainer's own loss, its `compute_loss`, of which its metrics keep no trace. The growth
     batches are drawn with a seed of their own and made by the training data loader's collator, so the order of the
-    training data and all random states stay as they are. What grew is logged through the Trainer. Everything that a
-    resumed run must know is in the Trainer's own log history. A checkpoint of a peft model has the new dims of its base
-    in the folder `growth`.
+    training data and all random states stay as they are. What a resumed run must know is in the Trainer's log history.
+    A checkpoint of a peft model has the new dims of its base in the folder `growth`.
 
     Args:
         config: what to grow each time.
@@ -101,15 +100,12 @@ class GrowthCallback(TrainerCallback):
             self._grower.loss = loss_of(self._trainer)
             self._grower.check(self._growth_batches(args, state, 2))
 
-    def on_step_end(self, args, state, control, **kwargs):
-        """Grow, if it is time."""
-        self._grow_if_due(args, state, control)
-
     def on_epoch_end(self, args, state, control, **kwargs):
         """Grow after an epoch of a stream, of which the step that ends it cannot be known."""
-        self._grow_if_due(args, state, control, epoch_ended=True)
+        self.on_step_end(args, state, control, epoch_ended=True)
 
-    def _grow_if_due(self, args, state, control, epoch_ended: bool = False) -> None:
+    def on_step_end(self, args, state, control, epoch_ended: bool = False, **kwargs):
+        """Grow, if it is time."""
         if self.is_time(state, epoch_ended):
             self._grower.loss = loss_of(self._trainer)
             with name_kept(self._grower.model):  # Trainer's model card says what the run was started from
@@ -129,9 +125,8 @@ class GrowthCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         """Give the best model its own new dims, and warn if nothing ever grew."""
-        best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        if best and _has_adapters(self._grower.model):  # Trainer has loaded its adapters alone
-            _load_growth_of_base(self._grower.model, Path(best))
+        if args.load_best_model_at_end and state.best_model_checkpoint:  # of adapters, Trainer has loaded those alone
+            _set_saved_dims(self._grower.model, Path(state.best_model_checkpoint))
         if not _growths(state):
             warnings.warn("GrowthCallback never fired: choose an earlier time to grow.", stacklevel=2)
 
@@ -183,16 +178,15 @@ class GrowthCallback(TrainerCallback):
         return [dict(batch) for batch in batches]
 
 
-def _load_growth_of_base(model: Any, checkpoint: Path) -> None:
-    """Give a model with adapters the new dims that a checkpoint has for its base, or none."""
-    if (checkpoint / GROWTH).is_dir():
-        load_growth(model, checkpoint / GROWTH)
-    else:
-        set_dims(model, {})
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return any(map(is_adapted, model.modules()))
+def _set_saved_dims(model: nn.Module, checkpoint: Path) -> None:
+    """Give a model the new dims of a checkpoint, with their weights where the checkpoint itself has adapters alone."""
+    if any(map(is_adapted, model.modules())):
+        if (checkpoint / GROWTH).is_dir():
+            load_growth(model, checkpoint / GROWTH)
+        else:
+            set_dims(model, {})
+    elif (checkpoint / "config.json").is_file() and not sharded_modules(model):
+        set_dims(model, AutoConfig.from_pretrained(checkpoint).extra_dims)
 
 
 def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
@@ -238,11 +232,8 @@ def _train_with_saved_growth(trainer: Any, train: Callable, resume_from_checkpoi
     """Train as a Trainer does, with the new dims of the checkpoint that it resumes, before its optimizer is made."""
     latest = resume_from_checkpoint is True
     folder = get_last_checkpoint(trainer.args.output_dir) if latest else resume_from_checkpoint
-    model = growable_model(trainer.model)
-    if folder and _has_adapters(model):
-        _load_growth_of_base(model, Path(folder))
-    elif folder and Path(folder, "config.json").is_file() and not sharded_modules(model):
-        set_dims(model, AutoConfig.from_pretrained(folder).extra_dims)
+    if folder:
+        _set_saved_dims(growable_model(trainer.model), Path(folder))
     return train(resume_from_checkpoint, *args, **kwargs)
 
 
