@@ -9,7 +9,7 @@ with a cache equals the full forward, and a reloaded model computes the same to 
 import signal
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -141,11 +141,9 @@ def tiny_config(model_type: str):
     except Exception:  # each type has its own
         taken = {}
         for name, value in every.items():
-            try:
+            with suppress(Exception):
                 AutoConfig.for_model(model_type, **taken, **{name: value})
                 taken[name] = value
-            except Exception:
-                continue
         return AutoConfig.for_model(model_type, **taken)
 
 
