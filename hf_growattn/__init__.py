@@ -31,7 +31,6 @@ _PLACES = {
     "initialize_growattn_weights": "interop.peft_method",
     "load_growth": "growable.growths",
     "patch_model": "growable.models",
-    "race": "training.race",
     "register_architecture": "growable.attention",
     "save_growth": "growable.growths",
     "save_report": "report.pages",
@@ -39,8 +38,8 @@ _PLACES = {
     "unpatch_model": "growable.models",
     "write_card": "interop.cards",
 }
-# Of these, `from hf_growattn import *` takes all but those that need peft or TRL.
-__all__ = [name for name, place in _PLACES.items() if place not in ("interop.peft_method", "training.race")]
+# Of these, `from hf_growattn import *` takes all but those that need peft.
+__all__ = [name for name, place in _PLACES.items() if place != "interop.peft_method"]
 
 
 def __getattr__(name: str):

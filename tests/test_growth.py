@@ -119,7 +119,7 @@ def test_sketch_and_exact_growth_come_out_alike(real_llama):
 def test_growing_is_deterministic(variant):
     config = GrowthConfig(qk_dims=2, v_dims=2)
     reports = [Grower(patch_model(build(variant)), config).grow(lm_batches()) for _ in range(2)]
-    assert reports[0].line_search == reports[1].line_search
+    assert reports[0] == reports[1]
 
 
 @pytest.mark.parametrize("dims", [dict(qk_dims=3), dict(v_dims=3), dict(qk_dims=3, v_dims=2)])
@@ -226,10 +226,7 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
     report = Grower(model, GrowthConfig(**FIXED), optimizer).grow(lm_batches())
     assert not report.applied and report.predicted_gain == 0
     assert report.loss_after == report.loss_before and report.added_parameters == 0
-    assert (
-        "no step along the new directions lowers the loss" in " ".join(str(report).split())
-        and len(report.line_search) > 3
-    )
+    assert "no step along the new directions lowers the loss" in " ".join(str(report).split())
     assert same(fingerprint(model, optimizer), before)
     assert torch.equal(model.eval()(**lm_batches()[0]).logits, logits)
 

@@ -88,7 +88,7 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
         for layer in layers:
             probes = {}
             for kind in (PATTERNS, MESSAGES):
-                heads, groups = layer.heads_of("query"), layer.heads_of("key")
+                heads, groups = layer.shape.num_heads, layer.shape.num_key_value_heads
                 stacked, shared = layer.features_of(kind.stacked), layer.features_of(kind.shared)
                 identity = torch.eye(shared, dtype=dtype).expand(groups, -1, -1)
                 probes[kind.name] = KindProbe(identity, torch.randn(heads, stacked, 3, dtype=dtype))
@@ -104,7 +104,7 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
                 cross = expected[kind.name][index][:, : probe.zero_stacked.shape[1], : probe.shared_probe.shape[1]]
                 read = probe.zero_stacked.grad / len(batches)
                 assert (read - cross).norm() <= 1e-5 * cross.norm()
-                mirrored = (cross.mT @ probe.stacked_probe).unflatten(0, (layer.heads_of("key"), -1)).sum(1)
+                mirrored = (cross.mT @ probe.stacked_probe).unflatten(0, (layer.shape.num_key_value_heads, -1)).sum(1)
                 assert (probe.zero_shared.grad / len(batches) - mirrored).norm() <= 1e-5 * mirrored.norm()
 
 

@@ -12,9 +12,11 @@ from datasets import Dataset
 from families import build, word_tokenizer
 from trl import SFTConfig
 
-import hf_growattn
+from hf_growattn import patch_model
 from hf_growattn.training import race as module
 from hf_growattn.training.comparison import Race, Run, compare_runs, compete
+from hf_growattn.training.data import prepare_rows
+from hf_growattn.training.options import RaceOptions
 
 STEPS = 8
 # TRL itself sets it
@@ -128,9 +130,8 @@ def hold(folder: Path, model=None, rows=None, seeds=1, steps=STEPS, budget=0.2, 
     training = SFTConfig(str(folder), **how | options)
     model = model or build("llama-2")
     rows = rows or given_rows()
-    return hf_growattn.race(
-        model, word_tokenizer(), rows, training, budget=budget, steps=steps, seeds=seeds, growth_batches=4
-    )
+    prepared = prepare_rows(rows, None, word_tokenizer(), training)
+    return module.run_race(lambda: patch_model(copy.deepcopy(model)), prepared, RaceOptions(budget, 4, steps, seeds))
 
 
 @pytest.fixture(scope="module")

@@ -79,5 +79,5 @@ def test_a_sketch_in_which_nothing_holds_is_the_last(monkeypatch):
     )
     monkeypatch.setattr(gradients, "_gradient", nothing_holds)
     report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(8))
-    assert passes == [2, 2, 4, 4] and not report.applied and not report.line_search
+    assert passes == [2, 2, 4, 4] and not report.applied
     assert "Nothing was grown" in str(report)

@@ -70,8 +70,8 @@ def assert_near(one, other):
 def kill_some(model):
     """Two dead pattern dims and one dead message dim in every head, elsewhere in each, on this side or on that."""
     for attention in attentions(model):
-        groups = attention.heads_of("key")
-        per_group = attention.heads_of("query") // groups
+        groups = attention.shape.num_key_value_heads
+        per_group = attention.shape.num_heads // groups
         for group in range(groups):
             queries = slice(group * per_group, (group + 1) * per_group)
             kill(attention, "query", group % QK, queries)

@@ -74,6 +74,8 @@ def test_parts_that_cannot_grow_are_refused():
     with pytest.raises(ValueError, match=r"no part 'tower': choose of .*model\.vision_tower"):
         patch_model(model, parts=["tower"])
     assert type(model) is type(build("llava"))
+    with pytest.raises(ValueError, match="too few batches"):  # the images of all rows are in one tensor
+        Grower(patch_model(build("qwen3_vl")), GROWTH).grow([batch("qwen3_vl")])
     images = patch_model(build("qwen3_vl"), parts=["visual"])  # runs the patches of all images in one row
     with pytest.raises(ValueError, match=r"the shape \(12, 32\) instead of \(batch, tokens, features\)"):
-        Grower(images, GROWTH).grow([batch("qwen3_vl")])
+        Grower(images, GROWTH).grow([batch("qwen3_vl", seed=seed) for seed in range(2)])

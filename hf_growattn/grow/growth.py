@@ -271,7 +271,6 @@ class Grower:
                 steps,
                 loss_before=run.loss,
                 loss_after=loss,
-                line_search=(pricing or search).tried,
                 validated_loss=_validated_loss(search, steps),
             )
         except BaseException:

@@ -173,7 +173,7 @@ class Trial:
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
     """Weights that one more dim of every head adds."""
-    return sum(attention.heads_of(role) * attention.features_of(role) for role in kind.roles)
+    return sum(attention.shape.heads_of(role) * attention.features_of(role) for role in kind.roles)
 
 
 class StepSearch:
@@ -196,7 +196,6 @@ class StepSearch:
         left: how many evaluations may still be spent.
         promises: the best ones that were found, by kind; empty if no step lowers the loss.
         lowest: the loss at the best steps that were found; before a search, the loss without the changes.
-        tried: the loss at every common promise that was tried, by the step of the first change.
     """
 
     def __init__(
@@ -210,7 +209,6 @@ class StepSearch:
         self.left = former.left if former else MOST_EVALUATIONS
         self.lowest = self.loss_before = loss_before
         self.promises: dict[Kind, float] = {}
-        self.tried: dict[float, float] = {}
         self._slopes: dict[Kind, float] = {}
         for change in trial.changes:
             kind = change.gradient.block.kind
@@ -255,8 +253,7 @@ class StepSearch:
 
         def at(promise: float) -> float:
             if promise not in losses:
-                promises = self._alike(promise)
-                losses[promise] = self.tried[self.steps_for(promises)[0]] = self._loss_with(promises)
+                losses[promise] = self._loss_with(self._alike(promise))
             return losses[promise]
 
         promise, self.promises = self._first(), {}

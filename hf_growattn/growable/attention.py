@@ -167,10 +167,6 @@ def added_by_adapters(module: Any, name: str, dtype: torch.dtype) -> Iterator[Te
 class GrowableAttention(WideAttention):
     """Mixin for a stock attention class. A role is "query", "key", "value" or "output"."""
 
-    def heads_of(self, role: str) -> int:
-        """Number of heads of a role."""
-        return self.shape.heads_of(role)
-
     def width_of(self, role: str) -> int:
         """Width of one head of a role, kept new dims included."""
         return self.stock_width_of(role) + sum(part.dims_of(role) for part in self.parts)
@@ -196,11 +192,11 @@ class GrowableAttention(WideAttention):
         new = sum(part.qk_dims for part in parts), sum(part.v_dims for part in parts)
         latent: Any = getattr(self, "kv_lora_rank", None), getattr(self, "qk_rope_head_dim", None)
         if None not in latent:
-            return sum(latent) + self.heads_of("key") * sum(new)
+            return sum(latent) + self.shape.num_key_value_heads * sum(new)
         key, value = self.shape.qk_head_dim + new[0], self.shape.v_head_dim + new[1]
         if parts and self.config._attn_implementation not in UNEQUAL_WIDTHS:
             key = value = common_width(key, value, self.empty_like().device)
-        return self.heads_of("key") * (key + value)
+        return self.shape.num_key_value_heads * (key + value)
 
     @property
     def trial(self) -> nn.Module | None:
@@ -343,15 +339,15 @@ class GrowableAttention(WideAttention):
         axis = self._axis(role) if tensor.dim() > 1 else 0
         groups, before = 1, 0
         if self.row.is_fused and role != "output":
-            groups = self.heads_of("query") if self.row.grouped_by_head else 1
+            groups = self.shape.num_heads if self.row.grouped_by_head else 1
             before = sum(self._size_of(other) for other in ROLES[: ROLES.index(role)])
         block = tensor.unflatten(axis, (groups, -1)).narrow(axis + 1, before // groups, self._size_of(role) // groups)
-        heads, width = self.heads_of(role), self.stock_width_of(role)
+        heads, width = self.shape.heads_of(role), self.stock_width_of(role)
         split = block.view(*tensor.shape[:axis], heads, width, *tensor.shape[axis + 1 :])
         return split.permute(1, 2, 0) if axis == 1 else split
 
     def _size_of(self, role: str) -> int:
-        return self.heads_of(role) * self.stock_width_of(role)
+        return self.shape.heads_of(role) * self.stock_width_of(role)
 
     def _rows_of(self, role: str) -> int:
         """Entries of the role's projection along its heads: of all three roles where they share one."""

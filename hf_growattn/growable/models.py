@@ -167,7 +167,7 @@ def _check(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
     found = [module for module, *_ in find_attentions(model, parts)]
     if not found:
         named = (module for module in model.modules() if "attention" in type(module).__name__.lower())
-        why = {type(module).__name__: find_obstacle(module) for module in named if not _holds_attention(module)}
+        why = {type(module).__name__: find_obstacle(module) for module in named}
         reasons = "; ".join(f"{name} {obstacle}" for name, obstacle in why.items())
         raise ValueError(f"New dims cannot join {type(model).__name__}: {reasons or 'it has no attention module'}.")
     for module in found:
@@ -179,10 +179,6 @@ def _check(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
                 f"A {type(module).__name__} has a forward that other code has put there, which new dims could not "
                 "join. Patch the model before other libraries do."
             )
-
-
-def _holds_attention(module: nn.Module) -> bool:
-    return any("attention" in type(inner).__name__.lower() for inner in module.modules() if inner is not module)
 
 
 def _register(stock: type) -> None:

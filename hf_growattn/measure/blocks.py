@@ -84,12 +84,12 @@ class Block:
     @property
     def heads(self) -> int:
         """Query heads `H`."""
-        return self.attention.heads_of("query")
+        return self.attention.shape.num_heads
 
     @property
     def groups(self) -> int:
         """Key/value heads `G`."""
-        return self.attention.heads_of("key")
+        return self.attention.shape.num_key_value_heads
 
     @property
     def stacked_shape(self) -> tuple[int, int]:

@@ -359,16 +359,15 @@ def halves_of(batches: list, whole: bool = False) -> tuple[list, list]:
     """Split the batches in two, every other one; a single batch, unless `whole`, by its rows, if it has several."""
     if len(batches) != 1:
         return batches[0::2], batches[1::2]
-    batch, rows = batches[0], 0
-    if not whole:
-        rows = max((len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()), default=0)
+    batch, lengths = batches[0], {0}
+    if not whole:  # images of all rows may lie in one tensor: such a batch cannot be split
+        lengths = {len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()}
+    rows = max(lengths) if len(lengths) == 1 else 0
     if rows < 2:
         return (batches, []) if rank() % 2 == 0 else ([], batches)
 
     def part(start: int, stop: int) -> dict:
-        return {
-            key: value[start:stop] if torch.is_tensor(value) and value.dim() and len(value) == rows else value
-            for key, value in batch.items()
-        }
+        is_split = {key: torch.is_tensor(value) and value.dim() for key, value in batch.items()}
+        return {key: value[start:stop] if is_split[key] else value for key, value in batch.items()}
 
     return [part(0, rows // 2)], [part(rows // 2, rows)]

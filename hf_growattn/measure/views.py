@@ -81,7 +81,7 @@ class AttentionView:
     def __init__(self, attention: GrowableAttention, module: nn.Module, rotary: Any):
         self.module, self._attention, self._rotary = module, attention, rotary
         self.layer, self.scaling = attention.layer, attention.softmax_scale
-        self.heads, self.groups = attention.heads_of("query"), attention.heads_of("key")
+        self.heads, self.groups = attention.shape.num_heads, attention.shape.num_key_value_heads
 
     def pattern(self, head: int, offset: int = 0, length: int | None = None) -> FactoredMatrix:
         """Return the pattern of a query head, `W^P = W_Q R_offset W_K^T`: the logits are `s x'_t W^P x'_u^T`.
@@ -152,7 +152,7 @@ class AttentionView:
         problem = attention.why_unreadable(role) if attention.is_plain(role) else None
         if problem:
             raise ValueError(problem)
-        own = head * attention.heads_of(role) // heads
+        own = head * attention.shape.heads_of(role) // heads
         dtype = torch.promote_types(attention.empty_like(role).dtype, torch.float32)
         return attention.factors_of(role, dtype, adapters=False)[own].clone()
 

@@ -83,22 +83,9 @@ def read_shape(module: Any) -> HeadShape:
     )
 
 
-def has_linear(module: nn.Module) -> bool:
-    """Whether a module has a linear projection, by which the size of its input is known."""
-    return any(_sizes_of(child) is not None for child in module.children())
-
-
-def projects_own_keys(module: nn.Module) -> bool:
-    """Whether a module projects keys of its own, from an input of the same size as that of the queries.
-
-    Some layers reuse the keys and values of another one, and some cross-attention reads an input of another size.
-    """
-    names = find_projections(module)
-    inputs = {name: sizes[0] for name, child in module.named_children() if (sizes := _sizes_of(child)) is not None}
-    query, key = (inputs.get(names.get(role, "")) for role in ("query", "key"))
-    if query is None:
-        return True
-    return query == key if key is not None else bool(inputs.keys() - {*names.values()})
+def input_sizes(module: nn.Module) -> dict[str, int]:
+    """The input sizes of a module's linear projections, by name."""
+    return {name: sizes[0] for name, child in module.named_children() if (sizes := _sizes_of(child)) is not None}
 
 
 def _first_number(module: nn.Module, names: tuple[str, ...]) -> int | None:

@@ -18,7 +18,7 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel, conversion_m
 from transformers.utils import output_capturing
 
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
-from .extra import find_projections, has_linear, projects_own_keys, read_shape
+from .extra import find_projections, input_sizes, read_shape
 from .seam import CACHES, WideAttention, WideProjection, reaches_seam
 
 _INNER_NORMS = ("layernorm", "layer_norm")  # children of an attention module that norms its own output
@@ -167,16 +167,20 @@ def find_attentions(model: nn.Module, parts: Sequence[str] | None = None) -> lis
 
 def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:
     """What keeps new dims from joining a module, which it "..."; "" for an attention module that they can join."""
+    names, inputs = find_projections(module), input_sizes(module)
+    query, key = (inputs.get(names.get(role, "")) for role in ("query", "key"))
     if not (reaches_seam(type(module)) and hasattr(module, "config")):
         return "takes no attention function from transformers' table ALL_ATTENTION_FUNCTIONS"
     if any(name.lower() in _INNER_NORMS for name, _ in module.named_children()):
         return "normalizes its output together with the residual stream"
-    if "output" not in find_projections(module) and not hasattr(sibling, "dense"):
+    if "output" not in names and not hasattr(sibling, "dense"):
         return "has no output projection, nor has a sibling called output"
-    if not has_linear(module):
+    if not inputs:
         return "has no linear projection, by which the size of its input would be known"
-    if not projects_own_keys(module):
-        return "reads keys of another layer, or of an input of another size"
+    if None not in (query, key) and query != key:
+        return "reads keys of an input of another size"
+    if query is not None and key is None and not inputs.keys() - {*names.values()}:
+        return "reads keys of another layer"
     return ""
 
 

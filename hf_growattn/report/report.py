@@ -56,8 +56,6 @@ class GrowthReport:
         loss_before, loss_after: mean loss of the growth batches, in the loss's own unit; equal if nothing was kept.
         layers: one entry for each layer and kind that was measured.
         added_parameters: number of weights added.
-        line_search: mean loss, of some of the growth batches, by the step that was tried: that of the first layer and
-            kind, where kinds differ. A budget buys only some of the dims that were tried here.
         kept: False for what `Grower.measure` tried and took back.
         cache_bytes: of a token's keys and values over all layers, before and after.
         parameters: number of the model's weights before; 0 where that is not known.
@@ -70,7 +68,6 @@ class GrowthReport:
     loss_after: float
     layers: list[LayerGrowth]
     added_parameters: int
-    line_search: dict[float, float]
     kept: bool = True
     cache_bytes: tuple[int, int] = (0, 0)
     parameters: int = 0

@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from datasets.fingerprint import Hasher
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from trl.trainer.sft_config import SFTConfig
 
 from ..growable.growths import cache_bytes
-from ..growable.models import patch_model
 from ..report.report import GrowthReport
 from .comparison import SHORT, Race, Run, compete
-from .data import Prepared, first_rows, prepare_rows, without_training
+from .data import Prepared, first_rows, without_training
 from .methods import METHODS, RATES, choose_rank, make_sft_loss, make_trainer, move_to_device, prepare_model
 from .options import RaceOptions
 
@@ -150,48 +147,21 @@ def measure_rows(model: nn.Module, rows: Prepared) -> tuple[list[float], list[in
     return nats if math.isfinite(sum(nats)) else [], counts
 
 
-def race(
-    model: PreTrainedModel,
-    tokenizer,
-    train_dataset: Dataset,
-    training: SFTConfig,
-    eval_dataset: Dataset | None = None,
-    budget: int | float = 0.02,
-    steps: int = 100,
-    seeds: int = 2,
-    growth_batches: int = 16,
-) -> Race:
+def run_race(load_model: Callable[[], PreTrainedModel], rows: Prepared, options: RaceOptions) -> Race:
     """Train LoRA on all linear layers, growth, and both, each for a short while, and compare them.
 
     All train the same number of weights on the same rows in the same order. Growth, or growth with LoRA, wins if it
-    leads by more than 0.01 nats a token and by more than two standard errors; otherwise LoRA wins. The given model
-    does not change.
+    leads by more than 0.01 nats a token and by more than two standard errors; otherwise LoRA wins. Runs are kept in the
+    output folder as they end, and the same call continues there.
 
     Args:
-        model: a causal LM, stock or patched.
-        tokenizer: its own.
-        train_dataset: rows as TRL's SFTTrainer takes them: text, messages, or prompt and completion.
-        training: batch size, length and so on; the race chooses learning rates itself. `output_dir` gets every run as
-            it ends; the same call continues there.
-        eval_dataset: rows to compare on; by default a part of `train_dataset`.
-        budget: weights to train, or a share of the model's; rounded to a whole rank of LoRA.
-        steps: of the long trainings; learning rates are tried for a quarter of them.
-        seeds: long trainings of LoRA and its best challenger.
-        growth_batches: batches to grow on.
-
-    Returns:
-        The race: `print(race)`, `race.winner`, `race.rates`.
+        load_model: gives the patched model anew.
+        rows: to train on and to compare on.
+        options: budget, steps of the long trainings, and seeds of LoRA's and its best challenger's.
 
     Raises:
-        ValueError: the model's family is unknown, there are too few rows, or the folder holds another race.
+        ValueError: there are too few steps, seeds or rows, or the folder holds another race.
     """
-    rows = prepare_rows(train_dataset, eval_dataset, tokenizer, training)
-    options = RaceOptions(budget, growth_batches, steps, seeds)
-    return run_race(lambda: patch_model(copy.deepcopy(model)), rows, options)
-
-
-def run_race(load_model: Callable[[], PreTrainedModel], rows: Prepared, options: RaceOptions) -> Race:
-    """Run a `race` of the patched model that `load_model` gives."""
     steps, seeds = options.steps, options.seeds
     if steps < SHORT or seeds < 1:
         raise ValueError(f"A race takes at least {SHORT} steps and 1 seed; got {steps} and {seeds}.")
