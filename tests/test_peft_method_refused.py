@@ -27,7 +27,7 @@ REFUSED = {
             GrowAttnConfig(v_dims=1),
         ),
         ValueError,
-        "New dims cannot join FalconModel: it computes attention in FalconAttention",
+        "New dims cannot join FalconModel: FalconAttention takes no",
     ),
     "no transformers model": (
         lambda: peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), GrowAttnConfig(v_dims=1)),

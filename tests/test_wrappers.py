@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import add_dims
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaModel, Trainer, TrainingArguments
 from wrappers import WRAPPERS, batch, build
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
@@ -79,3 +79,11 @@ def test_parts_that_cannot_grow_are_refused():
     images = patch_model(build("qwen3_vl"), parts=["visual"])  # runs the patches of all images in one row
     with pytest.raises(ValueError, match=r"the shape \(12, 32\) instead of \(batch, tokens, features\)"):
         Grower(images, GROWTH).grow([batch("qwen3_vl", seed=seed) for seed in range(2)])
+
+
+def test_the_model_inside_is_not_patched_by_itself():
+    """The config around it would not know of its new dims."""
+    model = build("llava")
+    with pytest.raises(ValueError, match=r"inside a Llava.*Pass the whole model"):
+        patch_model(model.model.language_model)
+    assert type(model.model.language_model) is LlamaModel

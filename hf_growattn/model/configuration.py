@@ -15,7 +15,8 @@ from transformers.models.auto import modeling_auto, tokenization_auto
 
 PREFIX = "growattn_"
 CODE_FOLDER = "growattn"  # in a checkpoint: the files of this folder, which load it without the library
-_STOCK_FIELD = "stock_per_layer_config"  # what some stock configs have under the name of the mark below
+# A key that no stock config takes among its layers, so that the error of one that reads a grown config.json quotes it.
+_MARK = "This model has grown: import hf_growattn first and load it by an Auto class, or with trust_remote_code=True."
 _Config = PreTrainedConfig if TYPE_CHECKING else object  # what this is mixed into
 
 
@@ -35,24 +36,24 @@ class WideConfigMixin(_Config):
     def __post_init__(self, **kwargs):
         extra_dims = kwargs.pop("extra_dims", None) or {}
         growable_parts = kwargs.pop("growable_parts", None)
-        if extra_dims:
-            kwargs["per_layer_config"] = kwargs.pop(_STOCK_FIELD, None)  # in the place of the mark of `to_dict`
+        of_layers = {key: value for key, value in (kwargs.pop("per_layer_config", None) or {}).items() if key != _MARK}
+        if of_layers:
+            kwargs["per_layer_config"] = of_layers
         super().__post_init__(**kwargs)
         self.growable_parts, self.extra_dims = growable_parts, extra_dims
         check_extra_dims(extra_dims)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, for `config.json`.
+        """Return the fields, marked if the model has grown: a stock class would leave the new dims out."""
+        return self._mark(super().to_dict())
 
-        The mark `per_layer_config` makes a stock class raise that is called on a grown checkpoint by its name: it would
-        leave the new dims out with no more than a warning.
-        """
-        fields = super().to_dict()
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return those that are not the default, for config.json, marked as by `to_dict`."""
+        return self._mark(super().to_diff_dict())
+
+    def _mark(self, fields: dict[str, Any]) -> dict[str, Any]:
         if self.extra_dims:
-            name, size = self.attribute_map.get("hidden_size", "hidden_size"), getattr(self, "hidden_size", None)
-            other = size + 1 if isinstance(size, int) else 1  # any other value will do
-            fields[_STOCK_FIELD] = fields.get("per_layer_config")
-            fields["per_layer_config"] = {"0": {name: other}}
+            fields["per_layer_config"] = {**(fields.get("per_layer_config") or {}), _MARK: {}}
         return fields
 
     @classmethod

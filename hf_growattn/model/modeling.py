@@ -140,6 +140,11 @@ class WideModelMixin(_Model):
             )
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """Whether the code of the class, its initialization too, is other than transformers': that of ours is not."""
+        return "mixin" not in vars(cls) and super().is_custom_code()
+
+    @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
         """Do nothing for a class of ours, as for its config; a class derived from it is transformers' to care for."""
         if "mixin" not in vars(cls):

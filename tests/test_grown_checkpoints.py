@@ -1,0 +1,43 @@
+"""Grown checkpoints of several kinds of models: stock classes refuse them, and a growth travels alone."""
+
+import pytest
+import torch
+from encoders import build as build_encoder
+from every_type import build as build_type
+from families import add_dims, build, tokens
+from wrappers import build as build_wrapper
+
+from hf_growattn import load_growth, patch_model, save_growth
+from hf_growattn.growable.growths import attentions, sync_config
+
+BUILD = {"bert": build_encoder, "vit": build_encoder, "gemma4_text": build_type, "llava": build_wrapper}
+
+
+def grown(name: str):
+    model = patch_model(BUILD.get(name, build)(name))
+    for attention in attentions(model):
+        add_dims(attention, 3, 2)
+    sync_config(model)
+    return model
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_a_stock_class_refuses_a_grown_checkpoint(name, tmp_path):
+    """It would leave the new dims out otherwise, with no more than a warning."""
+    model = grown(name)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="This model has grown: import hf_growattn"):
+        type(model).__bases__[1].from_pretrained(tmp_path)
+
+
+def test_a_growth_is_saved_and_loaded_alone(tmp_path):
+    model, fresh = grown("llama-5-bias"), patch_model(build("llama-5-bias"))
+    save_growth(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"growth.safetensors", "growth.json"}
+    load_growth(fresh, tmp_path)
+    assert torch.equal(fresh(tokens()).logits, model(tokens()).logits)
+    assert fresh.config.extra_dims == model.config.extra_dims
+    with pytest.raises(ValueError, match=r"growth of a growattn_llama, and this is a growattn_gpt2"):
+        load_growth(patch_model(build("gpt2-2")), tmp_path)
+    with pytest.raises(ValueError, match="has not grown"):
+        save_growth(patch_model(build("llama-2")), tmp_path)
