@@ -137,14 +137,14 @@ def _whitened_directions(block: Block, target: Tensor, dims: int) -> tuple[Tenso
 
 
 def _random(block: Block, dims: int, generator: torch.Generator, starvation: float) -> Gradient:
-    stacked, shared = block.whitened_factors()
-    drawn = torch.randn((*shared.shape[:2], dims), generator=generator, dtype=shared.dtype).to(shared.device)
+    like = block.like
+    drawn = torch.randn((*block.shared_shape, dims), generator=generator, dtype=like.dtype).to(like.device)
     directions = (
-        stacked.new_zeros(*stacked.shape[:2], dims),
-        shared.new_zeros(len(shared), dims),
+        like.new_zeros(*block.stacked_shape, dims),
+        like.new_zeros(block.groups, dims),
         block.roots.shared_root @ drawn,
     )
-    nothing = shared.new_zeros(dims)
+    nothing = like.new_zeros(dims)
     return Gradient(block, *directions, nothing, nothing, starvation, (directions, directions))
 
 

@@ -76,7 +76,7 @@ VARIANTS = {
     "opt": _of("opt", hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_attention_heads=4),
 }
 # transformers offers these nothing but the eager implementation.
-EAGER_ONLY = ("gemma2",)
+EAGER_ONLY = ("gemma2", "gpt_oss")
 FAMILIES = ["llama-5-bias", "gpt2-2"]
 HEADS = {
     "causal-lm": AutoModelForCausalLM,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compared import ComparedGrower
 from conftest import real_batches, real_model
+from every_type import build as build_type
 from families import EAGER_ONLY, HEADS, VARIANTS, add_dims, build, lm_batches, padded, tokens
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
@@ -17,7 +18,29 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, Llama
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
 
-MODELS = [*VARIANTS, "stories260K"]
+# A model for each mechanism of attention. Types that repeat one are tried in `test_every_type`.
+MECHANISMS = {
+    "llama-2": "keys and values shared by groups of heads, rotation",
+    "llama-5-bias": "biases",
+    "gpt2-2": "one fused projection with a transposed weight, learned positions",
+    "gpt2-5-scaled": "another softmax scale in each layer",
+    "mistral": "sliding windows",
+    "qwen2": "biases of queries, keys and values alone, windows in some layers",
+    "qwen3": "norms of each head's queries and keys",
+    "olmo2": "norms over all heads",
+    "gemma2": "capped logits",
+    "gemma3": "another rotation in each type of layer",
+    "granite": "a softmax scale of its own",
+    "smollm3": "layers without rotation",
+    "stablelm-norms": "partial rotation, norms with one weight a head",
+    "phi3": "one fused projection, partial rotation",
+    "gpt-neox": "one fused projection, laid out head by head",
+    "opt": "queries scaled before, with biases",
+    "gpt_oss": "a sink in each head's softmax",
+    "deepseek_v3": "a latent in the cache, values of another width than keys",
+    "stories260K": "trained weights",
+}
+MODELS = [*MECHANISMS]
 # A family for each way to lay out the projections; what follows from these alone is not asked of every family.
 LAYOUTS = ["llama-5-bias", "gpt2-2", "phi3", "gpt-neox", "stories260K"]
 MODELS_BY_ATTENTION = [
@@ -26,7 +49,9 @@ MODELS_BY_ATTENTION = [
 
 
 def make(name: str, attention: str | None = None):
-    return real_model(attn_implementation=attention) if name == "stories260K" else build(name, attention=attention)
+    if name == "stories260K":
+        return real_model(attn_implementation=attention)
+    return build(name, attention=attention) if name in VARIANTS else build_type(name, attn_implementation=attention)
 
 
 def batches_for(name: str):
@@ -82,8 +107,8 @@ def test_growth_with_zero_step_keeps_the_function(name, attention):
     for index, attention_module in enumerate(attentions(model)):
         add_dims(attention_module, qk_dims=8 + 4 * index, v_dims=4, roles=("key", "value"))
     after = model(**padded()).logits
-    if name == "stories260K":
-        # Some CPU kernels for 8-wide heads sum in another order than for wider ones, zeros or not: a few fp32 ulps.
+    if name in ("stories260K", "deepseek_v3"):
+        # Some CPU kernels sum in another order for 8-wide heads, and for values as wide as keys: a few fp32 ulps.
         torch.testing.assert_close(after, before, rtol=0, atol=2e-5)
     else:
         assert torch.equal(after, before)

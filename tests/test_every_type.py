@@ -17,7 +17,6 @@ GROW = {
     "mimo_v2_flash": "values of another width than keys, sinks, and windows",
     "olmo3": "norms over all heads",
     "qwen3_next": "a gate on the output, one layer of four",
-    "zamba": "one attention module in several layers",
 }
 REFUSED = {
     "bloom": "BloomAttention takes no attention function from transformers' table",
