@@ -19,7 +19,7 @@ _NAMES = {
     "query": ("q_proj", "query", "q_lin", "q"),
     "key": ("k_proj", "key", "k_lin", "k"),
     "value": ("v_proj", "value", "v_lin", "v"),
-    "output": ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "Wo", "wo", "proj", "projection_layer"),
+    "output": ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "Wo", "wo", "o", "proj", "projection_layer"),
 }
 REGISTERED: dict[str, Any] = {}  # by model type, what says by its `names` that a family has others
 _FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
