@@ -126,9 +126,9 @@ def choices(seed: int) -> dict:
 
 _GPT2 = GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_head=4, n_layer=2, n_positions=64, is_decoder=True)
 _GPT2.add_cross_attention = True
-_QFORMER = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, encoder_hidden_size=48
-)
+_QFORMER = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+_QFORMER |= dict(encoder_hidden_size=48)
+_T5 = dict(vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
 _OPT = dict(model_type="opt", word_embed_proj_dim=64, ffn_dim=64, **TEXT | dict(hidden_size=64))
 # The model class, its config, and what makes a batch of a seed.
 MODELS: dict[str, tuple[str, Any, Callable[[int], dict]]] = {
