@@ -7,32 +7,29 @@ import re
 import pytest
 import torch
 from conftest import ROOT, data_path
-from families import build, lm_batches
-from transformers import AutoModelForCausalLM
+from families import save_with_text
+
+from hf_growattn import GrowthCallback
 
 
 def test_the_readme_example_runs(tmp_path, monkeypatch):
-    """Every Python block of the README, in order, as a user's script would run it."""
+    """Every Python block of the README, in order, as a user's script would run it, on a tiny model instead."""
+    save_with_text(tmp_path, 4096)
+    (tmp_path / "text.txt").rename(tmp_path / "my_text.txt")
     monkeypatch.chdir(tmp_path)
-    model = build("llama-2")
-    monkeypatch.setattr(
-        "transformers.AutoModelForCausalLM.from_pretrained",
-        classmethod(
-            lambda cls, name, load=AutoModelForCausalLM.from_pretrained: model if name == "my/llama" else load(name)
-        ),
+    readme = (
+        (ROOT / "README.md").read_text().replace("HuggingFaceTB/SmolLM2-135M", "model").replace("lr=2e-5", "lr=1e-3")
     )
-    namespace = {"growth_batches": lm_batches()}
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 2
-    for block in blocks:
+    namespace = {}
+    for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
         exec(block, namespace)
-    assert namespace["report"].applied
-    batch = lm_batches()[0]["input_ids"]
+    assert namespace["report"].applied and isinstance(namespace["growth"], GrowthCallback)
+    batch = namespace["batches"][0]
     assert torch.equal(namespace["reloaded"].eval()(batch).logits, namespace["model"].eval()(batch).logits)
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 def test_the_lowest_versions_are_those_of_the_ranges():
