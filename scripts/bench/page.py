@@ -45,6 +45,7 @@ PAGES = (
     "in_context_regression",
     "growing_up",
     "overhead",
+    "gpu",
     "probe_cost",
     "training_cost",
     "growth_cost",
