@@ -174,7 +174,7 @@ def test_the_table_says_why_a_layer_did_not_grow(rolled_back):
 
 def test_printed_tables_fit_a_terminal_and_cut_no_word(grown):
     text = join_lines(words.report_text(grown, "growattn race my_model my.txt -o race"))
-    assert text.endswith("Compare with LoRA: growattn race my_model my.txt -o race")
+    assert text.endswith("On text, compare with LoRA: growattn race my_model my.txt -o race")
     cache, added = grown.cache_bytes, grown.added_parameters
     assert f"KV cache {cache[0]:,} -> {cache[1]:,} bytes a token" in text and f"{added:,} weights added" in text
     shares = [float(row[-1].rstrip("%")) for row in words.rows_of(grown) if row[-1].endswith("%")]

@@ -31,7 +31,7 @@ def report_text(report, next_command: str = "") -> str:
     text = "".join(f"{wrap_line(line)}\n" for line in summary_of(report))
     if report.layers:
         text += "\n" + format_table(COLUMNS, rows_of(report))
-    return text + "\n" + wrap_line(f"Compare with LoRA: {next_command or race_command()}")
+    return text + "\n" + wrap_line(f"On text, compare with LoRA: {next_command or race_command()}")
 
 
 def summary_of(report) -> list[str]:
