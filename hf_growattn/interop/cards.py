@@ -19,6 +19,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from ..growable.folders import INDEX, find_replaced_weights, replacing
 from ..growable.growths import attentions, origin_of
@@ -31,22 +32,29 @@ from .stock import costs_of
 
 CARD, PICTURE = "README.md", "growth.png"
 REPO = "you/your-model"  # stands for the name of the repository in a card, until a push knows it
-TASKS = {  # by the end of a model class's name: the Auto class that loads it, and the Hub's name of its task
-    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
-    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
-    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
-    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
-    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
-    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
-    "ForMultipleChoice": ("AutoModelForMultipleChoice", "multiple-choice"),
-    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
-    "": ("AutoModel", "feature-extraction"),
+TASKS = {  # the Hub's name of the task, by the Auto class, in the order in which a model class is looked for
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForMultipleChoice": "multiple-choice",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
+    "AutoModelForCTC": "automatic-speech-recognition",
+    "AutoModelForAudioClassification": "audio-classification",
+    "AutoModelForSeq2SeqLM": "text2text-generation",
 }
 
 
 def task_of(class_name: str) -> tuple[str, str]:
-    """The entry of `TASKS` for a model class."""
-    return next(task for end, task in TASKS.items() if class_name.endswith(end))
+    """The Auto class that loads a model class, and the Hub's name of its task."""
+    for auto_class, task in TASKS.items():
+        names = getattr(modeling_auto, auto_class)._model_mapping._model_mapping.values()
+        if any(class_name in ((name,) if isinstance(name, str) else name) for name in names):
+            return auto_class, task
+    return "AutoModel", "feature-extraction"
 
 
 def write_card(

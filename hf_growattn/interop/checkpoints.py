@@ -26,7 +26,7 @@ def load_config(name: str, revision: str = "main") -> PreTrainedConfig:
 def load_model(name: str, causal: bool = False, revision: str = "main", **options) -> PreTrainedModel:
     """Load a checkpoint by the Auto class of its task, in evaluation mode; if `causal`, a language model alone."""
     config = load_config(name, revision)
-    auto_class, task = task_of((config.architectures or ["ForCausalLM"])[0])
+    auto_class, task = task_of((config.architectures or ["LlamaForCausalLM"])[0])
     if causal and auto_class not in (_CAUSAL, "AutoModel"):
         raise ValueError(
             f"{name} is a model for {task}. This command reads plain text, which needs a model that predicts the next "
