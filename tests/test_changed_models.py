@@ -52,7 +52,7 @@ def test_layers_may_come_and_go_after_a_growth(order, tmp_path):
     reorder(fresh, REORDERED[order])
     load_growth(patch_model(fresh), tmp_path / "growth")
     assert torch.equal(fresh(tokens()).logits, logits)
-    assert export_model(model, tmp_path / "stock").difference < 1e-5
+    assert export_model(model, tmp_path / "stock").difference < 1e-4  # fp32
     Grower(model, GrowthConfig(qk_dims=1, layers=[2])).grow(BATCHES)
     model.save_pretrained(tmp_path / "model")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

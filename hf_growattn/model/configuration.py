@@ -48,7 +48,15 @@ class WideConfigMixin(_Config):
         `PreTrainedConfig` itself, by which Trainer reads the config of a checkpoint, checks no field of a subclass.
         """
         fields = super().to_diff_dict()
-        own = (field for field in dataclasses.fields(self) if field.name not in PreTrainedConfig.__dataclass_fields__)
+        checked = (
+            *PreTrainedConfig.__dataclass_fields__,
+            "vocab_size",
+            "hidden_size",
+            "layer_types",
+            "head_dim",
+            "embed_dim",
+        )
+        own = (field for field in dataclasses.fields(self) if not field.name.startswith(("num_", *checked)))
         name = next((field.name for field in own if not {str, Any} & {field.type, *get_args(field.type)}), None)
         if self.extra_dims and name is not None:
             fields |= {name: _MARK, _MARKED: {name: fields.get(name, getattr(self, name))}}
