@@ -192,7 +192,8 @@ def load_growth(model: nn.Module, folder: str | Path) -> None:
     inner = growable_model(model)
     try:
         description: dict[str, Any] = json.loads((Path(folder) / DESCRIPTION).read_text())
-        state, model_type, extra_dims = load_file(Path(folder) / WEIGHTS), *map(description.get, _DESCRIBED)
+        state = load_file(Path(folder) / WEIGHTS)
+        model_type, extra_dims = (description.get(name, {}) for name in _DESCRIBED)
         check_extra_dims(extra_dims)
     except (AttributeError, OSError, SafetensorError, ValueError) as error:
         what = "no growth" if isinstance(error, FileNotFoundError) else "a damaged growth"

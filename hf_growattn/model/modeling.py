@@ -202,7 +202,7 @@ def dims_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
         renumber(outermost)
     grown = (module for module in model.modules() if isinstance(module, WideAttention) and module.parts)
     return {
-        str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in attention.extra.parts.items()}
+        str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in attention.extra.parts.items()}  # pyright: ignore
         for attention in sorted(grown, key=lambda attention: attention.layer)
     }
 
