@@ -8,6 +8,7 @@ in the same place by steps that other batches judge (`grow.trial`), and kept the
 lives there. Import from here alone: what lies deeper may move.
 """
 
+import contextlib
 import importlib
 
 from .growable.registration import register_when_imported
@@ -52,4 +53,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PLACES})
 
 
-register_when_imported()
+def _register_peft_method() -> None:
+    with contextlib.suppress(ImportError):  # a peft that is too old, as whoever asks for the method is told
+        importlib.import_module(".interop.peft_method", __name__)
+
+
+register_when_imported(_register_peft_method)

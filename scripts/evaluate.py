@@ -42,7 +42,7 @@ def score_blocks(model, blocks: list[list[int]], batch_size: int) -> torch.Tenso
         rows = [torch.tensor(block) for block in blocks[start : start + batch_size]]
         input_ids = pad_sequence(rows, batch_first=True).to(model.device)  # on the right, where causal models look last
         labels = pad_sequence(rows, batch_first=True, padding_value=IGNORED).to(model.device)[:, 1:]
-        logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
+        logits = model(input_ids=input_ids, use_cache=False, return_dict=True).logits[:, :-1].float()
         losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
         scores.append(losses.double().sum(1).cpu())
     return torch.cat(scores)

@@ -45,6 +45,36 @@ def test_batches_of_the_wrong_kind():
     refused(patch_model(build("llama-2")), ["text"], "Batch 0 is a str")
 
 
+@pytest.mark.parametrize(
+    "batches, match",
+    [
+        (BATCH, r"a list of batches, and was given a dict: pass \[batch\]"),
+        ("some text", "was given a str"),
+        (None, "was given a NoneType"),
+        (BATCH["input_ids"], r"int64 of shape \(17,\).*list of batches, \[batch\]"),
+        ([{"input_ids": [[3, 4, 5]]}], "are a list, not a tensor"),
+        ([tokens().float()], "float32 of shape"),
+        ([tokens()[:0]], r"shape \(0, 17\)"),
+    ],
+)
+def test_what_is_no_list_of_batches(batches, match):
+    refused(patch_model(build("llama-2")), batches, match)
+
+
+def test_a_config_and_an_optimizer_of_the_wrong_kind():
+    model = patch_model(build("llama-2"))
+    with pytest.raises(TypeError, match=r"such as GrowthConfig\(budget=0.02\)"):
+        Grower(model, {"qk_dims": 2})
+    with pytest.raises(TypeError, match="optimizer of torch, or a list of them"):
+        Grower(model, GrowthConfig(qk_dims=2), torch.optim.AdamW)
+
+
+def test_a_model_whose_loss_is_no_number():
+    model = patch_model(build("llama-2", AutoModel))
+    model.config.return_dict = False
+    refused(model, [{"input_ids": tokens()}], r"loss must be a tensor of one number.*shape \(\d, 17, 48\)")
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_missing_labels(head):
     model = patch_model(build("llama-2", HEADS[head]))

@@ -39,5 +39,13 @@ def test_a_growth_is_saved_and_loaded_alone(tmp_path):
     assert fresh.config.extra_dims == model.config.extra_dims
     with pytest.raises(ValueError, match=r"growth of a growattn_llama, and this is a growattn_gpt2"):
         load_growth(patch_model(build("gpt2-2")), tmp_path)
+    for name, damage in (("growth.json", '{"extra_dims": 3}'), ("growth.json", "["), ("growth.safetensors", "")):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_text(damage)
+        with pytest.raises(ValueError, match="holds a damaged growth"):
+            load_growth(fresh, tmp_path)
+        (tmp_path / name).write_bytes(whole)
+    with pytest.raises(FileNotFoundError, match=r"holds no growth.*save_growth"):
+        load_growth(fresh, tmp_path / "nowhere")
     with pytest.raises(ValueError, match="has not grown"):
         save_growth(patch_model(build("llama-2")), tmp_path)

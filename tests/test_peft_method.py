@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from families import HEADS, build, lm_batches
+from families import HEADS, build, lm_batches, tokens
 from packaging.version import Version
 from safetensors.torch import load_file
 from test_growth import fingerprint, same
@@ -355,3 +355,26 @@ def test_a_base_in_half_precision_and_one_that_grew_before(tmp_path):
     merged = model.merge_and_unload()
     assert list(attentions(merged)[0].extra.parts) == ["growth_1", "growth_2"]
     near(logits(merged), expected)
+
+
+def test_one_config_serves_several_adapters_each_with_its_own_budget(tmp_path):
+    config = GrowAttnConfig(budget=0.05)
+    model = peft.get_peft_model(build(LLAMA), config)
+    model.add_adapter("other", config)
+    initialize_growattn_weights(model, BATCHES)
+    assert config.dims is None and model.peft_config["other"].dims != model.peft_config["default"].dims
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build(LLAMA), tmp_path)
+    loaded.load_adapter(tmp_path / "other", "other")
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        loaded.set_adapter(name)
+        assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+@pytest.mark.parametrize("imports, expected", [("peft", "import hf_growattn first"), ("hf_growattn, peft", "")])
+def test_a_missing_import_is_named(imports, expected, tmp_path):
+    adapted(LLAMA).save_pretrained(tmp_path)
+    code = f"import {imports}; peft.PeftConfig.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert expected in done.stderr and (done.returncode == 0) is not bool(expected), done.stderr

@@ -20,5 +20,5 @@ def test_adapters_keep_the_weights_they_were_trained_for(setting):
 def test_prompts_are_refused():
     model = patch_model(build(LLAMA))
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(ValueError, match=r"\(PromptTuningConfig\) adds prompts.*before get_peft_model"):
+    with pytest.raises(ValueError, match=r"\(PromptTuningConfig\) adds prompts.*Use LoRA"):
         Grower(peft.get_peft_model(model, config), GROWTH)

@@ -24,7 +24,7 @@ from ..growable.training_state import (
 )
 from ..measure.blocks import Block, measure_moments
 from ..measure.gradients import SKETCH_PASSES, Gradient, exact_gradients, sketched_gradients
-from ..measure.passes import Objective, as_dicts, halves_of, lowering, mean_loss, mean_of, preserved_state
+from ..measure.passes import Objective, as_dicts, halves_of, lowering, mean_loss, mean_of, preserved_state, read_once
 from ..model.extra import Part
 from ..report.report import GrowthReport
 from .plan import (
@@ -134,6 +134,10 @@ class Grower:
     """
 
     def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, accelerator=None, loss=None):
+        if not isinstance(config, GrowthConfig):
+            raise TypeError(
+                f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given {config!r}."
+            )
         self.optimizers = bare_optimizers(optimizer)
         self.model, self.wrapped, self.loss = model_to_grow(model), model, loss
         refuse_sharded(model, self.optimizers, accelerator, but_fsdp2=True)
@@ -194,7 +198,7 @@ class Grower:
 
                 check_old_dims(self.model, self.config, chosen)
             check_optimizers(self.optimizers, self.model)
-            read = as_dicts(batches, self.model) if self.loss is None else [*batches]
+            read = as_dicts(batches, self.model) if self.loss is None else read_once(batches)
             halves = halves_of(read, whole=self.loss is not None)
         if not all(total(*map(len, halves))):
             raise ValueError(

@@ -50,6 +50,11 @@ def _check_weight(attention: GrowableAttention, role: str, setting: str) -> None
     problem = attention.why_unreadable(role)
     if problem is not None:
         raise ValueError(f"{start}{problem}")
+    if not isinstance(getattr(projection, "weight", None), nn.Parameter):
+        raise ValueError(
+            f"{start}{attention.name_of(role)} computes its weight, by a parametrization or pruning of torch. Make it "
+            f"plain by remove_parametrizations or prune.remove, or do without {setting}."
+        )
     if not all(parameter.requires_grad for parameter in projection.parameters()):
         raise ValueError(
             f"{start}{attention.name_of(role)} is frozen. Call requires_grad_(True) on it first, or do without "

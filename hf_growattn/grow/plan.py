@@ -228,8 +228,8 @@ def model_to_grow(model: nn.Module) -> PreTrainedModel:
     for name, config in (entry for each in configs for entry in each.items()):
         if config.is_prompt_learning or config.is_adaption_prompt:
             raise ValueError(
-                f"The adapter {name!r} ({type(config).__name__}) adds prompts, which growth cannot see. Grow the model "
-                "before get_peft_model, or use LoRA."
+                f"The adapter {name!r} ({type(config).__name__}) adds prompts, which growth cannot see. Use LoRA; or "
+                "grow the model before get_peft_model, which prefix tuning does not allow."
             )
     return growable_model(model)
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..model.configuration import WideConfigMixin
+from ..model.configuration import check_extra_dims
 from ..model.extra import Part, whole
-from ..model.modeling import WideModelMixin
+from ..model.modeling import WideModelMixin, dims_of, growable_configs, renumber, sync_config
 from .attention import GrowableAttention, drop_if_empty
 from .folders import replacing
 from .training_state import (
@@ -29,6 +30,7 @@ from .training_state import (
 )
 
 WEIGHTS, DESCRIPTION = "growth.safetensors", "growth.json"
+_DESCRIBED = ("model_type", "extra_dims")
 GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
 _NOWHERE = str(Path(__file__).parent / "grown_in_memory")
 
@@ -48,6 +50,7 @@ def growable_model(model: Any) -> Any:
             f"{type(model).__name__} holds several models that could grow, a {type(found[0]).__name__} and a "
             f"{type(apart[0]).__name__}. Pass the one that shall grow, and the loss as a function of that."
         )
+    renumber(found[0])
     return found[0]
 
 
@@ -55,12 +58,6 @@ def attentions(model: nn.Module) -> list[GrowableAttention]:
     """The growable attention modules of a model, by layer."""
     found = (module for module in model.modules() if isinstance(module, GrowableAttention))
     return sorted(found, key=lambda attention: attention.layer)
-
-
-def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
-    """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in configs if isinstance(config, WideConfigMixin)}.values())
 
 
 def is_grown(model: nn.Module) -> bool:
@@ -91,15 +88,6 @@ def parts_of(model: nn.Module) -> Parts:
     }
 
 
-def dims_of(model: nn.Module) -> Dims:
-    """The kept new dims of a model, as the config's `extra_dims` names them."""
-    return {
-        str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in parts.items()}
-        for attention, parts in parts_of(model).items()
-        if parts
-    }
-
-
 def next_name(model: nn.Module) -> str:
     """The name of the next growth: "growth_1" for the first."""
     names = {name for parts in parts_of(model).values() for name in parts}
@@ -107,12 +95,6 @@ def next_name(model: nn.Module) -> str:
     while f"growth_{number}" in names:
         number += 1
     return f"growth_{number}"
-
-
-def sync_config(model: nn.Module) -> None:
-    """Write the new dims of every layer into every config of the model tree."""
-    for config in growable_configs(model):
-        config.extra_dims = dims_of(model)
 
 
 def swap_parts(parts: Parts) -> Parts:
@@ -192,7 +174,7 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
     state = {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
     if not state:
         raise ValueError("This model has not grown: there are no new dims to save.")
-    description = {"model_type": inner.config.model_type, "extra_dims": dims_of(inner)}
+    description = dict(zip(_DESCRIBED, (inner.config.model_type, dims_of(inner))))
     with replacing(Path(folder).resolve()) as partial:
         save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
@@ -204,26 +186,33 @@ def load_growth(model: nn.Module, folder: str | Path) -> None:
     Optimizers that train the model take the new parameters.
 
     Raises:
-        ValueError: the model is not patched, or the growth is of another model.
+        ValueError: the model is not patched, or the growth is damaged or of another model.
         FileNotFoundError: the folder holds no growth.
     """
     inner = growable_model(model)
-    description: dict[str, Any] = json.loads((Path(folder) / DESCRIPTION).read_text())
-    state = load_file(Path(folder) / WEIGHTS)
-    if description.get("model_type") != inner.config.model_type:
-        raise ValueError(
-            f"{folder} holds a growth of a {description.get('model_type')}, and this is a {inner.config.model_type}."
-        )
+    try:
+        description: dict[str, Any] = json.loads((Path(folder) / DESCRIPTION).read_text())
+        state = load_file(Path(folder) / WEIGHTS)
+        model_type, extra_dims = (description.get(name, {}) for name in _DESCRIBED)
+        check_extra_dims(extra_dims)
+    except (AttributeError, OSError, SafetensorError, ValueError) as error:
+        what = "no growth" if isinstance(error, FileNotFoundError) else "a damaged growth"
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(
+            f"{folder} holds {what}: {error}. Name a folder that save_growth wrote, or copy it again."
+        ) from error
+    if model_type != inner.config.model_type:
+        raise ValueError(f"{folder} holds a growth of a {model_type}, and this is a {inner.config.model_type}.")
     sizes = {}
     for name, attention in inner.named_modules():
         if isinstance(attention, GrowableAttention):
-            for part_name, dims in description["extra_dims"].get(str(attention.layer), {}).items():
+            for part_name, dims in extra_dims.get(str(attention.layer), {}).items():
                 part = Part(attention.shape, *dims, device="meta")
                 place = f"{name}.extra.parts.{part_name}."
                 sizes |= {place + own: parameter.shape for own, parameter in part.named_parameters()}
     if sizes != {name: tensor.shape for name, tensor in state.items()}:
         raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
-    set_dims(inner, description["extra_dims"])
+    set_dims(inner, extra_dims)
     with torch.no_grad():
         for name, parameter in inner.named_parameters():
             if _is_new(name):

@@ -4,17 +4,19 @@ transformers' tables of models hold names of classes and where to look for them;
 """
 
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 
 
 class _Afterwards(MetaPathFinder):
-    """Runs `register_families` after the import of a module that holds such tables."""
+    """Calls a function after the import of a module that holds such tables."""
 
-    modules = ("transformers", "peft.utils.constants")
+    def __init__(self, calls: dict[str, Callable[[], object]]):
+        self.calls = calls
 
     def find_spec(self, name, path, target=None):
         """Find what the other finders do, and have its loader call us in the end."""
-        if name not in self.modules:
+        if name not in self.calls:
             return None
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, found), None)
@@ -23,17 +25,19 @@ class _Afterwards(MetaPathFinder):
 
             def execute_and_register(module):
                 execute(module)
-                register_families()
+                self.calls[name]()
 
             loader.exec_module = execute_and_register
         return spec
 
 
-def register_when_imported() -> None:
-    """Register the families now, if transformers is there already, and after it or peft is imported."""
-    sys.meta_path.insert(0, _Afterwards())
-    if "transformers" in sys.modules:
-        register_families()
+def register_when_imported(register_method: Callable[[], object]) -> None:
+    """Register the families, and our method of peft, now or after transformers and peft are imported."""
+    calls = {"transformers": register_families, "peft.utils.constants": register_families, "peft": register_method}
+    sys.meta_path.insert(0, _Afterwards(calls))
+    for name in ("transformers", "peft"):
+        if name in sys.modules:
+            calls[name]()
 
 
 def register_families() -> None:

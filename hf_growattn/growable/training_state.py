@@ -28,7 +28,11 @@ def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    return [getattr(wrapped, "optimizer", wrapped) for wrapped in listed]
+    bare = [getattr(wrapped, "optimizer", wrapped) for wrapped in listed]
+    for each in bare:
+        if not hasattr(each, "param_groups"):
+            raise TypeError(f"optimizer must be an optimizer of torch, or a list of them; got {each!r:.80}.")
+    return bare
 
 
 def held(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:

@@ -14,6 +14,7 @@ from ..growable.folders import replacing
 from ..growable.growths import is_grown
 from ..growable.models import GrowableModelMixin
 from ..growable.training_state import refuse_sharded
+from ..model.modeling import renumber
 from .stock import Cost, costs_of, fresh_rotary, padded_width, stock_model
 
 # Largest difference of the logits, over the largest logit, that is never questioned; and how many times the rounding
@@ -83,6 +84,7 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
             "model needs no export: use its save_pretrained."
         )
     refuse_sharded(model, [])
+    renumber(model)
     directory = Path(directory).resolve()
     with replacing(directory) as partial:
         stock = stock_model(model)
@@ -164,9 +166,9 @@ def _outputs(model: PreTrainedModel, inputs: Tensor) -> list[Tensor]:
     outputs = [value for value in model(inputs, return_dict=True).values() if isinstance(value, Tensor)]
     if model.can_generate():
         first, second = inputs.tensor_split(2, dim=1)
-        begun = model(first, use_cache=True)
+        begun = model(first, use_cache=True, return_dict=True)
         name = next(name for name in ("cache", "past_key_values") if name in begun)  # the first since transformers 5.24
-        outputs.append(model(second, use_cache=True, **{name: begun[name]}).logits)
+        outputs.append(model(second, use_cache=True, return_dict=True, **{name: begun[name]}).logits)
     return outputs
 
 

@@ -5,6 +5,7 @@ attention at the same place: in `attention.extra`. Importing this file teaches p
 """
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -28,6 +29,7 @@ from ..report.report import GrowthReport
 require_version("peft>=0.18", "hf_growattn.GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'")
 
 from peft import PeftConfig, PeftModel, PeftType  # noqa: E402  not before its version is known
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING  # noqa: E402
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge  # noqa: E402
 from peft.utils import register_peft_method  # noqa: E402
 
@@ -45,6 +47,8 @@ def _member_of_peft_type() -> PeftType:
     return member
 
 
+# What a saved adapter is called: without this library, peft's KeyError quotes it.
+_SAVED_NAME = "GROWATTN: import hf_growattn first"
 GROWATTN = PeftType.__members__.get(_NAME.upper()) or _member_of_peft_type()
 
 
@@ -79,6 +83,10 @@ class GrowAttnConfig(PeftConfig):
         self.layers = self.layers if self.layers is None else list(self.layers)
         self.target_modules = frozenset()  # peft asks for them; known once there is a model, and not saved
         _ = self.growth  # the same bounds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, for `adapter_config.json`."""
+        return {**super().to_dict(), "peft_type": _SAVED_NAME}
 
     @property
     def growth(self) -> GrowthConfig:
@@ -188,6 +196,11 @@ class GrowAttnModel(BaseTuner):
     model: PreTrainedModel
     _was_stock = False
 
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args, **kwargs) -> None:
+        """As peft does, with a copy of the config: what this adapter's budget buys is noted there."""
+        self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+
     def _prepare_model(self, peft_config: GrowAttnConfig, model: PreTrainedModel) -> None:
         """Patch the model, find the attention modules that get dims, and spend a new budget evenly."""
         was_stock = not isinstance(model, GrowableModelMixin)
@@ -260,6 +273,7 @@ class GrowAttnModel(BaseTuner):
 
 
 register_peft_method(name=_NAME, config_cls=GrowAttnConfig, model_cls=GrowAttnModel)
+PEFT_TYPE_TO_CONFIG_MAPPING[_SAVED_NAME] = GrowAttnConfig  # pyright: ignore[reportArgumentType]
 
 
 @contextlib.contextmanager

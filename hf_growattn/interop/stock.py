@@ -50,7 +50,8 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
     if unknown:
         raise ValueError(
             f"The model holds {unknown[0]}, which {type(stock).__name__} does not. Merge adapters into the weights "
-            "first, with merge_and_unload() of peft, and load the model without quantization."
+            "first, with merge_and_unload() of peft, make parametrized or pruned weights plain, with "
+            "remove_parametrizations or prune.remove of torch, and load the model without quantization."
         )
     for name, written in names.items():
         if written.is_meta:

@@ -114,8 +114,8 @@ class Objective:
         """The loss of a batch, which errors name by its number."""
         with self._autocast:
             if self._own is None:
-                return _model_loss(self.model, batch, index)
-            return _given_loss(self._own, batch, index)
+                return _check_loss(_model_loss(self.model, batch, index), index)
+            return _check_loss(self._own(batch), index)
 
 
 def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
@@ -176,8 +176,7 @@ def mean_of(losses: list[float]) -> float:
     return loss / count
 
 
-def _given_loss(loss: Callable[[Any], Tensor], batch: Any, index: int) -> Tensor:
-    value = loss(batch)
+def _check_loss(value: Any, index: int) -> Tensor:
     if not torch.is_tensor(value) or value.numel() != 1:
         found = f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else repr(value)
         raise ValueError(f"A loss must be a tensor of one number, and that of batch {index} is {found}.")
@@ -320,16 +319,38 @@ def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
         handle.remove()
 
 
+def read_once(batches: Any) -> list:
+    """The batches as a list; a ValueError for what is a single batch, or holds none."""
+    if (
+        hasattr(batches, "keys")
+        or isinstance(batches, str)
+        or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__"))
+    ):
+        raise ValueError(
+            f"Growth takes a list of batches, and was given a {type(batches).__name__}: pass [batch] for a single one."
+        )
+    return [*batches]
+
+
 def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
     """Read the batches once: tensors of input_ids become causal LM batches; a ValueError names one that is none."""
     listed = []
-    for index, batch in enumerate(batches):
+    for index, batch in enumerate(read_once(batches)):
         if torch.is_tensor(batch):
             batch = {"input_ids": batch, "labels": batch}
         if not hasattr(batch, "keys"):
             raise ValueError(
                 f"Batch {index} is a {type(batch).__name__}; growth takes dicts for model(**batch), or tensors of "
                 "input_ids."
+            )
+        ids: Any = batch.get("input_ids")
+        if ids is not None and not (
+            torch.is_tensor(ids) and ids.dim() > 1 and ids.numel() and not ids.is_floating_point()
+        ):
+            found = f"{ids.dtype} of shape {tuple(ids.shape)}" if torch.is_tensor(ids) else f"a {type(ids).__name__}"
+            raise ValueError(
+                f"The input_ids of batch {index} are {found}, not a tensor of whole numbers (batch, tokens). Pass a "
+                "list of batches, [batch] for a single one; a DataLoader makes them of the rows of a data set."
             )
         _check_tokens(index, batch, model)
         listed.append(dict(batch))

@@ -4,10 +4,11 @@
 parts of each layer, such as `{"0": {"growth_1": [2, 4]}}`: two new dims of queries and keys, four of values.
 """
 
+import dataclasses
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.configuration_utils import strict  # pyright: ignore[reportPrivateImportUsage]
@@ -15,8 +16,9 @@ from transformers.models.auto import modeling_auto, tokenization_auto
 
 PREFIX = "growattn_"
 CODE_FOLDER = "growattn"  # in a checkpoint: the files of this folder, which load it without the library
-# A key that no stock config takes among its layers, so that the error of one that reads a grown config.json quotes it.
+# Stands in a field that takes no text, so that the error of a stock class that reads a grown config.json quotes it.
 _MARK = "This model has grown: import hf_growattn first and load it by an Auto class, or with trust_remote_code=True."
+_MARKED = "stock_values"  # the field with what the mark stands for
 _Config = PreTrainedConfig if TYPE_CHECKING else object  # what this is mixed into
 
 
@@ -36,25 +38,36 @@ class WideConfigMixin(_Config):
     def __post_init__(self, **kwargs):
         extra_dims = kwargs.pop("extra_dims", None) or {}
         growable_parts = kwargs.pop("growable_parts", None)
-        of_layers = {key: value for key, value in (kwargs.pop("per_layer_config", None) or {}).items() if key != _MARK}
-        if of_layers:
-            kwargs["per_layer_config"] = of_layers
         super().__post_init__(**kwargs)
         self.growable_parts, self.extra_dims = growable_parts, extra_dims
         check_extra_dims(extra_dims)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, marked if the model has grown: a stock class would leave the new dims out."""
-        return self._mark(super().to_dict())
-
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return those that are not the default, for config.json, marked as by `to_dict`."""
-        return self._mark(super().to_diff_dict())
+        """Return the fields for config.json, marked if the model has grown: a stock class would drop the new dims.
 
-    def _mark(self, fields: dict[str, Any]) -> dict[str, Any]:
-        if self.extra_dims:
-            fields["per_layer_config"] = {**(fields.get("per_layer_config") or {}), _MARK: {}}
+        `PreTrainedConfig` itself, by which Trainer reads the config of a checkpoint, checks no field of a subclass.
+        """
+        fields = super().to_diff_dict()
+        checked = (
+            *PreTrainedConfig.__dataclass_fields__,
+            "vocab_size",
+            "hidden_size",
+            "layer_types",
+            "head_dim",
+            "embed_dim",
+        )
+        own = (field for field in dataclasses.fields(self) if not field.name.startswith(("num_", *checked)))
+        name = next((field.name for field in own if not {str, Any} & {field.type, *get_args(field.type)}), None)
+        if self.extra_dims and name is not None:
+            fields |= {name: _MARK, _MARKED: {name: fields.get(name, getattr(self, name))}}
         return fields
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """Read the fields as the stock config does, with the value that a mark stands for."""
+        fields = dict(config_dict)
+        marked = fields.pop(_MARKED, None)
+        return super().from_dict(fields | marked if isinstance(marked, dict) else fields, **kwargs)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):

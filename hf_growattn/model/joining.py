@@ -50,6 +50,7 @@ class Call:
         new_key, new_value = (_fold(new, old) for new, old in ((self.key, key), (self.value, value)))
         joined = append(key, new_key), append(value, new_value)
         is_latent = key.shape[1] != self.key.shape[1]  # one for all heads, as multi-head latent attention keeps it
+        _check_cache(cache, joined[0].shape[-1], *args)
         keys, values = cache.update(*(joined if is_latent else self._padded(*joined)), *args, **kwargs)
         self.stored, self.shown = (keys, values), (keys[..., : key.shape[-1]], values[..., : value.shape[-1]])
         return self.shown
@@ -71,6 +72,17 @@ class Call:
             return key, value
         width = common_width(key.shape[-1], value.shape[-1], key.device)
         return pad_to(key, width), pad_to(value, width)
+
+
+def _check_cache(cache: Any, width: int, layer: int = 0, *_) -> None:
+    """Raise a ValueError if a layer of a cache holds keys of before the growth, or of an adapter."""
+    layers = getattr(cache, "layers", ())
+    held = getattr(layers[layer], "keys", None) if layer < len(layers) else None
+    if held is not None and held.dim() == 4 and held.shape[-2] and held.shape[-1] < width:
+        raise ValueError(
+            f"The cache holds keys {held.shape[-1]} wide, and layer {layer} now makes them {width} wide. Begin with an "
+            "empty cache. Prefix tuning fills it with stock widths: use LoRA instead."
+        )
 
 
 def _fold(new: Tensor, old: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class WideModelMixin(_Model):
         if parts_of_layers:
             raise ValueError(
                 f"extra_dims in config.json names layer {', '.join(parts_of_layers)}, which the model does not have or "
-                "whose attention cannot have new dims."
+                "whose attention cannot have new dims. To drop layers, load the whole model first."
             )
 
     @classmethod
@@ -100,6 +100,7 @@ class WideModelMixin(_Model):
         So `trust_remote_code=True` loads it where the library is not. Classes derived from ours have no code that could
         go along.
         """
+        sync_config(self)
         ours = next(base for base in type(self).__mro__ if "mixin" in vars(base))
         derived = type(self).__name__.removeprefix("FSDP") != ours.__name__  # FSDP's class is a wrapper in name only
         if not derived:
@@ -164,10 +165,46 @@ def find_attentions(model: nn.Module, parts: Sequence[str] | None = None) -> lis
             sibling = None if "output" in find_projections(module) else siblings.get("output")
             if not isinstance(module, WideAttention) and not find_obstacle(module, sibling):
                 found.append((module, sibling))
-    numbers: list[Any] = [getattr(module, "layer_idx", None) for module, _ in found]
-    if None in numbers or len({*numbers}) < len(numbers):
-        numbers = list(range(len(found)))
+    numbers = _layers_of([module for module, _ in found])
     return [(module, number, sibling) for (module, sibling), number in zip(found, numbers)]
+
+
+def _layers_of(attentions: list[Any]) -> list[int]:
+    numbers = [getattr(attention, "layer_idx", None) for attention in attentions]
+    is_clear = None not in numbers and len({*numbers}) == len(numbers)
+    return numbers if is_clear else list(range(len(numbers)))  # pyright: ignore[reportReturnType]
+
+
+def renumber(model: WideModelMixin) -> None:
+    """Number the attention modules as loading will: layers may have been dropped, repeated or put in another order."""
+    modules = (module for part in growable_parts(model) for module in part.modules())
+    found = [module for module in modules if isinstance(module, WideAttention)]
+    for attention, number in zip(found, _layers_of(found)):
+        attention.layer = number
+
+
+def sync_config(model: nn.Module) -> None:
+    """Write the new dims of every layer into every config of the model tree."""
+    for config in growable_configs(model):
+        config.extra_dims = dims_of(model)
+
+
+def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
+    """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, WideConfigMixin)}.values())
+
+
+def dims_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
+    """The kept new dims of a model by layer, as the config's `extra_dims` names them."""
+    outermost = next((module for module in model.modules() if isinstance(module, WideModelMixin)), None)
+    if outermost is not None:
+        renumber(outermost)
+    grown = (module for module in model.modules() if isinstance(module, WideAttention) and module.parts)
+    return {
+        str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in attention.extra.parts.items()}  # pyright: ignore
+        for attention in sorted(grown, key=lambda attention: attention.layer)
+    }
 
 
 def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:

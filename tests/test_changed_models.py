@@ -1,0 +1,92 @@
+"""Models that people change by hand: layers dropped or repeated, weights pruned or parametrized, foreign caches."""
+
+import copy
+
+import pytest
+import torch
+from families import build, lm_batches, tokens
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+
+from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_model, save_growth
+from hf_growattn.growable.growths import attentions, sync_config
+
+BATCHES = lm_batches(2)
+REORDERED = {
+    "dropped first": [1, 2, 3, 4],
+    "dropped last": [0, 1, 2],
+    "another order": [4, 3, 2, 1, 0],
+    "repeated": [0, 1, 1, 2, 3, 4],
+}
+
+
+def grown(name: str = "llama-5-bias"):
+    """A model with other dims in each layer."""
+    model = patch_model(build(name))
+    for number, attention in enumerate(attentions(model)):
+        part = attention.add_part("growth_1", 1 + number, 2)
+        for parameter in part.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    sync_config(model)
+    return model
+
+
+def reorder(model, order: list[int]) -> None:
+    layers = [model.model.layers[place] for place in order]
+    layers = [copy.deepcopy(layer) if layer in layers[:place] else layer for place, layer in enumerate(layers)]
+    for number, layer in enumerate(layers):
+        layer.self_attn.layer_idx = number
+    model.model.layers, model.config.num_hidden_layers = nn.ModuleList(layers), len(layers)
+
+
+@pytest.mark.parametrize("order", REORDERED)
+def test_layers_may_come_and_go_after_a_growth(order, tmp_path):
+    model = grown()
+    reorder(model, REORDERED[order])
+    logits = model(tokens()).logits
+    model.save_pretrained(tmp_path / "model")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "model")(tokens()).logits, logits)
+    save_growth(model, tmp_path / "growth")
+    fresh = build("llama-5-bias")
+    reorder(fresh, REORDERED[order])
+    load_growth(patch_model(fresh), tmp_path / "growth")
+    assert torch.equal(fresh(tokens()).logits, logits)
+    assert export_model(model, tmp_path / "stock").difference < 1e-4  # fp32
+    Grower(model, GrowthConfig(qk_dims=1, layers=[2])).grow(BATCHES)
+    model.save_pretrained(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
+def test_a_checkpoint_without_its_layers_says_the_fix(tmp_path):
+    grown().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"names layer 3, 4.*To drop layers, load the whole model first"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("name", ["llama-2", "gpt2-2"])
+def test_what_reads_any_config_reads_a_grown_one(name, tmp_path):
+    """Trainer reads that of a checkpoint which it resumes."""
+    grown(name).save_pretrained(tmp_path)
+    assert PreTrainedConfig.from_json_file(tmp_path / "config.json").transformers_version
+
+
+def test_weights_that_torch_computes_are_named():
+    model = patch_model(build("llama-2"))
+    parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
+    prune.l1_unstructured(model.model.layers[1].self_attn.v_proj, "weight", 0.3)
+    for config in (GrowthConfig(qk_dims=1, update_existing=True), GrowthConfig(v_dims=1, method="refactor")):
+        with pytest.raises(
+            ValueError, match=r"_proj of layer \d computes its weight.*remove_parametrizations or prune"
+        ):
+            Grower(model, config).grow(BATCHES)
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).grow(BATCHES).applied
+
+
+def test_a_cache_of_before_the_growth_is_refused():
+    model, cache = patch_model(build("llama-2")), DynamicCache()
+    model(tokens(), past_key_values=cache)
+    Grower(model, GrowthConfig(qk_dims=2)).grow(BATCHES)
+    with pytest.raises(ValueError, match=r"keys 16 wide.*18 wide.*empty cache"):
+        model(tokens(), past_key_values=cache)
