@@ -110,8 +110,7 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
     """Make a model's attention growable, in place, for this instance only.
 
     The classes of the model, its inner models and its attention modules are swapped for growable subclasses, and its
-    config for a copy with a `model_type` of our own. Outputs, parameters, buffers and hooks stay as they were. A model
-    that was loaded from a GGUF into ordinary weights is no longer called quantized, so it can be trained and saved.
+    config for a copy with a `model_type` of our own. Outputs, parameters, buffers and hooks stay as they were.
 
     Args:
         model: a transformers model: base model, causal LM, classifier or any other head.
@@ -152,7 +151,6 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
     _register(type(model.config))
     _replace_configs(model, parts)
     GrowableModelMixin.adopt(model)
-    _forget_gguf(model)
     return model
 
 
@@ -209,18 +207,6 @@ def _replace_configs(model: PreTrainedModel, parts: Sequence[str] | None) -> Non
             vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
             new.growable_parts, new.extra_dims = parts and [*parts], {}
         module.config = growable[id(config)]
-
-
-def _forget_gguf(model: PreTrainedModel) -> None:
-    """Call a model ordinary whose weights were unpacked from a GGUF: Trainer and `save_pretrained` refuse others."""
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is None or quantizer.quantization_config.quant_method != "gguf":
-        return
-    # Weights that stayed in blocks are integers.
-    if all(parameter.is_floating_point() for parameter in model.parameters()):
-        quantizer.remove_quantization_config(model)
-        for config in growable_configs(model):
-            config.__dict__.pop("_is_quantized", None)
 
 
 def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrainedModel:
