@@ -8,7 +8,7 @@ import pytest
 import torch
 from compared import whiten
 from conftest import LONG, real_batches, real_model
-from families import build, lm_batches, padded, tokens
+from families import build, build_encoder_decoder, lm_batches, padded, tokens
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
@@ -158,6 +158,26 @@ def test_moments_leave_padding_out():
     for one, other in zip(both, apart):
         for name in ("stacked_root", "shared_root"):
             torch.testing.assert_close(getattr(one.roots, name), getattr(other.roots, name), rtol=1e-4, atol=1e-5)
+
+
+def test_cross_attention_has_a_moment_for_either_input():
+    model, encoded = patch_model(build_encoder_decoder()), padded(left=False)
+    cross, queries = attentions(model)[-1], []
+    cross.register_forward_pre_hook(lambda module, args, kwargs: queries.append(args[0]), with_kwargs=True)
+    batches = [{**encoded, "labels": tokens(seed=4)}]
+    with evaluation_mode(model):
+        blocks, _ = measure_moments(Objective(model), [cross], [PATTERNS, MESSAGES], batches, 0.05)
+        sources = model.model.encoder(**encoded).last_hidden_state
+
+    def root(inputs, mask):
+        moment = F.moment_sum(F.augment(inputs), mask) / mask.sum()
+        return F.square_roots(F.ridged(moment, 0.05))[0]
+
+    every = torch.ones(queries[0].shape[:2])
+    torch.testing.assert_close(blocks[0].roots.stacked_root, root(queries[0], every), rtol=1e-4, atol=1e-5)
+    for block in blocks:
+        expected = root(sources, encoded["attention_mask"])
+        torch.testing.assert_close(block.roots.shared_root, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

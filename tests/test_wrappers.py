@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from families import add_dims
-from transformers import LlamaModel, Trainer, TrainingArguments
+from families import VOCABULARY, add_dims
+from transformers import CLIPConfig, CLIPModel, LlamaModel, Trainer, TrainingArguments
 from wrappers import WRAPPERS, batch, build
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
@@ -67,6 +67,15 @@ def test_the_parts_that_are_named_grow_and_travel_with_the_config(tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(logits(loaded, "llava"), logits(model, "llava"))
     assert loaded.config.growable_parts == ["vision_tower"]
+
+
+def test_two_towers_grow_both():
+    """The text side of CLIP writes nothing, so it is no language model that the other side serves."""
+    sides = {f"{name}_config": dict(WRAPPERS["llava"]["vision_config"]) for name in ("text", "vision")}
+    sides["text_config"] |= dict(model_type="clip_text_model", vocab_size=VOCABULARY, max_position_embeddings=32)
+    model = patch_model(CLIPModel(CLIPConfig(**sides)))
+    paths = {name.partition(".")[0] for name, module in model.named_modules() if isinstance(module, WideAttention)}
+    assert paths == {"text_model", "vision_model"} and len(attentions(model)) == 4
 
 
 def test_parts_that_cannot_grow_are_refused():
