@@ -131,7 +131,9 @@ OWN = {
     "xlstm": dict(num_heads=4),
     "xmod": dict(default_language="en_XX", is_decoder=True),
     "youtu": LATENT,
-    "zamba": dict(attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8, n_mamba_heads=2),
+    "zamba": dict(
+        num_hidden_layers=5, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8, n_mamba_heads=2
+    ),
     "zamba2": dict(num_hidden_layers=3, hybrid_layer_ids=[1, 2], num_mem_blocks=1, mamba_d_state=8, n_mamba_heads=4)
     | dict(layers_block_type=["linear_attention", "hybrid", "hybrid"], mamba_headdim=32, chunk_size=16, adapter_rank=8)
     | dict(attention_hidden_size=128, attention_head_dim=32, num_query_groups=4, kv_channels=16)

@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    BartConfig,
+    BartForConditionalGeneration,
     GPT2Config,
 )
 
@@ -94,6 +96,14 @@ def build(variant: str, auto_class=AutoModelForCausalLM, attention: str | None =
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.3)
     return model.to(dtype).eval()
+
+
+def build_encoder_decoder():
+    """A tiny stock BART in evaluation mode, one layer on either side."""
+    small = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in small.items()}
+    config = BartConfig(vocab_size=VOCABULARY, d_model=32, init_std=0.3, max_position_embeddings=64, **sides)
+    return BartForConditionalGeneration(config).eval()
 
 
 def word_tokenizer():

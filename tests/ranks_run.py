@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrun import leave
 
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model
+from hf_growattn.growable.training_state import of_all
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 
@@ -67,7 +68,8 @@ def existing_weights_move_too():
     model, ddp, optimizer = wrapped("gpt2-2")
     train(ddp, optimizer)
     config = GrowthConfig(budget=0.1, update_existing=True, oversampling=4)
-    assert Grower(model, config, optimizer).grow(mine(3)).applied  # the wrapper is found all the same
+    reports = of_all(Grower(model, config, optimizer).grow(mine(3)))  # the wrapper is found all the same
+    assert reports[0].applied and reports[0] == reports[1]
     train(ddp, optimizer)
     assert_alike(model)
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from conftest import LONG
-from families import FAMILIES, add_dims, build, lm_batches, padded, tokens
+from families import FAMILIES, add_dims, build, build_encoder_decoder, lm_batches, padded, tokens
 from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, GenerationConfig, LlamaConfig
 from transformers.generation import ContinuousBatchingConfig
 from transformers.integrations.executorch import convert_and_export_with_cache
@@ -299,7 +299,7 @@ def test_continuous_batching_takes_no_grown_model(variant):
     assert all("model.generate instead" in output.error for output in grown.values())
 
 
-def test_gpt2_with_cross_attention():
+def test_gpt2_with_cross_attention(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -316,8 +316,11 @@ def test_gpt2_with_cross_attention():
     torch.testing.assert_close(model(tokens(), **arguments).logits, before)
     for attention in attentions(model):
         add_dims(attention, 4, 2)
-    assert len(attentions(model)) == 4
+    assert [attention.layer for attention in attentions(model)] == [0, 1, 2, 3]  # two modules have the same layer_idx
     full = model(tokens(), **arguments).logits
+    sync_config(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path)(tokens(), **arguments).logits, full)
     assert not torch.allclose(full, before, atol=1e-2)
     cached = model(tokens()[:, :-2], **arguments)
     for place in (-2, -1):  # the cache of cross-attention is read, not written
@@ -329,12 +332,7 @@ def test_gpt2_with_cross_attention():
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
 def test_an_encoder_and_a_decoder(options):
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    small = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
-    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in small.items()}
-    config = BartConfig(vocab_size=97, d_model=32, init_std=0.3, max_position_embeddings=64, **sides)
-    model = patch_model(BartForConditionalGeneration(config)).eval()
+    model = patch_model(build_encoder_decoder())
     stock = model(tokens(), labels=tokens(seed=4)).logits
     for attention in attentions(model):
         add_dims(attention, 4, 2)
@@ -342,3 +340,12 @@ def test_an_encoder_and_a_decoder(options):
     batch = padded() | {"max_new_tokens": 6, "do_sample": False}
     beams = {"num_beams": options.get("num_beams", 1)}
     assert torch.equal(model.generate(**batch, **options), model.generate(**batch, **beams, use_cache=False))
+
+
+def test_cross_attention_projects_either_input_as_self_attention_does():
+    part = add_dims(attentions(patch_model(build_encoder_decoder()))[-1], 4, 2)
+    torch.nn.init.normal_(part.inside.bias)
+    hidden_states, source = torch.randn(2, 3, 32), torch.randn(2, 5, 32)
+    found, expected = part.inside(hidden_states, source), (part.inside(hidden_states)[0], *part.inside(source)[1:])
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other)

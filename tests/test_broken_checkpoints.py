@@ -203,6 +203,15 @@ def test_a_shard_that_holds_other_weights(checkpoint, variant):
         AutoModelForCausalLM.from_pretrained(path)
 
 
+def test_a_weight_outside_of_attention_is_missed(checkpoint):
+    path = checkpoint("llama-2-4")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight is missing.*same save"):
+        AutoModelForCausalLM.from_pretrained(path)
+
+
 def test_a_task_head_may_be_new_or_of_another_size(saved, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(saved / "llama-2-4", num_labels=3)
     model.save_pretrained(tmp_path)

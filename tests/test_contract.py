@@ -190,7 +190,7 @@ def test_a_second_model_is_untouched(name):
     classes = [type(module) for module in second.modules()]
     before, dumped = second(tokens()).logits, second.config.to_json_string()
     patch_model(first)
-    patch_model(shared)
+    patch_model(shared).config.id2label[0] = "of this model alone"
     assert ComparedGrower(shared, GrowthConfig(qk_dims=4, layers=[0])).grow(batches_for(name)).applied
     assert [type(module) for module in second.modules()] == classes
     assert second.config.to_json_string() == dumped

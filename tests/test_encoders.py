@@ -87,6 +87,16 @@ def test_patching_and_zero_dims_change_no_bit(name, attention):
     assert {at: module.forward.__func__ for at, module in model.named_modules()} == forwards
 
 
+def test_dropout_of_the_output_takes_new_dims_along():
+    model = patch_model(build("bert")).train()
+    for attention in attentions(model):
+        attention.output_sibling[0].dropout.p = 1.0
+    before = outputs(model, "bert")
+    for attention in attentions(model):
+        add_dims(attention, 3, 2)
+    assert torch.equal(outputs(model, "bert"), before)
+
+
 @EVERY
 def test_widths_travel_with_a_state(grown, name):
     model, other = grown(name), patch_model(build(name))

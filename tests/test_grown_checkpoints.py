@@ -4,11 +4,12 @@ import pytest
 import torch
 from encoders import build as build_encoder
 from every_type import build as build_type
-from families import add_dims, build, tokens
+from families import VARIANTS, add_dims, build, tokens
+from transformers import AutoConfig, AutoModelForCausalLM
 from wrappers import build as build_wrapper
 
 from hf_growattn import load_growth, patch_model, save_growth
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.growths import attentions, is_grown, sync_config
 
 BUILD = {"bert": build_encoder, "vit": build_encoder, "gemma4_text": build_type, "llava": build_wrapper}
 
@@ -30,6 +31,10 @@ def test_a_stock_class_refuses_a_grown_checkpoint(name, tmp_path):
         type(model).__bases__[1].from_pretrained(tmp_path)
 
 
+def fresh_config(**fields):
+    return AutoConfig.for_model(**VARIANTS["llama-5-bias"]().to_dict() | fields)
+
+
 def test_a_growth_is_saved_and_loaded_alone(tmp_path):
     model, fresh = grown("llama-5-bias"), patch_model(build("llama-5-bias"))
     save_growth(model, tmp_path)
@@ -39,6 +44,10 @@ def test_a_growth_is_saved_and_loaded_alone(tmp_path):
     assert fresh.config.extra_dims == model.config.extra_dims
     with pytest.raises(ValueError, match=r"growth of a growattn_llama, and this is a growattn_gpt2"):
         load_growth(patch_model(build("gpt2-2")), tmp_path)
+    other = patch_model(AutoModelForCausalLM.from_config(fresh_config(num_key_value_heads=4)))
+    with pytest.raises(ValueError, match="growth of a model of other sizes"):
+        load_growth(other, tmp_path)
+    assert not is_grown(other)
     for name, damage in (("growth.json", '{"extra_dims": 3}'), ("growth.json", "["), ("growth.safetensors", "")):
         whole = (tmp_path / name).read_bytes()
         (tmp_path / name).write_text(damage)

@@ -103,10 +103,11 @@ def test_new_dims_join_a_group_of_their_kind_in_the_order_of_the_model(variant):
         assert [*map(id, group["params"])] == [id(p) for p in model.parameters() if (p.dim() > 1) is wide]
 
 
-def test_an_empty_group_without_decay_is_taken_where_no_group_is_alike():
+@pytest.mark.parametrize("decays", [(0.1, 0.0), (0.0, 0.1)])
+def test_an_empty_group_is_taken_where_no_group_is_alike(decays):
     model = patch_model(build("llama-2")).requires_grad_(False)
     norms = [p.requires_grad_() for name, p in model.named_parameters() if "norm" in name]
-    groups = [{"params": norms, "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    groups = [{"params": own, "weight_decay": decay} for own, decay in zip((norms, []), decays)]
     optimizer = torch.optim.AdamW(groups, lr=LR)
     Grower(model, CONFIG, optimizer).grow(lm_batches())
     assert {*optimizer.param_groups[1]["params"]} == {*extra_parameters(model)}

@@ -163,6 +163,8 @@ def test_the_table_says_why_a_layer_did_not_grow(rolled_back):
     batches = lm_batches(4)
     few = Grower(patch_model(build("llama-2")), GrowthConfig(budget=600)).grow(batches)
     assert reasons(few) == {"", words.SPENT} and few.added_parameters <= 600
+    rounded = Grower(patch_model(build("llama-2")), GrowthConfig(budget=3000, multiple_of=8)).grow(batches)
+    assert reasons(rounded) == {"", words.SPENT} and rounded.added_parameters == 2304  # 8 dims of one layer and kind
     model = patch_model(build("llama-2"))
     wide = Grower(model, GrowthConfig(qk_dims=2, v_dims=2, max_v_head_dim=16, layers=[1])).grow(batches)
     assert reasons(wide) == {"", words.AT_LIMIT}
@@ -176,7 +178,8 @@ def test_printed_tables_fit_a_terminal_and_cut_no_word(grown):
     text = join_lines(words.report_text(grown, "growattn race my_model my.txt -o race"))
     assert text.endswith("On text, compare with LoRA: growattn race my_model my.txt -o race")
     cache, added = grown.cache_bytes, grown.added_parameters
-    assert f"KV cache {cache[0]:,} -> {cache[1]:,} bytes a token" in text and f"{added:,} weights added" in text
+    larger = f"{cache[0]:,} -> {cache[1]:,} bytes a token (+{100 * (cache[1] - cache[0]) / cache[0]:.1f}%)"
+    assert f"KV cache {larger}, {added:,} weights added" in text
     shares = [float(row[-1].rstrip("%")) for row in words.rows_of(grown) if row[-1].endswith("%")]
     assert shares and sum(shares) == pytest.approx(100, abs=2)  # each is rounded
     columns = ["held-out loss", "KV cache, bytes a token", "unbreakable"]
@@ -199,6 +202,7 @@ def test_two_pictures_of_a_growth(grown, rolled_back, history):
     places, loss = draw_growth([grown, rolled_back], history).axes
     training, held_out, *growths = loss.lines
     assert len(training.get_xdata()) == 10 and list(held_out.get_xdata()) == [0, 6, 11]  # one loss is not finite
+    assert training.get_xdata()[0] == 0.5  # the mean since the last one, drawn in the middle
     assert [line.get_xdata()[0] for line in growths] == [4, 8]
     assert len(draw_growth([grown], [{"step": 1, "loss": 3.0}]).axes) == 2  # of a loop of one's own
     assert draw_growth([EMPTY]).axes == []

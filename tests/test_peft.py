@@ -308,11 +308,17 @@ OTHERS = {
 }
 
 
+# Kinds of which nobody knows what the old dims can do, where it is not the patterns alone.
+UNKNOWN = {"DoRA": {"patterns", "messages"}, "IA3": {"patterns", "messages"}, "copies": set(), "elsewhere": set()}
+
+
 @pytest.mark.parametrize("method", OTHERS)
 def test_growth_under_other_adapters(method):
     model = peft.get_peft_model(patch_model(build(LLAMA)), OTHERS[method]()).eval()
     report = Grower(model, GROWTH).grow(BATCHES)
     assert report.applied and report.loss_after < report.loss_before
+    unknown = {layer.kind for layer in report.layers if layer.starvation is None}
+    assert unknown == UNKNOWN.get(method, {"patterns"})
     model.set_adapter("default")
     train(model, torch.optim.AdamW(trainable(model), lr=1e-3))
 

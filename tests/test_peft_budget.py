@@ -79,6 +79,10 @@ def test_layers_that_get_nothing_have_no_new_dims():
     assert initialize_growattn_weights(model, BATCHES).applied
     assert set(model.peft_config["default"].dims) == {"1"}
     assert attentions(model)[0].extra is None
+    few = adapted(LLAMA, budget=600)  # spread over two layers at first
+    assert len(few.peft_config["default"].dims) == 2
+    report = initialize_growattn_weights(few, BATCHES)
+    assert len(few.peft_config["default"].dims) == 1 and count(few) == report.added_parameters
     again = initialize_growattn_weights(model, BATCHES[:2])  # spends it anew
     assert again.applied and count(model) == again.added_parameters
 

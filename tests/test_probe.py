@@ -8,7 +8,7 @@ import pytest
 import torch
 from compared import whiten
 from conftest import LONG, real_batches, real_model
-from families import build, lm_batches, padded, tokens
+from families import build, build_encoder_decoder, lm_batches, padded, tokens
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
@@ -160,6 +160,34 @@ def test_moments_leave_padding_out():
             torch.testing.assert_close(getattr(one.roots, name), getattr(other.roots, name), rtol=1e-4, atol=1e-5)
 
 
+def test_cross_attention_has_a_moment_for_either_input():
+    """Messages are measured in units of the rms norm of the output."""
+    model, encoded = patch_model(build_encoder_decoder()), padded(left=False)
+    cross, queries, outputs = attentions(model)[-1], [], []
+
+    def record(module, args, output):
+        queries.append(args[0])
+        outputs.append(output[0])
+
+    cross.register_forward_hook(record)
+    batches = [{**encoded, "labels": tokens(seed=4)}]
+    with evaluation_mode(model):
+        blocks, _ = measure_moments(Objective(model), [cross], [PATTERNS, MESSAGES], batches, 0.05)
+        sources = model.model.encoder(**encoded).last_hidden_state
+
+    def root(inputs, mask):
+        moment = F.moment_sum(F.augment(inputs), mask) / mask.sum()
+        return F.square_roots(F.ridged(moment, 0.05))[0]
+
+    every, size = torch.ones(queries[0].shape[:2]), outputs[0].norm(dim=-1).square().mean().sqrt()
+    torch.testing.assert_close(blocks[1].roots.stacked_whitening, size)
+    torch.testing.assert_close(blocks[1].roots.stacked_root, 1 / size)
+    torch.testing.assert_close(blocks[0].roots.stacked_root, root(queries[0], every), rtol=1e-4, atol=1e-5)
+    for block in blocks:
+        expected = root(sources, encoded["attention_mask"])
+        torch.testing.assert_close(block.roots.shared_root, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "name, every, old_dims_train",
     [
@@ -231,13 +259,14 @@ def test_activation_checkpointing_changes_no_statistic(variant, checkpointing):
     if checkpointing is not None:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": checkpointing})
-    recomputed = []
+    recomputed, hooks = [], len(model.get_input_embeddings()._forward_hooks)
     layers[0].register_forward_hook(lambda *args: recomputed.append(1))
     with evaluation_mode(model):
         blocks, _ = measured(model, halves[0] + halves[1])
         del recomputed[:]
         gradients = exact_gradients(Objective(model), blocks, halves, dims=4)
         assert len(recomputed) == 3 * (1 if checkpointing is None else 2)
+    assert len(model.get_input_embeddings()._forward_hooks) == hooks
     reference = patch_model(build(variant))
     with evaluation_mode(reference):
         blocks, _ = measured(reference, halves[0] + halves[1])

@@ -67,3 +67,12 @@ def test_an_attention_with_names_of_ours_is_refused():
     model.model.layers[1].self_attn.layer = 1
     with pytest.raises(ValueError, match="cannot join OwnAttention, which has its own layer"):
         patch_model(model)
+
+
+@pytest.mark.parametrize("name", ["num_heads", "head_dim", "v_head_dim"])
+def test_heads_that_are_not_what_the_module_says_are_refused(name):
+    model = own_model()
+    for layer in model.model.layers:
+        setattr(layer.self_attn, name, 2)
+    with pytest.raises(ValueError, match=r"cannot join OwnAttention: it hands .* and its attributes say"):
+        Grower(patch_model(model), GrowthConfig(qk_dims=2, v_dims=2)).grow(lm_batches())

@@ -5,9 +5,13 @@ import torch
 from families import VARIANTS, add_dims, build, lm_batches, padded, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow.trial import Trial
+from hf_growattn.grow.plan import candidates
+from hf_growattn.grow.trial import StepSearch, Trial
 from hf_growattn.growable.attention import set_trial
 from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.measure.blocks import PATTERNS, measure_moments
+from hf_growattn.measure.gradients import exact_gradients
+from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of, mean_loss
 
 
 @pytest.mark.parametrize(
@@ -53,3 +57,27 @@ def test_a_search_reads_the_weights_and_writes_none(variant, monkeypatch):
     monkeypatch.setattr(Trial, "set_steps", set_steps)
     assert Grower(model, GrowthConfig(budget=0.05)).grow(lm_batches(6)).applied
     assert sum(taken) > 10
+
+
+def test_the_directions_of_either_half_are_judged_on_the_other(monkeypatch):
+    model, batches = patch_model(build("llama-2")), lm_batches(4)
+    halves, calls = halves_of(batches), []
+
+    def set_steps(trial, steps, half=None, original=Trial.set_steps):
+        original(trial, steps, half)
+        calls.append(("directions", half))
+
+    monkeypatch.setattr(Trial, "set_steps", set_steps)
+    with evaluation_mode(model):
+        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS], batches, 0.05)
+        gradients = exact_gradients(Objective(model), blocks, halves, dims=2)
+        trial = Trial(candidates(GrowthConfig(qk_dims=2), gradients))
+
+        def measure(half):
+            calls.append(("loss", half))
+            return mean_loss(Objective(model), halves[half])
+
+        search = StepSearch(trial, measure, mean_loss(Objective(model), batches))
+        calls.clear()
+        search.loss_at([0.1] * len(blocks))
+    assert calls == [("directions", 0), ("loss", 1), ("directions", 1), ("loss", 0)]

@@ -284,7 +284,8 @@ def test_training_goes_on(variant, dead):
         if step == 4:  # no step is larger than Adam's ever are
             assert (part.inside.weight - before).abs().max() < 3 * scheduler.get_last_lr()[0]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in model.parameters()} and losses[-1] < losses[4] < losses[0]
+    assert held == {id(p) for p in model.parameters()} == {id(p) for p in optimizer.state}
+    assert losses[-1] < losses[4] < losses[0]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -2,8 +2,16 @@
 
 import pytest
 import torch
-from families import add_dims
-from transformers import LlamaModel, Trainer, TrainingArguments
+from families import VOCABULARY, add_dims
+from transformers import (
+    Blip2QFormerConfig,
+    Blip2QFormerModel,
+    CLIPConfig,
+    CLIPModel,
+    LlamaModel,
+    Trainer,
+    TrainingArguments,
+)
 from wrappers import WRAPPERS, batch, build
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
@@ -67,6 +75,29 @@ def test_the_parts_that_are_named_grow_and_travel_with_the_config(tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(logits(loaded, "llava"), logits(model, "llava"))
     assert loaded.config.growable_parts == ["vision_tower"]
+
+
+def test_two_towers_grow_both():
+    """The text side of CLIP writes nothing, so it is no language model that the other side serves."""
+    sides = {f"{name}_config": dict(WRAPPERS["llava"]["vision_config"]) for name in ("text", "vision")}
+    sides["text_config"] |= dict(model_type="clip_text_model", vocab_size=VOCABULARY, max_position_embeddings=32)
+    model = patch_model(CLIPModel(CLIPConfig(**sides)))
+    paths = {name.partition(".")[0] for name, module in model.named_modules() if isinstance(module, WideAttention)}
+    assert paths == {"text_model", "vision_model"} and len(attentions(model)) == 4
+
+
+@torch.no_grad()
+def test_keys_of_an_input_of_another_size_stay_as_they_are():
+    """The new dims of a module have one input size, and this cross-attention reads wider states than its own."""
+    small = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_hidden_layers=2)
+    model = Blip2QFormerModel(Blip2QFormerConfig(**small, encoder_hidden_size=48, cross_attention_frequency=2)).eval()
+    inputs = {"query_embeds": torch.randn(2, 3, 32), "encoder_hidden_states": torch.randn(2, 5, 48)}
+    before = model(**inputs).last_hidden_state
+    for attention in attentions(patch_model(model)):
+        add_dims(attention, 3, 2)
+    paths = [name for name, module in model.named_modules() if isinstance(module, WideAttention)]
+    assert paths == [f"encoder.layer.{index}.attention.attention" for index in (0, 1)]
+    assert not torch.allclose(model(**inputs).last_hidden_state, before, atol=1e-2)
 
 
 def test_parts_that_cannot_grow_are_refused():

@@ -127,9 +127,6 @@ class _WiderCache:
     def __getattr__(self, name: str):
         return getattr(self._cache, name)
 
-    def __bool__(self) -> bool:
-        return True
-
 
 def widened(cache: Any, call: Call) -> Any:
     """A cache that keeps new dims beside those that a stock forward hands over."""
