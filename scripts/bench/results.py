@@ -22,11 +22,13 @@ KEPT = ("weights", "rank", "widths", "cache", "forward", "at_change", "seconds",
 
 
 def spread(values: list[float], digits: int = 3) -> str:
-    """Median and range; the value alone where there is one."""
+    """Median and range; the value alone where there is one, or all are equal. Whole numbers have no digits."""
     if not values:
         return ""
+    if all(float(value).is_integer() for value in values):
+        digits = 0
     middle, *ends = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
-    return middle if len(values) == 1 else f"{middle} ({ends[0]} to {ends[1]})"
+    return middle if ends[0] == ends[1] else f"{middle} ({ends[0]} to {ends[1]})"
 
 
 @dataclass

@@ -43,9 +43,9 @@ def read_table(name: str, components: int = 0) -> tuple[Table, Table]:
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))
     features, classes = features[order], classes[order]
     count = round(TRAINING_SHARE * len(features))
+    if components:  # of features as they are: a pixel that is hardly ever set must not become a large number
+        features = (features - features[:count].mean(0)) @ principal_axes(features[:count], components)
     features = standardized(features, count)
-    if components:
-        features = standardized(features @ principal_axes(features[:count], components), count)
     return (
         Table(features[:count], classes[:count], features[:count]),
         Table(features[count:], classes[count:], features[count:]),
@@ -79,7 +79,7 @@ def standardized(features: Tensor, count: int) -> Tensor:
 
 def principal_axes(features: Tensor, components: int) -> Tensor:
     """The leading principal axes, (features, components)."""
-    return torch.linalg.eigh(features.T @ features).eigenvectors.flip(1)[:, :components]
+    return torch.linalg.eigh(torch.cov(features.T)).eigenvectors.flip(1)[:, :components]
 
 
 @lru_cache
