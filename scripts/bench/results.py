@@ -166,7 +166,7 @@ class Results:
         measured = {name for row in self.found["rows"] for name, value in row.items() if isinstance(value, float)}
         names = ("task", "method", "seed", "rate", *KEPT, *sorted(measured - {*KEPT, "rate", "processor"}))
         return {
-            "tasks": {name: asdict(task) for name, task in self.tasks.items()},
+            "tasks": {name: without_folders(asdict(task)) for name, task in self.tasks.items()},
             "rows": [{name: _short(row[name]) for name in names if name in row} for row in self.found["rows"]],
             "curves": [{n: _short(row[n]) for n in ("task", "method", "seed", "curve")} for row in self.found["rows"]],
             "sweep": [
@@ -175,6 +175,14 @@ class Results:
             ],
             "untrained": self.found["untrained"],
         }
+
+
+def without_folders(fields: dict) -> dict:
+    """The same, with the names alone of files and folders of this machine."""
+    return {
+        name: Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+        for name, value in fields.items()
+    }
 
 
 def _short(value):
