@@ -41,6 +41,7 @@ PAGES = (
     "real_model",
     "mix_rates",
     "encoder",
+    "matching",
     "races",
     "in_context_regression",
     "growing_up",

@@ -22,11 +22,13 @@ KEPT = ("weights", "rank", "widths", "cache", "forward", "at_change", "seconds",
 
 
 def spread(values: list[float], digits: int = 3) -> str:
-    """Median and range; the value alone where there is one."""
+    """Median and range; the value alone where there is one, or all are equal. Whole numbers have no digits."""
     if not values:
         return ""
+    if all(float(value).is_integer() for value in values):
+        digits = 0
     middle, *ends = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
-    return middle if len(values) == 1 else f"{middle} ({ends[0]} to {ends[1]})"
+    return middle if ends[0] == ends[1] else f"{middle} ({ends[0]} to {ends[1]})"
 
 
 @dataclass
@@ -164,7 +166,7 @@ class Results:
         measured = {name for row in self.found["rows"] for name, value in row.items() if isinstance(value, float)}
         names = ("task", "method", "seed", "rate", *KEPT, *sorted(measured - {*KEPT, "rate", "processor"}))
         return {
-            "tasks": {name: asdict(task) for name, task in self.tasks.items()},
+            "tasks": {name: without_folders(asdict(task)) for name, task in self.tasks.items()},
             "rows": [{name: _short(row[name]) for name in names if name in row} for row in self.found["rows"]],
             "curves": [{n: _short(row[n]) for n in ("task", "method", "seed", "curve")} for row in self.found["rows"]],
             "sweep": [
@@ -173,6 +175,14 @@ class Results:
             ],
             "untrained": self.found["untrained"],
         }
+
+
+def without_folders(fields: dict) -> dict:
+    """The same, with the names alone of files and folders of this machine."""
+    return {
+        name: Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+        for name, value in fields.items()
+    }
 
 
 def _short(value):
