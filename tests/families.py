@@ -13,8 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    BartConfig,
-    BartForConditionalGeneration,
     GPT2Config,
 )
 
@@ -100,6 +98,8 @@ def build(variant: str, auto_class=AutoModelForCausalLM, attention: str | None =
 
 def build_encoder_decoder():
     """A tiny stock BART in evaluation mode, one layer on either side."""
+    from transformers import BartConfig, BartForConditionalGeneration  # not for every process that draws tokens
+
     small = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
     sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in small.items()}
     config = BartConfig(vocab_size=VOCABULARY, d_model=32, init_std=0.3, max_position_embeddings=64, **sides)

@@ -66,7 +66,7 @@ def test_a_config_and_an_optimizer_of_the_wrong_kind():
     with pytest.raises(TypeError, match=r"such as GrowthConfig\(budget=0.02\)"):
         Grower(model, {"qk_dims": 2})
     with pytest.raises(TypeError, match="optimizer of torch, or a list of them"):
-        Grower(model, GrowthConfig(qk_dims=2), torch.optim.AdamW)
+        Grower(model, GrowthConfig(qk_dims=2), torch.optim.AdamW).grow(lm_batches())
 
 
 def test_a_model_whose_loss_is_no_number():

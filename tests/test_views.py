@@ -6,7 +6,7 @@ from conftest import real_batches, real_model
 from families import FAMILIES, LLAMA, VARIANTS, add_dims, build, tokens
 from rebuilt import compute_logits, rebuild_output, window_of
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, LlamaConfig, T5Config, T5Model
+from transformers import AutoModelForCausalLM, BloomConfig, BloomModel, LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_growattn import patch_model
@@ -247,7 +247,7 @@ def test_a_window_is_a_mask(variant):
 
 
 def test_unknown_and_partial_models_are_refused():
-    stock = T5Model(T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    stock = BloomModel(BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match="no attention that could be viewed"):
         attention_views(stock)
     with pytest.raises(ValueError, match="has no rotary_emb"):

@@ -28,11 +28,7 @@ def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    bare = [getattr(wrapped, "optimizer", wrapped) for wrapped in listed]
-    for each in bare:
-        if not hasattr(each, "param_groups"):
-            raise TypeError(f"optimizer must be an optimizer of torch, or a list of them; got {each!r:.80}.")
-    return bare
+    return [getattr(wrapped, "optimizer", wrapped) for wrapped in listed]
 
 
 def held(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
@@ -41,7 +37,10 @@ def held(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
 
 
 def check_optimizers(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Make sure that the optimizers train this model, where it trains at all; a ValueError otherwise."""
+    """Make sure that the optimizers train this model, where it trains at all; a ValueError or TypeError otherwise."""
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
+            raise TypeError(f"optimizer must be an optimizer of torch, or a list of them; got {each!r:.80}.")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     known = {id(parameter) for optimizer in optimizers for parameter in held(optimizer)}
     if optimizers and trained and not trained & known:
