@@ -123,9 +123,9 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
         ValueError: it is a part of another transformers model; it has no inner model of such a name, or is patched
-            with other parts; none of its attention modules takes its attention
-            function from transformers' table; one runs a forward that other code has put there; or the model runs the
-            code that came with its checkpoint. The model is as it was then.
+            with other parts; none of its attention modules takes its attention function from transformers' table; one
+            runs a forward that other code has put there; or the model runs the code that came with its checkpoint. The
+            model is as it was then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

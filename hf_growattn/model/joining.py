@@ -146,16 +146,16 @@ class AttentionFunctions:
 
     def get_interface(self, implementation: str, default: Callable) -> Callable:
         """As the table's, with new dims."""
-        return functools.partial(_attend, self._table.get_interface(implementation, default), implementation)
+        return functools.partial(_attend, self._table.get_interface(implementation, default))
 
     def __getitem__(self, implementation: str) -> Callable:
-        return functools.partial(_attend, self._table[implementation], implementation)
+        return functools.partial(_attend, self._table[implementation])
 
     def __getattr__(self, name: str):
         return getattr(self._table, name)
 
 
-def _attend(function: Callable, implementation: str, module: Any, query, key, value, *args, **kwargs):
+def _attend(function: Callable, module: Any, query, key, value, *args, **kwargs):
     """Call an attention function with old and new dims, and give back what it reads through the old ones."""
     call: Call = module.call
     if call.read is not None:

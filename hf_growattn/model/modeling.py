@@ -161,10 +161,9 @@ def find_attentions(model: nn.Module, parts: Sequence[str] | None = None) -> lis
     found = []
     for part in growable_parts(model, parts):
         for name, module in part.named_modules():
-            siblings = part.get_submodule(name.rpartition(".")[0])._modules
-            sibling = None if "output" in find_projections(module) else siblings.get("output")
+            sibling = part.get_submodule(name.rpartition(".")[0])._modules.get("output")
             if not isinstance(module, WideAttention) and not find_obstacle(module, sibling):
-                found.append((module, sibling))
+                found.append((module, None if "output" in find_projections(module) else sibling))
     numbers = _layers_of([module for module, _ in found])
     return [(module, number, sibling) for (module, sibling), number in zip(found, numbers)]
 
@@ -209,10 +208,10 @@ def dims_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
 
 def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:
     """What keeps new dims from joining a module, which it "..."; "" for an attention module that they can join."""
-    names, inputs = find_projections(module), input_sizes(module)
-    query, key = (inputs.get(names.get(role, "")) for role in ("query", "key"))
     if not (reaches_seam(type(module)) and hasattr(module, "config")):
         return "takes no attention function from transformers' table ALL_ATTENTION_FUNCTIONS"
+    names, inputs = find_projections(module), input_sizes(module)
+    query, key = (inputs.get(names.get(role, "")) for role in ("query", "key"))
     if any(name.lower() in _INNER_NORMS for name, _ in module.named_children()):
         return "normalizes its output together with the residual stream"
     if "output" not in names and not hasattr(sibling, "dense"):
