@@ -1,14 +1,8 @@
-"""The command `growattn`, also as `python -m hf_growattn`."""
+"""The command `growattn` as `python -m hf_growattn`."""
 
 import sys
 
-from .cli.commands import main as run
-
-
-def main() -> None:
-    """Run the command line and exit with its code."""
-    sys.exit(run(sys.argv[1:]))
-
+from .cli.commands import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,6 +27,11 @@ def sketched(model, batches, dims):
         return sketched_gradients(Objective(model), blocks, halves_of(batches), dims, oversampling=8, seed=0)
 
 
+def product_norm(left: Tensor, right: Tensor) -> Tensor:
+    """`||L R^T||_F` over all groups, without the product: (G, n, k), (G, m, k) -> scalar."""
+    return ((left.mT @ left) * (right.mT @ right)).sum().clamp_min(0).sqrt()
+
+
 class ComparedGrower(Grower):
     """A `Grower` along directions of one of the `ESTIMATORS`."""
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from compared import sketched
+from compared import product_norm, sketched
 from families import build, lm_batches
 from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import old_dims
-from hf_growattn.grow.old_dims import OldDimsTrial, make_trial, product_norm, tangent_steps
+from hf_growattn.grow.old_dims import OldDimsTrial, make_trial, tangent_steps
 from hf_growattn.grow.plan import strength_of
 from hf_growattn.grow.trial import Change, read_factors
 from hf_growattn.growable.growths import attentions
@@ -110,7 +110,7 @@ def test_the_steepest_step_of_the_existing_weights_descends(variant):
     changes = [Change(gradient, 0, torch.zeros(0)) for gradient in gradients]
     weights, trial = old_weights(model), trial_of(model, changes, batches, update_existing=True)
     slope = sum(change.slope for change in changes)
-    assert slope > 0 and all(change.quadratic_ratio >= 0 for change in changes)
+    assert slope > 0
     promise = 1e-4
     trial.set_steps([promise / slope] * len(changes))
     assert before - loss_of(model, batches) == pytest.approx(promise, rel=0.02)
@@ -145,9 +145,8 @@ def test_updating_the_existing_weights_moves_them_with_the_rest():
     report = grow(model, batches, qk_dims=2, update_existing=True)
     assert report.applied and not torch.equal(attentions(model)[0].weight_of("query"), old)
     assert loss_of(model, batches) == pytest.approx(report.loss_after, rel=1e-6)
-    assert all(layer.existing_validated > 0 for layer in report.layers)
     still = grow(patch_model(build("llama-2")), batches, qk_dims=2)
-    assert all(layer.existing_validated == 0 for layer in still.layers)
+    assert all(both.gain > new.gain for both, new in zip(report.layers, still.layers))
 
 
 def test_old_weights_move_alone_where_a_budget_buys_nothing():

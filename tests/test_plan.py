@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from compared import ComparedGrower, compared_gradients, sketched
+from compared import ComparedGrower, compared_gradients, product_norm, sketched
 from conftest import LONG, data_path, real_batches, real_model
 from families import add_dims, build, lm_batches
 from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow.old_dims import product_norm
 from hf_growattn.grow.plan import candidates, strength_of
 from hf_growattn.grow.trial import Change, Trial, read_factors
 from hf_growattn.growable.growths import attentions
@@ -38,7 +37,7 @@ def test_a_budget_is_not_exceeded_and_goes_to_what_holds(budget, kinds):
     assert 0 < report.added_parameters == model.num_parameters() - count == added(report) <= limit
     assert {layer.kind for layer in report.layers} == set(kinds)
     grown = [layer for layer in report.layers if layer.step_size > 0]
-    assert all(any(layer.strength) for layer in grown)
+    assert all(layer.gain > 0 for layer in grown)
     assert report.added_parameters > limit - 2 * max(DIM.values())  # there was more that held than it could buy
 
 

@@ -12,7 +12,7 @@ from families import build, build_encoder_decoder, lm_batches, padded, tokens
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from hf_growattn import patch_model
+from hf_growattn import GrowthConfig, patch_model
 from hf_growattn.growable.attention import set_trial
 from hf_growattn.growable.growths import attentions
 from hf_growattn.measure import functional as F
@@ -204,7 +204,7 @@ def test_sketch_keeps_the_gain(name, every, old_dims_train):
         blocks = [replace(block, old_dims_train=old_dims_train) for block in blocks]
         exact = exact_gradients(Objective(model), blocks, halves, dims=16)
         for dims in every:
-            sketched = sketched_gradients(Objective(model), blocks, halves, dims, oversampling=16, seed=dims)
+            sketched = sketched_gradients(Objective(model), blocks, halves, dims, GrowthConfig.oversampling, seed=dims)
             for kind in (PATTERNS, MESSAGES):
                 pairs = [(s, e) for s, e in zip(sketched, exact) if s.block.kind is kind]
                 kept = torch.cat([s.sigma.square().sum(-1) / e.sigma[:, :dims].square().sum(-1) for s, e in pairs])

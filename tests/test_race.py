@@ -53,7 +53,7 @@ def lower(by: list[float]) -> list[float]:
 )
 def test_growth_wins_by_a_margin_and_two_errors(by, winner, sentence):
     race = race_of([ROWS], [lower(by)])
-    assert race.winner == winner and race.runner_up == ({"lora", "growth"} - {winner}).pop()
+    assert race.winner == winner
     assert sentence in race.verdict and race.verdict in str(race)
 
 
@@ -109,7 +109,7 @@ def test_without_growth_lora_wins():
 
     race = Race(STEPS, run_of("start", ROWS, steps=0))
     compete(race, train, ["lora", "growth"], [0.1, 1.0], seeds=2)
-    assert race.winner == "lora" and race.runner_up is None and "no growth" in race.verdict
+    assert race.winner == "lora" and "no growth" in race.verdict
     json.dumps(race.figures(), allow_nan=False)
 
 

@@ -1,4 +1,4 @@
-"""A growth is short: few evaluations of few batches, passes that stop early, and a bar that says how long it takes."""
+"""A growth is short: few evaluations of few batches, passes over parts of them, and a bar that knows its end."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_the_bar_knows_its_end_from_the_first_second(config, monkeypatch):
     assert 0.6 * _Bar.last.total < _Bar.last.n <= _Bar.last.total
 
 
-def test_a_sketch_in_which_nothing_holds_is_the_last(monkeypatch):
+def test_a_sketch_looks_at_part_of_the_batches_and_what_does_not_hold_is_not_grown(monkeypatch):
     passes, backward, solve = [], gradients.backward, gradients._gradient
 
     def nothing_holds(*args):
@@ -79,5 +79,5 @@ def test_a_sketch_in_which_nothing_holds_is_the_last(monkeypatch):
     )
     monkeypatch.setattr(gradients, "_gradient", nothing_holds)
     report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(8))
-    assert passes == [2, 2, 4, 4] and not report.applied
+    assert passes == [1, 1, 2, 2, 4, 4] and not report.applied
     assert "Nothing was grown" in str(report)

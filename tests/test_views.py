@@ -218,7 +218,10 @@ def test_views_follow_training_patching_and_growth(variant):
 @GROWN
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_bad_input_is_named(variant, grown):
-    view = attention_views(built(variant, grown))[1]
+    views = attention_views(built(variant, grown))
+    with pytest.raises(IndexError, match=f"There are {len(views)} views, one of each layer.*got 99"):
+        views[99]
+    view = views[1]
     for head in (4, -1):
         for look in (view.pattern, view.message):
             with pytest.raises(IndexError, match=f"Layer 1 has 4 heads.*got head {head}"):

@@ -10,7 +10,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +29,9 @@ class Result(NamedTuple):
     code: int = 0
 
 
-def main(words: list[str]) -> int:
-    """Run a command line; returns its exit code."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process; returns its exit code."""
+    words = sys.argv[1:] if words is None else words
     as_json, debug = "--json" in words, "--debug" in words
     words = [word for word in words if word not in ("--json", "--debug")]
     try:
@@ -110,13 +111,10 @@ def run_race(recipe: Any) -> Result:
     from ..training.methods import METHODS
 
     race = race_recipe(recipe)
-    lines = [str(race)]
-    for place, name in (("winner", race.winner), ("runner-up", race.runner_up)):
-        if name:
-            method = ["--method", name, "--learning_rate", f"{race.rates[name]:.2g}"]
-            command = _format_next("finetune", recipe, *method)
-            lines.append(f"Train by the {place}, {METHODS[name].title}: {command}")
-    return Result(race.figures(), "\n".join(lines), NOTHING if race.winner == "lora" else 0)
+    method = ["--method", race.winner, "--learning_rate", f"{race.rates[race.winner]:.2g}"]
+    command = _format_next("finetune", recipe, *method)
+    text = f"{race}\nTrain by the winner, {METHODS[race.winner].title}: {command}"
+    return Result(race.figures(), text, NOTHING if race.winner == "lora" else 0)
 
 
 def run_finetune(recipe: Any) -> Result:

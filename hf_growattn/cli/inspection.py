@@ -12,8 +12,6 @@ from ..measure.views import FactoredMatrix, attention_views
 from ..model.configuration import PREFIX
 from ..report.words import KINDS, format_table, format_width
 
-FULL = 0.9  # a head whose effective rank exceeds this share of its width has hardly a direction to spare
-
 
 @torch.no_grad()
 def inspect_model(model: GrowableModelMixin) -> dict:
@@ -50,26 +48,24 @@ def _measure_ranks(matrix: Callable[[int], FactoredMatrix], heads: int, width: i
     try:
         ranks = [matrix(head).effective_rank.item() for head in range(heads)]
     except ValueError:  # the view says why there is no fixed matrix
-        return {"width": width, "effective_rank": None, "full_heads": None}
-    full = [head for head, rank in enumerate(ranks) if rank >= FULL * width]
-    return {"width": width, "effective_rank": ranks, "full_heads": full}
+        return {"width": width, "effective_rank": None}
+    return {"width": width, "effective_rank": ranks}
 
 
 def format_inspection(figures: dict) -> str:
-    """The figures of `inspect_model` as text: a table of layers and kinds, costs, and what a full head is."""
+    """The figures of `inspect_model` as text: a table of layers and kinds, and costs."""
     rows = []
     for layer in figures["layers"]:
         for stock_width, (kind, title) in zip(layer["stock_widths"], KINDS.items()):
-            used, ranks, full = layer[kind], "none: normalized, or of unknown layout", "-"
+            used, ranks = layer[kind], "none: normalized, or of unknown layout"
             if used["effective_rank"]:
                 mean = sum(used["effective_rank"]) / layer["heads"]
                 ranks = f"{mean:.1f} ({min(used['effective_rank']):.1f} to {max(used['effective_rank']):.1f})"
-                full = ", ".join(map(str, used["full_heads"])) or "none"
             width = format_width((stock_width, used["width"]))
-            rows.append([str(layer["layer"]), title, width, ranks, full])
+            rows.append([str(layer["layer"]), title, width, ranks])
     return (
-        format_table(["layer", "kind", "width", "effective rank: mean (range)", "full heads"], rows)
+        format_table(["layer", "kind", "width", "effective rank: mean (range)"], rows)
         + f"{figures['family']}, {'grown' if figures['grown'] else 'stock widths'}: {figures['parameters']:,} weights, "
         f"and a KV cache of {figures['cache_bytes']:,} bytes a token.\n"
-        f"A head is full if its effective rank, the number of directions that it uses, is {FULL:.0%} of its width.\n"
+        "The effective rank is the number of directions that a head uses, at most its width.\n"
     )

@@ -30,7 +30,7 @@ from ..report.report import GrowthReport
 from .plan import (
     GrowthConfig,
     candidates,
-    check_limits,
+    check_room,
     dims_worth_a_look,
     growth_report,
     layers_to_grow,
@@ -117,7 +117,9 @@ class Grower:
             or any other module with one such model in it.
         config: what to grow.
         optimizer: the optimizer of the running training, if there is one, or a list of all of them. New dims join one
-            of its groups with a fresh state; nothing else of it changes.
+            of its groups with a fresh state; nothing else of it changes. Lists of parameters (for clipping) and copies
+            of the model (`AveragedModel`, references) that were made before a growth know nothing of it: make them
+            again.
         accelerator: the `accelerate.Accelerator` of the training, if there is one.
         loss: what to lower, a function of `model` (without DistributedDataParallel) in evaluation mode and a batch of
             any form, which gives a tensor of one number, the batch's mean; by default what the model returns as loss.
@@ -141,7 +143,7 @@ class Grower:
         self.optimizers = bare_optimizers(optimizer)
         self.model, self.wrapped, self.loss = model_to_grow(model), model, loss
         refuse_sharded(model, self.optimizers, accelerator, but_fsdp2=True)
-        check_limits(config, attentions(self.model))
+        check_room(config, attentions(self.model))
         self.config = config
 
     def find(self, batches: Iterable) -> Growth:

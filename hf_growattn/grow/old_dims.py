@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..growable.attention import GrowableAttention, is_adapted, plain
+from ..growable.attention import GrowableAttention, is_adapted, is_plain, plain
 from ..growable.training_state import broadcast_from_rank0, is_sharded, sum_over_ranks, total
 from ..measure import functional as F
 from ..measure.blocks import PATTERNS, Block
@@ -50,6 +50,8 @@ def _check_weight(attention: GrowableAttention, role: str, setting: str) -> None
     problem = attention.why_unreadable(role)
     if problem is not None:
         raise ValueError(f"{start}{problem}")
+    if not is_plain(projection):
+        raise ValueError(f"{start}{attention.name_of(role)} is quantized. Load the model without quantization.")
     if not isinstance(getattr(projection, "weight", None), nn.Parameter):
         raise ValueError(
             f"{start}{attention.name_of(role)} computes its weight, by a parametrization or pruning of torch. Make it "
@@ -78,14 +80,12 @@ class OldStep:
         stacked, shared: whitened changes, (G, g a, k) and (G, b, k).
         slope: first-order decrease of the loss on the batches it comes from.
         validated: the same on batches that it does not come from.
-        quadratic_ratio: `||dS_quad|| / ||dS_lin||`, in proportion to the size of the step.
     """
 
     stacked: Tensor
     shared: Tensor
     slope: float
     validated: float
-    quadratic_ratio: float
 
 
 def tangent_steps(objective: Objective, blocks: list[Block], halves: tuple[list, list]) -> list[OldStep]:
@@ -149,8 +149,7 @@ def _old_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[f
     strength = min(max(validated / in_sample, 0.0), 1.0) if in_sample > 0 else 0.0
     together = [weights[0] * first + weights[1] * second for first, second in zip(*parts)]
     stacked, shared = (strength * change for change in tangent_step(together[0], together[1], *factors))
-    ratio = quadratic_ratio(stacked, shared, *factors).item() if strength > 0 else 0.0
-    return OldStep(stacked, shared, slope(together, (stacked, shared)), strength * validated, ratio)
+    return OldStep(stacked, shared, slope(together, (stacked, shared)), strength * validated)
 
 
 def tangent_step(
@@ -174,23 +173,6 @@ def tangent_step(
         return -(step - basis @ (basis.transpose(-1, -2) @ step) / 2)
 
     return half(stacked_gradient, stacked, shared), half(shared_gradient, shared, stacked)
-
-
-def product_norm(left: Tensor, right: Tensor) -> Tensor:
-    """Return `||L R^T||_F` summed over groups, without the product: (G, n, k), (G, m, k) -> scalar."""
-    return ((left.transpose(-1, -2) @ left) * (right.transpose(-1, -2) @ right)).sum().clamp_min(0).sqrt()
-
-
-def quadratic_ratio(stacked_step: Tensor, shared_step: Tensor, stacked: Tensor, shared: Tensor) -> Tensor:
-    """Return `||dS_quad|| / ||dS_lin||` of a step of the existing factors, which grows in proportion to the step.
-
-    `dS_lin = W_a dW_b^T + dW_a W_b^T` and `dS_quad = dW_a dW_b^T`, all whitened: stacked sides (G, g a, k), shared ones
-    (G, b, k).
-
-    Source: "How linear is a step?" in mathematics.md.
-    """
-    linear = product_norm(torch.cat((stacked, stacked_step), -1), torch.cat((shared_step, shared), -1))
-    return product_norm(stacked_step, shared_step) / linear.clamp_min(torch.finfo(linear.dtype).tiny)
 
 
 class OldDimsWrite(Write):

@@ -61,7 +61,7 @@ class GrowthConfig:
     update_existing: bool = False
     old_dims_train: bool | None = None
     ridge: float = 0.05
-    oversampling: int = 16
+    oversampling: int = 32
     seed: int = 0
 
     def __post_init__(self):
@@ -182,16 +182,24 @@ def check_affordable(bought: int, cheapest: int, parameters: int) -> None:
         )
 
 
-def check_limits(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> None:
-    """Raise a ValueError if the widths that growth shall not exceed are exceeded by every layer that may grow."""
+def check_room(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> None:
+    """Raise a ValueError if the layers that may grow are as wide as a config's limits, or as their input."""
     chosen = [layer for layer in layers if config.layers is None or layer.layer in config.layers]
-    for name, role in (("qk_head_dim", "key"), ("v_head_dim", "value")):
-        limit, width = getattr(config, f"max_{name}"), min((layer.width_of(role) for layer in chosen), default=0)
+    for name, role in (("qk", "key"), ("v", "value")):
+        limit, dims = getattr(config, f"max_{name}_head_dim"), getattr(config, f"{name}_dims")
+        width = min((layer.width_of(role) for layer in chosen), default=0)
         if limit is not None and limit < width:
             raise ValueError(
-                f"max_{name}={limit} is below the present width: no layer has less than {name}={width}. The limit is "
+                f"max_{name}_head_dim={limit} is below the present width: no layer has less than {width}. The limit is "
                 f"for the whole width of a head, not for what is added: choose at least {width + 1}, or leave it out."
             )
+        for layer in chosen if limit is None and dims else ():
+            if layer.width_of(role) + dims > layer.shape.in_features:
+                raise ValueError(
+                    f"Layer {layer.layer} has {name}_head_dim={layer.width_of(role)}; {dims} more would exceed the "
+                    f"input's {layer.shape.in_features} features, beyond which a head gains no rank. Choose fewer "
+                    f"{name}_dims, set max_{name}_head_dim, or choose other layers."
+                )
 
 
 def prices_of(
@@ -257,28 +265,12 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
                     f"{name} of layer {attention.layer} {state}: load the model onto a real device, and outside of "
                     "inference_mode."
                 )
-        _check_room(attention, config)
+    check_room(config, chosen)
     if config.budget is not None:
         costs = [parameters_of_a_dim(attention, kind) for attention in chosen for kind in config.chosen_kinds]
         weights = model.num_parameters()
         check_affordable(weights_of(config.budget, weights), min(costs, default=0), weights)
     return chosen
-
-
-def _check_room(attention: GrowableAttention, config: GrowthConfig) -> None:
-    """Raise a ValueError if fixed widths ask for more than the layer can use."""
-    widest = attention.shape.in_features
-    for name, dims, limit in (
-        ("qk", config.qk_dims, config.max_qk_head_dim),
-        ("v", config.v_dims, config.max_v_head_dim),
-    ):
-        width = attention.width_of("key" if name == "qk" else "value")
-        if limit is None and dims and width + dims > widest:
-            raise ValueError(
-                f"Layer {attention.layer} has {name}_head_dim={width}; {dims} more would exceed "
-                f"the input's {widest} features, beyond which a head gains no rank. Choose fewer {name}_dims, set "
-                f"max_{name}_head_dim, or choose other layers."
-            )
 
 
 def growth_report(
@@ -310,6 +302,7 @@ def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) 
     gradient, block = change.gradient, change.gradient.block
     width = block.attention.width_of(block.kind.shared)
     weights = parameters_of_a_dim(block.attention, block.kind)
+    gain = (gradient.validated[: change.dims] * change.strength).sum().item()
     if step > 0 and change.dims:
         why = ""
     elif not config.most_dims(block.attention, block.kind):
@@ -325,10 +318,7 @@ def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) 
         kind=block.kind.name,
         width=(width, width + (change.dims if step > 0 else 0)),
         step_size=step,
-        in_sample=tuple(gradient.in_sample.tolist()),
-        validated=tuple(gradient.validated.tolist()),
-        strength=(*change.strength.tolist(), *[0.0] * (len(gradient.validated) - change.dims)),
+        gain=gain + (change.old_step.validated if change.old_step else 0.0),
         starvation=gradient.starvation,
-        existing_validated=change.old_step.validated if change.old_step else 0.0,
         left=why,
     )

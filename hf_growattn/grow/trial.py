@@ -21,7 +21,6 @@ AFTER_PRICING = 4  # of these: one kind alone, the other alone, and the steps of
 _FIRST = 0.3  # the promise to begin with
 _FACTOR = 3.0  # from one promise to the next; squared while none lowers the loss
 _TILT = 1.4  # by which one kind's promise grows as the other's falls
-_TRUSTED_RATIO = 0.1  # second order over first order of a step up to which the linear model is trusted at the start
 
 
 @dataclass
@@ -46,11 +45,6 @@ class Change:
         """First-order decrease of the loss per unit of step, on the batches that were measured."""
         new = (self.gradient.in_sample[: self.dims] * self.strength).sum().item()
         return new + (self.old_step.slope if self.old_step else 0.0)
-
-    @property
-    def quadratic_ratio(self) -> float:
-        """`||dS_quad|| / ||dS_lin||` of a step of size 1, in proportion for others; new dims alone are linear."""
-        return self.old_step.quadratic_ratio if self.old_step else 0.0
 
 
 @torch.no_grad()
@@ -256,7 +250,7 @@ class StepSearch:
                 losses[promise] = self._loss_with(self._alike(promise))
             return losses[promise]
 
-        promise, self.promises = self._first(), {}
+        promise, self.promises = _FIRST, {}
         tempting = promise > SMALLEST_FALL and any(self._alike(promise))
         while tempting and self.left and not at(promise) < self.loss_before:
             promise /= _FACTOR**2
@@ -274,13 +268,6 @@ class StepSearch:
             promise = lowest
         self.promises = self._aim = self._alike(promise)
         return losses[promise]
-
-    def _first(self) -> float:
-        """The promise to begin with, less where old dims move too far for the linear model."""
-        steps = self.steps_for(self._alike(_FIRST))
-        moved = (step * change.quadratic_ratio for step, change in zip(steps, self.trial.changes))
-        furthest = max(moved, default=0.0)  # a budget may buy nothing
-        return _FIRST * min(1.0, _TRUSTED_RATIO / furthest) if furthest > 0 else _FIRST
 
     def _apart(self, kind: Kind, loss: float, try_lowest: bool) -> float:
         """Find by which factor one kind's promise should fall as the others' grow, and return the loss there.

@@ -103,13 +103,11 @@ def quantization(module: nn.Module) -> str | None:
     return f"{how}. Load the model without quantization."
 
 
-def why_not_readable(module: nn.Module) -> str | None:
-    """What keeps a projection's weight from being read, adapters apart, and the fix; None for a plain one."""
-    inside = plain(module)
-    if not isinstance(inside, (nn.Linear, Conv1D)) or not isinstance(getattr(inside, "weight", None), Tensor):
-        kind = f"{type(inside).__name__} of {type(inside).__module__}"
-        return f"a {kind}, no plain linear layer. {_MERGE}, and load the model without quantization."
-    return quantization(inside)
+def is_plain(projection: Any) -> bool:
+    """Whether the weight of a projection, adapters apart, holds the numbers that it computes with."""
+    inside = plain(projection)
+    is_linear = isinstance(inside, (nn.Linear, Conv1D)) and isinstance(getattr(inside, "weight", None), Tensor)
+    return is_linear and quantization(inside) is None
 
 
 def keep_unpacked(model: nn.Module) -> list[nn.Module]:
@@ -239,33 +237,26 @@ class GrowableAttention(WideAttention):
         return getattr(self, name)
 
     def why_unreadable(self, role: str) -> str | None:
-        """Why a role's weight cannot be read by heads, with the fix; None where it can."""
+        """Why a role's weight cannot be read by heads, with the fix; None where it can.
+
+        Of a quantized projection it can: as the numbers that it computes with.
+        """
         projection = self.projection_of(role)
         if projection is None:
             return f"The {role} projection of layer {self.layer} is not known: describe it by register_architecture."
-        problem = why_not_readable(projection)
-        if problem is not None:
-            return f"{self.name_of(role)} is {problem}"
-        weight, expected = plain(projection).weight, self._rows_of(role)
-        if weight.shape[self._axis(role)] != expected:
+        inside, expected = plain(projection), self._rows_of(role)
+        if has_other_adapters(projection) or not hasattr(inside, "nf" if isinstance(inside, Conv1D) else "in_features"):
+            return f"{self.name_of(role)} is a {type(projection).__name__}, no plain linear layer. {_MERGE}."
+        if is_plain(projection) and inside.weight.shape[self._axis(role)] != expected:
             return (
-                f"{self.name_of(role)} has {weight.shape[self._axis(role)]} rows for heads that need {expected}: "
-                "describe its layout by register_architecture."
+                f"{self.name_of(role)} has {inside.weight.shape[self._axis(role)]} rows for heads that need "
+                f"{expected}: describe its layout by register_architecture."
             )
         return None
 
     def is_known(self, *roles: str) -> bool:
-        """Whether these roles' weights can be read, as the numbers that a quantized projection computes with, too."""
-        for role in roles:
-            projection = self.projection_of(role)
-            if projection is None or has_other_adapters(projection):
-                return False
-            if why_not_readable(projection) is None:
-                if self.why_unreadable(role):
-                    return False
-            elif not hasattr(plain(projection), "in_features"):  # no linear layer, quantized or not
-                return False
-        return True
+        """Whether these roles' weights can be read."""
+        return not any(map(self.why_unreadable, roles))
 
     def name_of(self, role: str) -> str:
         """What to call a role's projection in a message."""
@@ -283,13 +274,9 @@ class GrowableAttention(WideAttention):
         projection = self.projection_of(role)
         inside = self if projection is None else plain(projection)
         like: Any = next(iter([*inside.parameters(), *inside.buffers()]))
-        dtype = like.dtype if like.is_floating_point() and self.is_plain(role) else torch.float32
+        has_dtype = like.is_floating_point() and (projection is None or is_plain(projection))
+        dtype = like.dtype if has_dtype else torch.float32
         return torch.empty(0, dtype=dtype, device=like.device)
-
-    def is_plain(self, role: str) -> bool:
-        """Whether a role's weight holds the numbers that it computes with: a quantized one does not."""
-        projection = self.projection_of(role)
-        return projection is None or why_not_readable(projection) is None
 
     def new_part(self, qk_dims: int, v_dims: int) -> Part:
         """A part for this module that it does not have yet, zeros, in the precision of its weights."""
@@ -324,7 +311,7 @@ class GrowableAttention(WideAttention):
     def _read(self, role: str, name: str, dtype: torch.dtype | None) -> Any:
         projection = self.projection_of(role)
         tensor = getattr(plain(projection), name, None)
-        if name == "weight" and why_not_readable(projection) is not None:
+        if name == "weight" and not is_plain(projection):
             inputs = self._rows_of("output") if role == "output" else self.shape.in_features
             tensor = computed_weight(projection, inputs)
         if tensor is None:

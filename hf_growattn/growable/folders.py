@@ -29,14 +29,16 @@ def replacing(target: Path) -> Iterator[Path]:
     """
     if target.is_file():
         raise ValueError(f"{target} is a file; a checkpoint needs a directory.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    inside = os.path.ismount(target) or (target.exists() and not os.access(target.parent, os.W_OK))
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        inside = os.path.ismount(target) or (target.exists() and not os.access(target.parent, os.W_OK))
         place = target if inside else target.parent
         prefix = f".{target.name}.partial-"
         with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as folder:
             yield Path(folder)
             _move_in(Path(folder), target)
+    except PermissionError as error:
+        raise PermissionError(f"{target} cannot be written: {error}. Name a folder that you may write to.") from error
     except SafetensorError as error:  # which hides an OSError
         raise OSError(f"{target} was not written, and stays as it was: {error}. Make room there.") from error
 

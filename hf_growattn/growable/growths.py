@@ -20,18 +20,20 @@ from ..model.modeling import WideModelMixin, dims_of, growable_configs, renumber
 from .attention import GrowableAttention, drop_if_empty
 from .folders import replacing
 from .training_state import (
-    LeftOutWarning,
     add_new_parameters,
     after_change,
     find_living,
     optimizers_of,
     remove_parameters,
     shard_like,
+    warn_if_left_out,
 )
 
 WEIGHTS, DESCRIPTION = "growth.safetensors", "growth.json"
 _DESCRIBED = ("model_type", "extra_dims")
 GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
+_ADAPTER = "adapter_config.json"
+_REMINDER = "its base grew: call hf_growattn.load_growth(model, folder + '/growth')"  # peft quotes unknown fields
 _NOWHERE = str(Path(__file__).parent / "grown_in_memory")
 
 Parts = dict[GrowableAttention, dict[str, Part]]  # of each attention module by name
@@ -134,7 +136,7 @@ def replace_parts(model: nn.Module, parts: Parts, optimizers: list[torch.optim.O
     gone = [parameter for parameter in before if parameter not in kept]
     remove_parameters(optimizers, gone)
     if new and not optimizers:
-        LeftOutWarning(model, new)
+        warn_if_left_out(model, new)
     if new or gone:
         after_change(model)
         save_with_adapters(model)
@@ -236,11 +238,16 @@ class SavesGrowth:
 
     def save_pretrained(self, save_directory: str, *args, is_main_process: bool = True, **kwargs) -> None:
         """Save the adapters as peft does, and the growth in the folder `growth` next to them, for `load_growth`."""
-        stock: Any = super()
-        stock.save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)
         model: Any = self
+        stock, folder = super(), Path(save_directory)
+        stock.save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)  # pyright: ignore
         if is_main_process and is_grown(model):
-            save_growth(model, Path(save_directory) / GROWTH, kwargs.get("state_dict"))
+            save_growth(model, folder / GROWTH, kwargs.get("state_dict"))
+            for place in (folder, *(folder / name for name in model.peft_config)):
+                if (place / _ADAPTER).is_file():
+                    with replacing(place.resolve()) as partial:
+                        marked = json.loads((place / _ADAPTER).read_text()) | {_REMINDER: True}
+                        (partial / _ADAPTER).write_text(json.dumps(marked, indent=2, sort_keys=True))
 
 
 def save_with_adapters(model: nn.Module) -> None:

@@ -82,30 +82,26 @@ def remove_parameters(optimizers: list[torch.optim.Optimizer], gone: Iterable[nn
             del optimizer.state[parameter]
 
 
-class LeftOutWarning:
-    """Warns once, at the next step of an optimizer that trains the model but not the new dims."""
+def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
+    """Let the next step of an optimizer that trains the model, but not the new dims, warn once."""
+    watched, references, done = weakref.ref(model), [weakref.ref(parameter) for parameter in new], False
 
-    def __init__(self, model: nn.Module, new: list[nn.Parameter]):
-        self.model, self.new = weakref.ref(model), [weakref.ref(parameter) for parameter in new]
-        self.done = False  # hooks cannot be removed while they run
-        register_optimizer_step_pre_hook(self)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Look at an optimizer that steps."""
-        model = self.model()
-        if self.done or model is None:
+    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal done  # hooks cannot be removed while they run
+        model = watched()
+        if done or model is None:
             return
-        own = {id(parameter) for parameter in held(optimizer)}
-        new = [parameter for parameter in (reference() for reference in self.new) if parameter is not None]
-        alive = [id(parameter) for parameter in new if parameter.requires_grad]  # peft may have frozen them since
-        trained = [parameter for parameter in model.parameters() if id(parameter) in own]
-        self.done = bool(trained)
-        if trained and alive and own.isdisjoint(alive):
+        own, alive = {id(parameter) for parameter in held(optimizer)}, [reference() for reference in references]
+        new = [id(p) for p in alive if p is not None and p.requires_grad]  # peft may have frozen them since
+        done = any(id(parameter) in own for parameter in model.parameters())
+        if done and new and own.isdisjoint(new):
             warnings.warn(
                 f"{type(optimizer).__name__} steps without the new dims, which therefore do not train. Pass it: "
                 "Grower(model, config, optimizer=optimizer); or make it after the growth.",
                 stacklevel=2,
             )
+
+    register_optimizer_step_pre_hook(look)
 
 
 def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -73,7 +73,7 @@ def write_card(
         model: the grown model.
         folder: where to write; other files that lie there stay.
         reports: of its growths, as `Grower.grow` returned them.
-        base_model: Hub id of the model that grew, or a folder whose card names it; by default what the model came from.
+        base_model: Hub id of the model that grew; by default what the model came from.
         dataset: Hub id of the data.
         log_history: `trainer.state.log_history` of the training.
 
@@ -83,8 +83,7 @@ def write_card(
     if not model.config.model_type.startswith(PREFIX):
         raise ValueError(f"{type(model).__name__} is not growable: the card is for models that patch_model has seen.")
     reports, log_history = list(reports), list(log_history)
-    base = _find_base(base_model or origin_of(model))
-    base, dataset = (name if _is_hub_id(name) else "" for name in (base, dataset))
+    base, dataset = (name if _is_hub_id(name) else "" for name in (base_model or origin_of(model), dataset))
     auto_class, task = task_of(type(model).__name__)
     steps = {entry["growth_loss_before"]: entry["step"] for entry in log_history if "growth_loss_before" in entry}
     held_out = read_losses(log_history, "eval_loss")
@@ -117,17 +116,6 @@ def write_card(
         card.save(partial / CARD)
         if has_picture:
             draw_growth(reports, log_history).savefig(partial / PICTURE, dpi=110)
-
-
-def _find_base(name: str) -> str:
-    """The base model that the card in a folder names; other names as they are."""
-    card = Path(name, CARD)
-    if not name or not card.is_file():
-        return name
-    try:
-        return str((metadata_load(card) or {}).get("base_model", ""))
-    except Exception:  # people edit cards
-        return ""
 
 
 def _is_hub_id(name: str) -> bool:

@@ -64,8 +64,7 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
     All heads become as wide as the widest, rounded up to a multiple of 8 for flash kernels; the report gives the bytes
     of the KV cache that this costs. transformers 4 reads the same rotation, except in Gemma 3. llama.cpp runs Llama,
     Mistral without a window and a few more with the same tokens, by scripts/to_gguf.py, which mends a scaled rotation
-    that llama.cpp's converter drops. vLLM was read, not run (models/llama.py at e06c9ba, rotary_embedding at 07b12f1):
-    its Llama takes the width, the biases and both rope types.
+    that llama.cpp's converter drops. vLLM's Llama takes the width, the biases and both rope types, as its code reads.
 
     Args:
         model: a patched model, with any head; adapters merged.

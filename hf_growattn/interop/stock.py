@@ -121,8 +121,8 @@ def _why_not_exportable(model: PreTrainedModel) -> str | None:
     """What keeps a grown model from having a stock form; None where nothing is known to."""
     for attention in attentions(model):
         for role in ROLES:
-            if not attention.is_known(role):
-                return attention.why_unreadable(role)
+            if reason := attention.why_unreadable(role):
+                return reason
         if _norms(attention) and attention.width_of("query") > attention.shape.qk_head_dim:
             return "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
         if attention.rotate is not None and not _rotates_halves(attention):

@@ -1,8 +1,9 @@
 """The unit of growth: one kind of bottleneck of one layer, and the metric in which its steps are measured."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -214,14 +215,14 @@ def measure_moments(
         if not count > 0:
             continue  # the loss does not run this module
         size = (outputs[attention] / count.to(outputs[attention])).sqrt()
-        roots = _InputRoots((of_layer / count).to(size), ridge, spread)
+        roots = _roots_of((of_layer / count).to(size), ridge, spread)
         source_roots = roots
         if attention in source_sums:
             of_source = whole(source_sums.pop(attention))
-            source_roots = _InputRoots((of_source / of_source[-1, -1]).to(size), ridge, spread)
+            source_roots = _roots_of((of_source / of_source[-1, -1]).to(size), ridge, spread)
         for kind in kinds:
-            shared = source_roots[attention.features_of(kind.shared)]
-            stacked = [1 / size, size] if kind.stacked == "output" else roots[attention.features_of(kind.stacked)]
+            shared = source_roots(attention.features_of(kind.shared))
+            stacked = [1 / size, size] if kind.stacked == "output" else roots(attention.features_of(kind.stacked))
             blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
     return blocks, losses
 
@@ -242,14 +243,12 @@ def _add_moment(total: Tensor, states: Tensor, mask: Tensor | None, counted: boo
     total += moment
 
 
-class _InputRoots(dict):
-    """`C^(1/2)` and `C^(-1/2)` of an input with that many features, with or without the constant one, as needed."""
+def _roots_of(moment: Tensor, ridge: float, spread: bool) -> Callable[[int], list[Tensor]]:
+    """What gives `C^(1/2)` and `C^(-1/2)` of an input with that many features, with or without the constant one."""
 
-    def __init__(self, moment: Tensor, ridge: float, spread: bool):
-        super().__init__()
-        self.moment, self.ridge, self.spread = moment, ridge, spread
+    @cache
+    def roots(features: int) -> list[Tensor]:
+        both = F.square_roots(F.ridged(moment[:features, :features], ridge))
+        return [_spread_rows(root) if spread else root for root in both]
 
-    def __missing__(self, features: int) -> list[Tensor]:
-        both = F.square_roots(F.ridged(self.moment[:features, :features], self.ridge))
-        self[features] = [_spread_rows(root) if self.spread else root for root in both]
-        return self[features]
+    return roots

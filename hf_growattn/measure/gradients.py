@@ -23,7 +23,7 @@ from . import functional as F
 from .blocks import Block
 from .passes import Objective, backward
 
-SKETCH_PASSES = (1 / 2, 1.0, 1.0)  # part of the batches that each reads; the first one only finds where to look
+SKETCH_PASSES = (1 / 4, 1 / 2, 1.0)  # part of the batches that each reads; the first ones only find where to look
 
 
 class _ZeroProjection(torch.autograd.Function):
@@ -275,12 +275,12 @@ def sketched_gradients(
 ) -> list[Gradient]:
     """Return every block's best directions from a randomized SVD with power iteration, `r = dims + oversampling`.
 
-    A pass over half of the batches, or all of a few, and two over all of them. They probe both sides, the products
-    of one pass being the inputs of the other side in the next; the last one probes only the side that the solution is
-    taken from. Where nothing holds on the other half after the first whole one, it is the last. Either half iterates
-    half of the columns on its own, and all columns are measured on both halves; so what one half chose, the other can
-    judge unseen. The first pass also estimates the norms behind the starvation, from its Gaussian inputs. Directions
-    lie beyond what the old dims can follow, unless those will not train. Call inside `evaluation_mode`.
+    Passes over a part of the batches, or all of a few, find where to look: each probes both sides, and its products are
+    the inputs of the other side in the next. The last one, over all batches, probes only the side that the solution is
+    taken from. Either half iterates half of the columns on its own, and all columns are measured on both halves; so
+    what one half chose, the other can judge unseen. The first pass also estimates the norms behind the starvation, from
+    its Gaussian inputs. Directions lie beyond what the old dims can follow, unless those will not train. Call inside
+    `evaluation_mode`.
 
     Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4, with both sides iterated at once.
     """
@@ -293,39 +293,28 @@ def sketched_gradients(
         )
         (stacked,), _ = _products_beyond_old_dims(block, (stacked,), ())
         inputs.append((stacked, shared))
-    known: list[list[tuple]] = [[] for _ in blocks]
     starvations = []
-    weights = shares(halves)
-    for sweep, part in enumerate(SKETCH_PASSES):
-        found: list[Gradient] = []  # those of the pass before make room
-        ends = sweep == len(SKETCH_PASSES) - 1
-        probes = _install(blocks, [(stacked[..., :0] if ends else stacked, shared) for stacked, shared in inputs])
+    for sweep, part in enumerate(SKETCH_PASSES[:-1]):
         thinned = [half[:: round(1 / part)] if len(half) > 2 else half for half in halves]
-        measured = _measure(objective, blocks, probes, thinned)
+        measured = _measure(objective, blocks, _install(blocks, inputs), thinned)
         for index, block in enumerate(blocks):
             trains, whole = block.old_dims_train, [*zip(*measured[index])]
             residual = _products_beyond_old_dims(block, *whole) if trains or sweep == 0 else whole
             if sweep == 0:
                 (first, second), (one, other) = residual[1], whole[0]
                 starvations.append(starvation_of((first * second).sum(), (one * other).sum()))
-            right, left = residual if trains else whole
-            if part == 1:
-                known[index].append((inputs[index][1], right))
-            if ends:
-                continue
             # The next inputs lie where the products do, beyond old dims that train; each half keeps to its own columns.
-            inputs[index] = tuple(
+            right, left = (
                 torch.cat([F.column_basis(side[half].chunk(2, -1)[half]) for half in (0, 1)], dim=-1)
-                for side in (right, left)
+                for side in (residual if trains else whole)
             )
-            broadcast_from_rank0(*inputs[index])
-        if part < 1:
-            continue
-        for block, passes, starvation in zip(blocks, known, starvations):
-            columns, products = zip(*passes)
-            joined = [torch.cat([both[half] for both in products], -1) for half in (0, 1)]
-            first = torch.arange(2 * own_rank, device=joined[0].device).repeat(len(passes)) < own_rank
-            found.append(_gradient(block, torch.cat(columns, -1), joined, (first, ~first), weights, dims, starvation))
-        if not any(F.decreasing(gradient.validated)[0] > 0 for gradient in found):  # growth would take none of them
-            break
-    return found
+            broadcast_from_rank0(right, left)
+            inputs[index] = right, left
+    inputs = [(stacked[..., :0], shared) for stacked, shared in inputs]
+    gradients, weights, measured = [], shares(halves), _measure(objective, blocks, _install(blocks, inputs), halves)
+    for block, (_, columns), products, starvation in zip(blocks, inputs, measured, starvations):
+        right = [product for product, _ in products]
+        right = _products_beyond_old_dims(block, right, ())[0] if block.old_dims_train else right
+        own = torch.arange(2 * own_rank, device=columns.device) < own_rank
+        gradients.append(_gradient(block, columns, right, (own, ~own), weights, dims, starvation))
+    return gradients

@@ -149,12 +149,22 @@ class AttentionView:
         attention, heads = self._attention, self.heads
         if head not in range(heads):
             raise IndexError(f"Layer {self.layer} has {heads} heads, 0 to {heads - 1}; got head {head}.")
-        problem = attention.why_unreadable(role) if attention.is_plain(role) else None
+        problem = attention.why_unreadable(role)
         if problem:
             raise ValueError(problem)
         own = head * attention.shape.heads_of(role) // heads
         dtype = torch.promote_types(attention.empty_like(role).dtype, torch.float32)
         return attention.factors_of(role, dtype, adapters=False)[own].clone()
+
+
+class _Views(list):
+    """Views by their place, with an error that says how many there are."""
+
+    def __getitem__(self, place):
+        try:
+            return super().__getitem__(place)
+        except IndexError:
+            raise IndexError(f"There are {len(self)} views, one of each layer with attention; got {place}.") from None
 
 
 def attention_views(model: PreTrainedModel) -> list[AttentionView]:
@@ -176,4 +186,4 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
     if not pairs:
         raise ValueError(f"{type(model).__name__} has no attention that could be viewed: patch_model says why.")
     views = [AttentionView(attention, module, rotary) for attention, module in pairs]
-    return sorted(views, key=lambda view: view.layer)
+    return _Views(sorted(views, key=lambda view: view.layer))

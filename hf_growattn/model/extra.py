@@ -126,7 +126,7 @@ class Inside(nn.Module):
         biased_rows = sum(rows for rows, biased in zip(self.rows, self.biased) if biased)
         self.bias = nn.Parameter(torch.zeros(biased_rows, **factory)) if biased_rows else None
 
-    def forward(self, hidden_states: Tensor, key_value_states: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(self, hidden_states: Tensor, key_value_states: Tensor | None = None) -> list[Tensor]:
         """Project the input, or for cross-attention both inputs, (batch, tokens, in_features).
 
         Returns:
@@ -134,17 +134,17 @@ class Inside(nn.Module):
         """
         inputs, bias = hidden_states.to(self.weight.dtype), self._joined_bias()
         if key_value_states is None:
-            projected = nn.functional.linear(inputs, self.weight, bias).split(self.rows, -1)
+            projected = nn.functional.linear(inputs, self.weight, bias).split_with_sizes(self.rows, -1)
         else:
             own, others = self.rows[0], self.rows[1:]
             query = nn.functional.linear(inputs, self.weight[:own], None if bias is None else bias[:own])
             source = key_value_states.to(self.weight.dtype)
             both = nn.functional.linear(source, self.weight[own:], None if bias is None else bias[own:])
             projected = (query, *both.split(others, -1))
-        return tuple(
-            states.unflatten(-1, (heads, dims)).transpose(1, 2)
+        return [
+            states.view(*states.shape[:-1], heads, dims).transpose(1, 2)
             for states, heads, dims in zip(projected, self.heads, self.dims)
-        )
+        ]
 
     def _joined_bias(self) -> Tensor | None:
         """The bias of all rows, with zeros for roles that have none."""
@@ -220,7 +220,8 @@ class ExtraDims(nn.Module):
 
     def active_parts(self) -> list[Any]:
         """The parts in use, in their order along the heads."""
-        parts: list[Any] = list(self.parts.values())
+        kept: Any = self._modules["parts"]
+        parts: list[Any] = list(kept._modules.values())
         adapters, trial = self._modules.get("adapters"), self._modules.get("trial")
         if adapters is not None:
             parts += adapters.active_parts()  # pyright: ignore[reportCallIssue]

@@ -40,38 +40,41 @@ class Call:
 
     def __init__(self, parts, hidden_states: Tensor, source: Tensor | None):
         self.crosses = source is not None
-        heads = [part.inside(hidden_states, source) for part in parts]
+        first, *others = [part.inside(hidden_states, source) for part in parts]
         self.query, self.key, self.value = (
-            states[0] if len(parts) == 1 else torch.cat(states, -1) for states in zip(*heads)
+            [torch.cat(states, -1) for states in zip(first, *others)] if others else first
         )
 
     def store(self, cache: Any, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Let the cache keep old and new dims, and return the old ones of what it holds."""
-        new_key, new_value = (_fold(new, old) for new, old in ((self.key, key), (self.value, value)))
-        joined = append(key, new_key), append(value, new_value)
         is_latent = key.shape[1] != self.key.shape[1]  # one for all heads, as multi-head latent attention keeps it
+        if is_latent:
+            joined = append(key, _fold(self.key)), append(value, _fold(self.value))
+        else:
+            joined = self._joined(key, self.key, value, self.value)
         _check_cache(cache, joined[0].shape[-1], *args)
-        keys, values = cache.update(*(joined if is_latent else self._padded(*joined)), *args, **kwargs)
-        self.stored, self.shown = (keys, values), (keys[..., : key.shape[-1]], values[..., : value.shape[-1]])
+        self.stored = keys, values = cache.update(*joined, *args, **kwargs)
+        self.shown = keys.narrow(-1, 0, key.shape[-1]), values.narrow(-1, 0, value.shape[-1])
         return self.shown
 
     def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new keys and values to the old ones that the attention function was called with."""
         if self.stored is None or self.shown is None:
-            return self._padded(append(key, self.key), append(value, self.value))
+            return self._joined(key, self.key, value, self.value)
         if key is self.shown[0] and value is self.shown[1]:
             return self.stored
-        new = (
+        new_key, new_value = (
             _unfold(stored[..., shown.shape[-1] :], like)
             for stored, shown, like in zip(self.stored, self.shown, (self.key, self.value))
         )
-        return self._padded(*(append(old, states) for old, states in zip((key, value), new)))
+        return self._joined(key, new_key, value, new_value)
 
-    def _padded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.one_width:
-            return key, value
-        width = common_width(key.shape[-1], value.shape[-1], key.device)
-        return pad_to(key, width), pad_to(value, width)
+    def _joined(self, key: Tensor, new_key: Tensor, value: Tensor, new_value: Tensor) -> tuple[Tensor, Tensor]:
+        """Old and new keys and values side by side, with zeros after the narrower ones where a kernel wants that."""
+        widths = key.shape[-1] + new_key.shape[-1], value.shape[-1] + new_value.shape[-1]
+        if self.one_width:
+            widths = (common_width(*widths, key.device),) * 2
+        return append(key, new_key, widths[0]), append(value, new_value, widths[1])
 
 
 def _check_cache(cache: Any, width: int, layer: int = 0, *_) -> None:
@@ -85,13 +88,13 @@ def _check_cache(cache: Any, width: int, layer: int = 0, *_) -> None:
         )
 
 
-def _fold(new: Tensor, old: Tensor) -> Tensor:
-    """New dims of all heads, (batch, heads, tokens, n), beside old ones: as those of one head where these have one."""
-    return new if new.shape[1] == old.shape[1] else new.transpose(1, 2).flatten(2).unsqueeze(1)
+def _fold(new: Tensor) -> Tensor:
+    """New dims of all heads as those of one, (batch, heads, tokens, n) -> (batch, 1, tokens, heads n)."""
+    return new.transpose(1, 2).flatten(2).unsqueeze(1)
 
 
 def _unfold(stored: Tensor, new: Tensor) -> Tensor:
-    """Undo `_fold`, for more tokens than `new` has."""
+    """New dims as a cache holds them, folded or not, with as many heads and dims as `new`."""
     heads, dims = new.shape[1], new.shape[-1]
     if stored.shape[1] == heads:
         return stored[..., :dims]
@@ -104,15 +107,13 @@ def common_width(key: int, value: int, device: torch.device) -> int:
     return width if device.type == "cpu" else width + -width % 8
 
 
-def append(old: Tensor, new: Tensor) -> Tensor:
-    """Old and new dims of (batch, heads, tokens, width), in the precision of the old ones."""
-    return torch.cat((old, new.to(old.dtype)), -1) if new.shape[-1] else old
-
-
-def pad_to(states: Tensor, width: int) -> Tensor:
-    """Zero-pad (..., width) to another width."""
-    gap = width - states.shape[-1]
-    return nn.functional.pad(states, (0, gap)) if gap else states
+def append(old: Tensor, new: Tensor, width: int = 0) -> Tensor:
+    """Old and new dims of (batch, heads, tokens, width), in the precision of the old ones, and zeros up to a width."""
+    sides = [old, new.to(old.dtype)] if new.shape[-1] else [old]
+    gap = width - old.shape[-1] - new.shape[-1]
+    if gap > 0:
+        sides.append(old.new_zeros(*old.shape[:-1], gap))
+    return torch.cat(sides, -1) if len(sides) > 1 else old
 
 
 class _WiderCache:
@@ -169,12 +170,11 @@ def _attend(function: Callable, module: Any, query, key, value, *args, **kwargs)
     if not is_filled:
         _check_shapes(module, query, key, value)
         key, value = call.join(key, value)
-    query = pad_to(append(query, new_query), key.shape[-1])
-    output, weights = function(module, query, key, value, *args, **kwargs)
+    output, weights = function(module, append(query, new_query, key.shape[-1]), key, value, *args, **kwargs)
     output = output.reshape(*output.shape[:2], -1, value.shape[-1])
-    widths = [v_head_dim, call.value.shape[-1]]
+    new = call.value.shape[-1]
     # The backward pass of one split is one `cat`; each slice would fill a tensor of zeros, and add it to the others.
-    old, call.read, _ = output.split([*widths, value.shape[-1] - sum(widths)], -1)
+    old, call.read, _ = output.split_with_sizes((v_head_dim, new, value.shape[-1] - v_head_dim - new), -1)
     return old.contiguous(), weights
 
 

@@ -21,11 +21,6 @@ _TABLE = "ALL_ATTENTION_FUNCTIONS"  # the global that stock forwards take their 
 # Keywords of a forward for its cache, the newest first: transformers 5.24 renamed the others.
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _SOURCES = ("key_value_states", "encoder_hidden_states")  # what cross-attention reads
-# Implementations, by prefix, that keep a cache of one width themselves.
-_ONE_WIDTH = {
-    "paged|": ("Continuous batching", "Use model.generate instead."),
-    "vllm": ("vLLM", "Load what hf_growattn.export_model writes of this model instead."),
-}
 
 
 class Given(NamedTuple):
@@ -75,6 +70,8 @@ class WideAttention(nn.Module):
     output_sibling: tuple[Any, ...] = ()  # a tuple keeps it from being a child
     _stock_forward: Callable
     _stock_names: list[str]
+    _cache_name: str
+    _sources: list[str]
 
     @classmethod
     @functools.cache
@@ -92,6 +89,8 @@ class WideAttention(nn.Module):
         name = f"Growable{stock.__name__}"
         names = list(inspect.signature(forward).parameters)[1:]
         own = {"_stock_forward": staticmethod(same), "_stock_names": names}
+        own["_cache_name"] = next((name for name in CACHES if name in names), "")
+        own["_sources"] = [name for name in _SOURCES if name in names]
         return type(name, (cls, stock), {"__module__": cls.__module__, **own})
 
     def __reduce_ex__(self, protocol) -> tuple:
@@ -132,13 +131,13 @@ class WideAttention(nn.Module):
         given = self.bind(args, kwargs)
         call = Call(parts, given.hidden_states, given.source)
         implementation = self.config._attn_implementation or ""
-        self._check_implementation(implementation)
         call.one_width = implementation not in UNEQUAL_WIDTHS
         cache = given.arguments.get(given.cache)
-        if cache is not None and not isinstance(cache, Cache):  # paged: newer versions hand it over as any other
+        if implementation == "vllm" or not isinstance(cache, (Cache, type(None))):
+            what = "vLLM" if cache is None else f"A {type(cache).__name__}"
             raise ValueError(
-                f"A {type(cache).__name__} keeps keys and values of one width, and layer {self.layer} grew. Use "
-                "model.generate instead of continuous batching."
+                f"{what} keeps keys and values of one width, and layer {self.layer} grew. Use model.generate instead "
+                "of continuous batching; for vLLM write the model by hf_growattn.export_model."
             )
         if cache is not None:
             given.arguments[given.cache] = widened(cache, call)
@@ -167,11 +166,10 @@ class WideAttention(nn.Module):
         Raises:
             ValueError: the input is not (batch, tokens, features).
         """
-        arguments = dict(zip(self._stock_names, args))
-        keyword = next((name for name in CACHES if name in self._stock_names), "")
-        for name, value in kwargs.items():
-            arguments[keyword if keyword and name in CACHES else name] = value
-        source = next((arguments[name] for name in _SOURCES if arguments.get(name) is not None), None)
+        arguments, keyword = dict(zip(self._stock_names, args)) | kwargs, self._cache_name
+        for name in arguments.keys() & CACHES if keyword else ():
+            arguments[keyword] = arguments.pop(name)
+        source = next((arguments[name] for name in self._sources if arguments.get(name) is not None), None)
         hidden_states = arguments[self._stock_names[0]]
         if hidden_states.dim() != 3:
             raise ValueError(
@@ -180,16 +178,12 @@ class WideAttention(nn.Module):
             )
         return Given(hidden_states, source, arguments, keyword)
 
-    def _check_implementation(self, implementation: str) -> None:
-        for prefix, (name, instead) in _ONE_WIDTH.items():
-            if implementation.startswith(prefix):
-                raise ValueError(f"{name} keeps keys and values of one width, and layer {self.layer} grew. {instead}")
-
 
 def _share(parts, read: Tensor) -> Tensor | None:
     """What new values add to the output, (batch, tokens, out_features); None without new values."""
     share = None
-    for part, own in zip(parts, read.split([part.v_dims for part in parts], -1)):
+    reads = read.split_with_sizes([part.v_dims for part in parts], -1) if len(parts) > 1 else [read]
+    for part, own in zip(parts, reads):
         if part.v_dims:
             added = part.outside(own)
             share = added if share is None else share + added

@@ -1,11 +1,9 @@
 """What a growth or a trim measured and did: `GrowthReport` and `TrimReport`, which print as tables."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import pages, pictures
+from . import pictures
 from .words import format_table, format_width, report_text, wrap_line
 
 if TYPE_CHECKING:
@@ -21,12 +19,9 @@ class LayerGrowth:
         kind: "patterns" (`qk_head_dim`) or "messages" (`v_head_dim`).
         width: before and after.
         step_size: the step `gamma` that was taken here; 0 after a rollback and where nothing grew.
-        in_sample: first-order decrease of the loss per unit of step, by direction, on the growth batches themselves.
-        validated: the same on batches that the direction was not computed from; may be negative.
-        strength: the share of each direction that was taken, by how well its gain generalized.
+        gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from.
         starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
             where their weights cannot be read.
-        existing_validated: `validated` of the existing weights, where they are moved.
         left: why nothing grew here; "" where something did.
     """
 
@@ -34,18 +29,14 @@ class LayerGrowth:
     kind: str
     width: tuple[int, int]
     step_size: float
-    in_sample: tuple[float, ...]
-    validated: tuple[float, ...]
-    strength: tuple[float, ...]
+    gain: float
     starvation: float | None
-    existing_validated: float = 0.0
     left: str = ""
 
     @property
     def predicted_gain(self) -> float:
-        """First-order decrease of the loss on unseen batches, at the step that was taken; no measured loss."""
-        new = sum(gain * strength for gain, strength in zip(self.validated, self.strength))
-        return self.step_size * (new + self.existing_validated)
+        """`gain` at the step that was taken; no measured loss."""
+        return self.step_size * self.gain
 
 
 @dataclass(frozen=True)
@@ -90,17 +81,11 @@ class GrowthReport:
 
     def figures(self) -> dict[str, float]:
         """What the growth did, as flat numbers for a tracker, as in `accelerator.log(report.figures(), step=step)`."""
-        figures = {
+        return {
             "growth_loss_before": self.loss_before,
             "growth_loss_after": self.loss_after,
             "growth_added_parameters": self.added_parameters,
         }
-        for layer in (layer for layer in self.layers if layer.step_size > 0):
-            name = f"growth_layer_{layer.layer}_{layer.kind}"
-            figures |= {f"{name}_width": layer.width[1], f"{name}_step_size": layer.step_size}
-            if layer.starvation is not None:
-                figures[f"{name}_starvation"] = layer.starvation
-        return figures
 
     def to_dict(self) -> dict:
         """The report as what `json.dumps` takes."""
@@ -111,10 +96,6 @@ class GrowthReport:
 
     def __repr__(self) -> str:
         return report_text(self)
-
-    def save(self, path: str | Path, log_history: Iterable[dict] = (), model: str = "", data: str = "") -> None:
-        """Write this growth as a page: `save_report` of it alone."""
-        pages.save_report([self], path, log_history, model, data)
 
     def plot(self) -> "Figure":
         """Draw where the model grew, by matplotlib."""

@@ -38,7 +38,7 @@ def summary_of(report) -> list[str]:
     """Two lines: what happened to the loss, and what the growth costs; without a growth only the first."""
     if not report.found:
         why = "no step along the new directions lowers the loss"
-        if not any(any(layer.strength) for layer in report.layers):
+        if all(layer.left == NOTHING_HELD for layer in report.layers):
             why = "no direction lowers the loss of batches that it was not computed from"
         return [f"Loss: {report.loss_before:.4f} on the growth batches. Nothing was grown: {why}."]
     if report.validated_loss:

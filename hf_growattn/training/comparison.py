@@ -89,11 +89,6 @@ class Race:
         return self.challenger if self.challenger and lead > max(MARGIN, SURE * error) else "lora"
 
     @property
-    def runner_up(self) -> str | None:
-        """The loser of LoRA and its challenger; None if nothing grew."""
-        return self.challenger if self.winner == "lora" else "lora"
-
-    @property
     def verdict(self) -> str:
         """The result in one sentence."""
         if not self.challenger:
@@ -130,7 +125,6 @@ class Race:
         lead, error = self.lead
         return {
             "winner": self.winner,
-            "runner_up": self.runner_up,
             "verdict": self.verdict,
             "rates": self.rates,
             "lead": lead if math.isfinite(lead) else None,

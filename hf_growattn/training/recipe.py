@@ -21,9 +21,6 @@ class Training(SFTConfig):
     """SFTConfig that measures the held-out loss on the way, and trains in fp32 on CPUs."""
 
     output_dir: str = field(default="", metadata={"help": "new folder to write", "aliases": ["-o", "--output"]})
-    eval_strategy: str = field(default="steps", metadata={"help": "measure the held-out loss: no, steps or epoch"})
-    eval_steps: float | None = field(default=0.1, metadata={"help": "after this number or share of steps"})
-    eval_on_start: bool = field(default=True, metadata={"help": "measure the held-out loss before the first step"})
 
     def __post_init__(self):
         if str(self.resume_from_checkpoint).lower() == "true":  # a text, from the command line
