@@ -49,10 +49,9 @@ def run(forks, *words):
 
 
 def test_the_demo_in_a_short_form(forks, tmp_path):
-    out = run(forks, "scripts/demo.py", "--steps", "2", "--growth_batches", "2", "--output", tmp_path)
-    assert "Held-out loss" in out and f"The model is in {tmp_path / 'grown'}" in out
-    assert "Growth 1, at step 1. Loss:" in (tmp_path / "grown" / "README.md").read_text()
-    assert (tmp_path / "grown" / "growth.png").read_bytes().startswith(b"\x89PNG")
+    out = run(forks, "scripts/demo.py", "--steps", "8", "--pretraining", "20", "--output", tmp_path)
+    assert "before: loss" in out and "LoRA on all linear layers: loss" in out and "wider heads" in out
+    assert f"the same again: {tmp_path}" in out and (tmp_path / "transformer" / "README.md").is_file()
 
 
 def parts_of_layers(folder) -> list[list[list[int]]]:
