@@ -16,7 +16,7 @@ from ..model.modeling import WideModelMixin, class_by_name, find_attentions, fin
 from ..model.seam import WideAttention, WideProjection, names_taken
 from .attention import GrowableAttention
 from .folders import loading, replacing
-from .growths import GROWTH, Dims, growable_configs, is_grown, save_growth, set_dims
+from .growths import GROWTH, Dims, attentions, growable_configs, is_grown, save_growth, set_dims
 from .registration import auto_mappings
 from .training_state import find_living
 
@@ -236,11 +236,11 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
         del config.growable_parts, config.extra_dims
         config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
     modules: list[Any] = list(model.modules())
+    for attention in attentions(model):
+        attention._modules.pop("extra", None)
+        for name in ("shape", "layer", "output_sibling", "call"):
+            attention.__dict__.pop(name, None)
     for module in modules:
-        if isinstance(module, WideAttention):
-            module._modules.pop("extra", None)
-            for name in ("shape", "layer", "output_sibling", "call"):
-                module.__dict__.pop(name, None)
         if isinstance(module, (GrowableModelMixin, WideAttention, WideProjection)):
             module.__dict__.pop("share", None)
             module.__class__ = type(module).__bases__[1]

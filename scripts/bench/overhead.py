@@ -9,10 +9,7 @@ first comparison, a stock model and its twin, shows the noise of the method itse
 """
 
 import argparse
-import contextlib
 import gc
-import inspect
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,12 +17,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import decoding
 import page
 import torch
+from alternating import error, spread_of, turns
 from peak_memory import peak_of_tensors
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers import logging as transformers_logging
 from transformers.pytorch_utils import Conv1D
 
@@ -56,7 +55,6 @@ class Size:
     width: int
     layers: int = 1
     tokens: int = 128
-    cached: int = 2048
 
 
 def llama(size: Size, head_dim: int) -> nn.Module:
@@ -68,7 +66,7 @@ def llama(size: Size, head_dim: int) -> nn.Module:
         num_hidden_layers=size.layers,
         num_attention_heads=size.width // HEAD,
         head_dim=head_dim,
-        max_position_embeddings=size.cached + 1,
+        max_position_embeddings=size.tokens,
     )
     return LlamaForCausalLM(config)
 
@@ -80,7 +78,7 @@ def gpt2(size: Size, head_dim: int) -> nn.Module:
         n_embd=size.width,
         n_layer=size.layers,
         n_head=size.width // HEAD,
-        n_positions=size.cached + 1,
+        n_positions=size.tokens,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -122,7 +120,7 @@ def share(model: nn.Module, other: nn.Module) -> None:
             setattr(model.get_submodule(module), leaf, parameter)
 
 
-def forward(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
+def forward(model: nn.Module, ids: torch.Tensor, folder: Path) -> Callable:
     """Logits of a batch."""
 
     @torch.no_grad()
@@ -132,7 +130,7 @@ def forward(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> C
     return compute
 
 
-def training_step(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
+def training_step(model: nn.Module, ids: torch.Tensor, folder: Path) -> Callable:
     """Gradients of a batch and a step of AdamW, which moves nothing at this rate, but computes as at any other."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
 
@@ -144,29 +142,12 @@ def training_step(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int
     return step
 
 
-@torch.no_grad()
-def decoding(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
-    """One token, after a number of tokens that are in the cache."""
-    # The keyword for a cache has another name since transformers 5.24.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache = DynamicCache(config=model.config)
-    given = {name: cache, "use_cache": True}
-    model(input_ids=torch.randint(VOCABULARY, (BATCH, cached)), **given)
-
-    @torch.no_grad()
-    def decode() -> None:
-        model(input_ids=ids[:, :1], **given)
-        cache.crop(-1)
-
-    return decode
-
-
-def save(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
+def save(model: nn.Module, ids: torch.Tensor, folder: Path) -> Callable:
     """A checkpoint of the model."""
     return lambda: model.save_pretrained(folder)
 
 
-def load(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Callable:
+def load(model: nn.Module, ids: torch.Tensor, folder: Path) -> Callable:
     """The model again, from what `save` wrote."""
     return lambda: AutoModelForCausalLM.from_pretrained(folder)
 
@@ -174,48 +155,10 @@ def load(model: nn.Module, ids: torch.Tensor, folder: Path, cached: int) -> Call
 # What makes each, its share of the time, and whether memory is counted.
 ACTIONS = {
     "forward": (forward, 0.25, True),
-    "training step": (training_step, 0.5, True),
-    "decoding": (decoding, 0.15, False),
+    "training step": (training_step, 0.6, True),
     "save": (save, 0.04, False),
     "load": (load, 0.06, False),
 }
-
-
-@contextlib.contextmanager
-def no_collection():
-    """Python's garbage collector must not fall into one model's turn."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def measure(action: Callable) -> tuple[float, float]:
-    """CPU seconds of this process and seconds by the clock of one call."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    action()
-    return time.process_time() - cpu, time.perf_counter() - wall
-
-
-def turns(ours: Callable, stock: Callable, seconds: float, least: int) -> dict:
-    """Let two actions take turns, the first one changing, for some seconds; all figures of all turns."""
-    ours(), stock()  # warm
-    spent = {"ours": [], "stock": []}
-    end = time.perf_counter() + seconds
-    with no_collection():
-        while len(spent["ours"]) < least or time.perf_counter() < end:
-            order = [("ours", ours), ("stock", stock)]
-            for name, action in order if len(spent["ours"]) % 2 else order[::-1]:
-                spent[name].append(measure(action))
-    figures = {"turns": len(spent["ours"])}
-    for clock, place in (("cpu", 0), ("wall", 1)):
-        a, b = ([values[place] for values in spent[name]] for name in ("ours", "stock"))
-        ratios = [x / y for x, y in zip(a, b)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        figures[clock] = {"ratio": middle, "quartiles": [low, high]}
-    return figures
 
 
 def compare(family: Callable, size: Size, kinds: tuple[str, str], seconds: float, least: int, seed: int) -> dict:
@@ -229,18 +172,12 @@ def compare(family: Callable, size: Size, kinds: tuple[str, str], seconds: float
         for name, (action, part, holds) in ACTIONS.items():
             if name == "load" and "as wide" in kinds and family is gpt2:
                 continue  # no stock config has these widths
-            both = [action(model, ids, Path(folder, str(place)), size.cached) for place, model in enumerate(models)]
+            both = [action(model, ids, Path(folder, str(place))) for place, model in enumerate(models)]
             figures[name] = turns(*both, seconds * part, least)
             if holds:
                 ours, stock = map(peak_of_tensors, both)
                 figures[name]["memory"] = {"ratio": ours / stock}
     return figures
-
-
-def error(value: dict, turns: int) -> float:
-    """About two standard errors of a median, from its quartiles."""
-    low, high = value["quartiles"]
-    return 1.8 * (high - low) / turns**0.5
 
 
 def rows_of(figures: dict, cell: Callable[[dict], str]) -> list[list[str]]:
@@ -267,7 +204,7 @@ def tables(figures: dict, size: Size) -> str:
         "Above: median ratio of CPU time over the turns, with two standard errors, and the ratio of the most bytes of "
         "tensors at a time, on top of the weights, in a forward pass and in a training step.\n\n"
         f"{size.layers} layer, heads {HEAD} wide, {BATCH} x {size.tokens} tokens, {VOCABULARY} words, fp32, sdpa, no "
-        f"dropout; a training step with AdamW; decoding of one token after {size.cached:,} in the cache. Grown means "
+        f"dropout; a training step with AdamW. Grown means "
         f"{GROWN - HEAD} new dims of queries, keys and values in each head, in modules of their own. Models are so "
         "small that Python weighs more than in those of every day, and that turns are short.\n\n"
         "- twin / stock: two stock models. What differs from 1 here is the noise of the method.\n"
@@ -277,13 +214,9 @@ def tables(figures: dict, size: Size) -> str:
         "loaded.\n",
     ]
     for title, clock in (("CPU time", "cpu"), ("the clock", "wall")):
-        rows = rows_of(figures, lambda a, clock=clock: "{:.3f} ({:.3f} to {:.3f})".format(*_spread(a[clock])))
+        rows = rows_of(figures, lambda a, clock=clock: "{:.3f} ({:.3f} to {:.3f})".format(*spread_of(a[clock])))
         text.append(f"Ratio by {title}, median (quartiles over the turns):\n\n{page.table(head, rows)}\n")
     return "\n".join(text)
-
-
-def _spread(value: dict) -> list[float]:
-    return [value["ratio"], *value["quartiles"]]
 
 
 def _turns(figures: dict, action: str) -> str:
@@ -352,26 +285,31 @@ def page_of(figures: dict) -> page.Page:
         title="Patched and grown models against stock ones",
         claim=claim(models),
         summary=summary(models),
-        text=tables(models, Size(**figures["size"])),
+        text=tables(models, Size(**figures["size"])) + "\n" + decoding.table(figures["decoding"]),
         draw=partial(draw, models),
-        reaches=reaches(models),
+        reaches=reaches(models) + decoding.reaches(figures["decoding"]),
     )
 
 
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512, 576, 1024], help="hidden sizes")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of all actions of one comparison")
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512, 1024], help="hidden sizes")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of all actions of one comparison")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--quick", action="store_true", help="tiny models and few turns: shows that it runs")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    sizes, seconds, least = [Size(width) for width in arguments.widths], arguments.seconds, 5
+    sizes, seconds, least, lengths = (
+        [Size(width) for width in arguments.widths],
+        arguments.seconds,
+        5,
+        [256, 2048, 8192],
+    )
     if arguments.quick:
-        sizes, seconds, least = [Size(64, tokens=16, cached=32)], 0.0, 2
+        sizes, seconds, least, lengths = [Size(64, tokens=16)], 0.0, 2, [8]
     models: dict[str, dict] = {}
     jobs = [(family, size, kind) for size in sizes for family in FAMILIES for kind in COMPARISONS]
     began = time.perf_counter()
@@ -380,6 +318,7 @@ def main() -> None:
         found = compare(FAMILIES[family], size, COMPARISONS[kind], seconds, least, arguments.seed)
         models.setdefault(f"{family}, d {size.width}", {})[kind] = found
     figures = {"size": asdict(sizes[0]), "models": models}
+    figures["decoding"] = decoding.measure(lengths, seconds / 3, least)
     page.publish("overhead", page_of(figures), figures, [arguments.seed], arguments.output, time.perf_counter() - began)
 
 

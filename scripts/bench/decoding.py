@@ -1,0 +1,91 @@
+"""The time of a token after others, of grown models beside a stock one: a part of the page of `overhead.py`."""
+
+import inspect
+from itertools import product
+
+import page
+import torch
+from alternating import error, spread_of, turns
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_growattn import patch_model
+from hf_growattn.growable.growths import attentions, cache_bytes, sync_config
+
+WIDTH, LAYERS, HEAD, VOCABULARY = 512, 2, 64, 512
+KEPT = 64  # tokens after which the cache is cut back
+MOST = 1.03  # times the ratio of the caches' bytes
+
+
+def prepare(implementation: str, cached: int, new_dims: tuple[int, int], head_dim: int = HEAD) -> tuple:
+    """What decodes one more token after some in the cache, and the bytes that the cache keeps of a token."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH * 8 // 3,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=WIDTH // HEAD,
+        head_dim=head_dim,
+        max_position_embeddings=cached + KEPT,
+        attn_implementation=implementation,
+    )
+    model = patch_model(LlamaForCausalLM(config).eval())
+    for attention in attentions(model) if any(new_dims) else ():
+        nn.init.normal_(attention.add_part("growth_1", *new_dims).inside.weight, std=0.02)
+    sync_config(model)
+    # The keyword for a cache has another name since transformers 5.24.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = DynamicCache(config=model.config)
+    given, ids = {name: cache, "use_cache": True}, torch.randint(VOCABULARY, (1, cached))
+    with torch.no_grad():
+        for part in ids.split(1024, 1):  # eager attention to all at once would fill the memory
+            model(input_ids=part, **given)
+
+    @torch.no_grad()
+    def decode() -> None:
+        model(input_ids=ids[:, :1], **given)
+        if cache.get_seq_length() >= cached + KEPT:
+            cache.crop(1 - KEPT)
+
+    return decode, cache_bytes(model)
+
+
+def measure(lengths: list[int], seconds: float, least: int) -> list[dict]:
+    """The time of a token beside a stock model, for each length and implementation."""
+    rows = []
+    for cached, implementation in product(lengths, ("sdpa", "eager")):
+        stock, bytes_before = prepare(implementation, cached, (0, 0))
+        for new_dims, head_dim in (((6, 2), HEAD), ((8, 8), HEAD), ((0, 0), HEAD + 8)):
+            ours, bytes_after = prepare(implementation, cached, new_dims, head_dim)
+            row = {"cached": cached, "implementation": implementation, "new_dims": new_dims, "head_dim": head_dim}
+            rows.append(row | turns(ours, stock, seconds, least) | {"bytes": bytes_after / bytes_before})
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """A line for each length, implementation and model."""
+    lines = []
+    for row in rows:
+        grown = "+{} queries, keys, +{} values".format(*row["new_dims"])
+        model = grown if any(row["new_dims"]) else f"stock, heads {row['head_dim']} wide"
+        cells = ["{:.3f} ({:.3f} to {:.3f})".format(*spread_of(row[clock])) for clock in ("cpu", "wall")]
+        lines.append([f"{row['cached']:,}", row["implementation"], model, *cells, f"{row['bytes']:.3f}"])
+    head = ["tokens in the cache", "attention", "model", "CPU time", "by the clock", "bytes of the cache"]
+    return (
+        f"## Decoding\n\nOne token after others, of a Llama with {LAYERS} layers, d {WIDTH} and heads {HEAD} wide, beside "
+        f"that model without growth; ratios, median (quartiles).\n\n{page.table(head, lines)}\n"
+    )
+
+
+def reaches(rows: list[dict]) -> list[page.Reach]:
+    """Which medians, by CPU time, are within reach, of long caches."""
+    found = []
+    for row in (row for row in rows if any(row["new_dims"]) and row["cached"] >= 2048):
+        reach, doubt = MOST * row["bytes"], error(row["cpu"], row["turns"])
+        value = row["cpu"]["ratio"]
+        verdict = "undecided" if abs(value - reach) <= doubt else "reached" if value < reach else "missed"
+        dims = "+{} and +{}".format(*row["new_dims"])
+        name = f"Decoding after {row['cached']:,} tokens, {row['implementation']}, {dims}: at most {reach:.3f}"
+        found.append(page.Reach(name, f"{value:.3f} +- {doubt:.3f} ({row['turns']} turns)", verdict))
+    return found
