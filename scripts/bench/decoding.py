@@ -73,8 +73,8 @@ def table(rows: list[dict]) -> str:
         lines.append([f"{row['cached']:,}", row["implementation"], model, *cells, f"{row['bytes']:.3f}"])
     head = ["tokens in the cache", "attention", "model", "CPU time", "by the clock", "bytes of the cache"]
     return (
-        f"## Decoding\n\nOne token after others, of a Llama with {LAYERS} layers, d {WIDTH} and heads {HEAD} wide, beside "
-        f"that model without growth; ratios, median (quartiles).\n\n{page.table(head, lines)}\n"
+        f"## Decoding\n\nOne token after others, of a Llama with {LAYERS} layers, d {WIDTH} and heads {HEAD} wide, "
+        f"beside that model without growth; ratios, median (quartiles).\n\n{page.table(head, lines)}\n"
     )
 
 
