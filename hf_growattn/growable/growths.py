@@ -92,11 +92,8 @@ def parts_of(model: nn.Module) -> Parts:
 
 def next_name(model: nn.Module) -> str:
     """The name of the next growth: "growth_1" for the first."""
-    names = {name for parts in parts_of(model).values() for name in parts}
-    number = 1
-    while f"growth_{number}" in names:
-        number += 1
-    return f"growth_{number}"
+    ends = (name.rpartition("_")[2] for parts in parts_of(model).values() for name in parts)
+    return f"growth_{max((int(end) for end in ends if end.isdecimal()), default=0) + 1}"
 
 
 def swap_parts(parts: Parts) -> Parts:
@@ -106,7 +103,7 @@ def swap_parts(parts: Parts) -> Parts:
         kept = attention.make_extra().parts
         former[attention] = dict(kept.items())
         kept.clear()
-        kept.update(own)
+        kept.update(sorted(own.items(), key=lambda part: (len(part[0]), part[0])))  # as loading orders them
         drop_if_empty(attention)
     return former
 

@@ -44,7 +44,8 @@ class WideModelMixin(_Model):
             parts = parts_of_layers.pop(str(attention.layer), {})
             if parts and attention.extra is None:  # an inner model was there first
                 like = next(attention.parameters())
-                for name, (qk_dims, v_dims) in parts.items():
+                # JSON puts "growth_10" before "growth_2", and sums of another order round otherwise.
+                for name, (qk_dims, v_dims) in sorted(parts.items(), key=lambda part: (len(part[0]), part[0])):
                     part = attention.add_part(name, qk_dims, v_dims, dtype=like.dtype, device=like.device)
                     for weight in (w for w in part.parameters() if w.dim() > 1 and not w.is_meta):
                         nn.init.normal_(weight, std=weight.shape[1] ** -0.5)

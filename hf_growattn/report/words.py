@@ -16,7 +16,7 @@ AT_LIMIT = "at its maximum width"
 NOTHING_HELD = "no direction generalizes"
 SPENT = "budget spent"
 NO_GAIN, NO_STEP = "no gain when tried", "no step lowers the loss"
-COLUMNS = ("layer", "kind", "width", "starvation", "share of gain")
+COLUMNS = ("layer", "kind", "width", "gradient out of reach", "share of gain")
 _TERMINAL = 80  # columns
 _HEADER = 9  # columns of a table's header at least
 
