@@ -247,14 +247,6 @@ def test_local_names_do_not_travel(grown, tmp_path):
     assert text.count("not recorded") == 2
 
 
-def test_a_grown_folder_leads_to_its_base_model(grown, tmp_path):
-    made_card(grown[0], tmp_path, [], "someone/base")
-    again = made_card(grown[0], tmp_path / "again", [], str(tmp_path))
-    assert ModelCard(again).data.base_model == "someone/base"
-    (tmp_path / "README.md").write_text("---\n[\n---\n")
-    assert "base_model" not in made_card(grown[0], tmp_path / "again", [], str(tmp_path))
-
-
 def test_losses_that_are_not_finite_stay_out(grown, tmp_path):
     history = [{"step": 0, "eval_loss": 2.0}, {"step": 4, "eval_loss": float("nan")}]
     text = made_card(grown[0], tmp_path, [], "", "", history)

@@ -170,7 +170,9 @@ def test_the_table_says_why_a_layer_did_not_grow(rolled_back):
     assert reasons(wide) == {"", words.AT_LIMIT}
     assert reasons(rolled_back) == {words.NO_STEP}
     rows = [torch.randint(1, 90, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-    noise = Grower(model, GrowthConfig(qk_dims=2)).measure([{"input_ids": row, "labels": row} for row in rows])
+    noise = Grower(model, GrowthConfig(qk_dims=2, oversampling=4)).measure(
+        [{"input_ids": row, "labels": row} for row in rows]
+    )
     assert reasons(noise) == {words.NOTHING_HELD}
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from compared import ComparedGrower
+from compared import ComparedGrower, sketched
 from families import build, lm_batches
 from torch._dynamo.testing import CompileCounter
 
@@ -64,11 +64,12 @@ def test_gains_in_low_precision_are_those_of_fp32(variant, dtype):
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_bf16_weights_are_measured_in_fp32(variant):
     model = patch_model(build(variant, dtype=torch.bfloat16))
-    full = Grower(patch_model(build(variant)), CONFIG).grow(lm_batches())
-    half = Grower(model, CONFIG).grow(lm_batches())
-    assert half.applied and {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    for one, other in zip(full.layers, half.layers):
-        assert other.gain == pytest.approx(one.gain, rel=0.1)  # weights of 8 bits as well
+    found = [sketched(each, lm_batches(), 4) for each in (patch_model(build(variant)), model)]
+    for one, other in zip(*found):
+        assert other.in_sample.dtype == torch.float32
+        assert other.in_sample.sum().item() == pytest.approx(one.in_sample.sum().item(), rel=0.1)  # weights of 8 bits
+    assert Grower(model, CONFIG).grow(lm_batches()).applied
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

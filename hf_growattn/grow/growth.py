@@ -117,9 +117,8 @@ class Grower:
             or any other module with one such model in it.
         config: what to grow.
         optimizer: the optimizer of the running training, if there is one, or a list of all of them. New dims join one
-            of its groups with a fresh state; nothing else of it changes. Lists of parameters (for clipping) and copies
-            of the model (`AveragedModel`, references) that were made before a growth know nothing of it: make them
-            again.
+            of its groups with a fresh state; nothing else of it changes. Make lists of parameters (for clipping) and
+            copies of the model (`AveragedModel`) again after a growth.
         accelerator: the `accelerate.Accelerator` of the training, if there is one.
         loss: what to lower, a function of `model` (without DistributedDataParallel) in evaluation mode and a batch of
             any form, which gives a tensor of one number, the batch's mean; by default what the model returns as loss.

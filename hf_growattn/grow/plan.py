@@ -35,10 +35,9 @@ class GrowthConfig:
         max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
         multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
         method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
-            factors of the stepped product, for position-free heads. On a small GPT-2 that bought nothing
-            (`scripts/bench/results/roads.md`).
-        update_existing: take the steepest step of the existing weights too, which bought nothing there either. This and
-            "refactor" write old weights: they must be plain, and neither frozen nor under adapters.
+            factors of the stepped product, for position-free heads.
+        update_existing: take the steepest step of the existing weights too. This and "refactor" write old weights: they
+            must be plain, and neither frozen nor under adapters. Neither bought anything on a small GPT-2.
         old_dims_train: that training will move the old dims too, itself or by adapters, so that new ones need not do
             what those can; False where the new dims train alone. None for what `requires_grad` says, block by block.
         ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.

@@ -284,7 +284,7 @@ def sketched_gradients(
 
     Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4, with both sides iterated at once.
     """
-    own_rank, generator = -(-(dims + oversampling) // 2), torch.Generator().manual_seed(seed)
+    own_rank, generator = max(-(-(dims + oversampling) // 2), dims), torch.Generator().manual_seed(seed)
     inputs = []
     for block in blocks:
         shared, stacked = (

@@ -1,9 +1,11 @@
 """What a growth or a trim measured and did: `GrowthReport` and `TrimReport`, which print as tables."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import pictures
+from . import pages, pictures
 from .words import format_table, format_width, report_text, wrap_line
 
 if TYPE_CHECKING:
@@ -91,11 +93,15 @@ class GrowthReport:
         """The report as what `json.dumps` takes."""
         of_layer = ("layer", "kind", "width", "starvation", "predicted_gain", "step_size", "left")
         of_all = ("loss_before", "loss_after", "validated_loss", "added_parameters", "cache_bytes")
-        layers = [{name: getattr(layer, name) for name in of_layer} for layer in self.layers]
-        return {"applied": self.applied, **{name: getattr(self, name) for name in of_all}, "layers": layers}
+        figures = {"applied": self.applied, **{name: getattr(self, name) for name in of_all}}
+        return figures | {"layers": [{name: getattr(layer, name) for name in of_layer} for layer in self.layers]}
 
     def __repr__(self) -> str:
         return report_text(self)
+
+    def save(self, path: str | Path, log_history: Iterable[dict] = (), model: str = "", data: str = "") -> None:
+        """Write this growth as a page: `save_report` of it alone."""
+        pages.save_report([self], path, log_history, model, data)
 
     def plot(self) -> "Figure":
         """Draw where the model grew, by matplotlib."""
