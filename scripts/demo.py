@@ -64,12 +64,12 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 class Passages:
     """Passages as the principal components of their word counts, and damaged copies of them."""
 
-    def __init__(self, held_out: bool):
+    def __init__(self):
         words = [article.split() for article in english()]
         every = [article[at : at + WORDS] for article in words for at in range(0, len(article) - WORDS + 1, WORDS)]
         ids = torch.tensor([[crc32(word.lower().encode()) % BUCKETS for word in passage] for passage in every])
         training = torch.arange(len(ids)) % 4 > 0
-        self.passages, counted = ids[training != held_out], self.count(ids[training])
+        self.seen, self.unseen, counted = ids[training], ids[~training], self.count(ids[training])
         self.mean = counted.mean(0)
         torch.manual_seed(0)
         self.axes = torch.pca_lowrank(counted, FEATURES, niter=4)[2]
@@ -84,11 +84,11 @@ class Passages:
         """Numbers of mean 0 and variance 1, (..., features)."""
         return (self.count(passages) - self.mean) @ self.axes / self.scale
 
-    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(self, passages: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
         """Records with labels, damaged copies of half of them, and the labels of these."""
-        chosen = torch.stack([torch.randperm(len(self.passages), generator=generator)[:ROWS] for _ in range(EPISODES)])
-        shown = self.passages[chosen]
-        others = self.passages.flatten()[torch.randint(self.passages.numel(), shown.shape, generator=generator)]
+        chosen = torch.stack([torch.randperm(len(passages), generator=generator)[:ROWS] for _ in range(EPISODES)])
+        shown = passages[chosen]
+        others = passages.flatten()[torch.randint(passages.numel(), shown.shape, generator=generator)]
         damaged = torch.where(torch.rand(shown.shape, generator=generator) < DAMAGE, others, shown)[:, :ASKED]
         labels = torch.stack([torch.randperm(ROWS, generator=generator) for _ in range(EPISODES)])
         return self.read(torch.cat((shown, damaged), 1)), labels, labels[:, :ASKED]
@@ -179,9 +179,9 @@ def main() -> None:
     base.transformer.get_input_embeddings().weight.requires_grad_(False)  # records come as vectors
     rows = [ROWS // (8, 3, 1, 1)[4 * step // arguments.pretraining] for step in range(arguments.pretraining)]
     train(base, [made_up(count, generator) for count in rows], 3e-3, "made-up records")
-    seen, unseen = Passages(held_out=False), Passages(held_out=True)
-    batches = [seen.batch(generator) for _ in range(arguments.steps)]
-    tuning, held_out = ([part.batch(generator) for _ in range(16)] for part in (seen, unseen))
+    text = Passages()
+    batches = [text.batch(text.seen, generator) for _ in range(arguments.steps)]
+    tuning, held_out = ([text.batch(part, generator) for _ in range(16)] for part in (text.seen, text.unseen))
     patch_model(base.transformer)
     base.requires_grad_(False)
     lines = ["before: loss {:.3f}, {:.0%} of the copies found".format(*measure(base, held_out))]

@@ -58,3 +58,14 @@ def test_a_growth_is_saved_and_loaded_alone(tmp_path):
         load_growth(fresh, tmp_path / "nowhere")
     with pytest.raises(ValueError, match="has not grown"):
         save_growth(patch_model(build("llama-2")), tmp_path)
+
+
+def test_parts_load_in_the_order_in_which_they_grew(tmp_path):
+    """Sums of another order would round otherwise, and JSON puts the tenth growth before the second."""
+    model = patch_model(build("llama-2"))
+    for number in range(1, 12):
+        attentions(model)[0].add_part(f"growth_{number}", 1, 0)
+    sync_config(model)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert [*loaded.state_dict()] == [*model.state_dict()]

@@ -112,8 +112,7 @@ def run_race(recipe: Any) -> Result:
 
     race = race_recipe(recipe)
     method = ["--method", race.winner, "--learning_rate", f"{race.rates[race.winner]:.2g}"]
-    command = _format_next("finetune", recipe, *method)
-    text = f"{race}\nTrain by the winner, {METHODS[race.winner].title}: {command}"
+    text = f"{race}\nTrain by the winner, {METHODS[race.winner].title}: {_format_next('finetune', recipe, *method)}"
     return Result(race.figures(), text, NOTHING if race.winner == "lora" else 0)
 
 

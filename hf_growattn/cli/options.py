@@ -91,9 +91,8 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
 
     groups = [OPTIONS[command][1][-1], ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
     parser = TrlParser(groups, allow_abbrev=False, usage=f"growattn {command} MODEL {DATA} [options]")
-    parser.set_defaults(eval_strategy="steps", eval_steps=0.1, eval_on_start=True)
-    # The data and the method choose these if nobody does.
-    parser.set_defaults(packing=None, packing_strategy=None, dtype=None, learning_rate=None)
+    chosen_later = dict.fromkeys(("packing", "packing_strategy", "dtype", "learning_rate"))  # by the data, the method
+    parser.set_defaults(eval_strategy="steps", eval_steps=0.1, eval_on_start=True, **chosen_later)
     names = list(takewhile(lambda word: not word.startswith("-"), words))
     options = list(words[len(names) :])
     try:

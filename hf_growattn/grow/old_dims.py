@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..growable.attention import GrowableAttention, is_adapted, is_plain, plain
+from ..growable.attention import GrowableAttention, is_adapted, is_plain, plain, quantization
 from ..growable.training_state import broadcast_from_rank0, is_sharded, sum_over_ranks, total
 from ..measure import functional as F
 from ..measure.blocks import PATTERNS, Block
@@ -47,11 +47,11 @@ def _check_weight(attention: GrowableAttention, role: str, setting: str) -> None
             f"{start}{attention.name_of(role)} carries adapters that were trained for them. Call merge_and_unload() "
             f"first, or do without {setting}."
         )
-    problem = attention.why_unreadable(role)
-    if problem is not None:
+    if problem := attention.why_unreadable(role):
         raise ValueError(f"{start}{problem}")
     if not is_plain(projection):
-        raise ValueError(f"{start}{attention.name_of(role)} is quantized. Load the model without quantization.")
+        how = quantization(plain(projection)) or "no plain linear layer. Load the model without quantization."
+        raise ValueError(f"{start}{attention.name_of(role)} is {how}")
     if not isinstance(getattr(projection, "weight", None), nn.Parameter):
         raise ValueError(
             f"{start}{attention.name_of(role)} computes its weight, by a parametrization or pruning of torch. Make it "

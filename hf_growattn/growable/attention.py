@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..model.configuration import PREFIX
-from ..model.extra import REGISTERED, ROLES, Part, find_projections, plain, whole
+from ..model.extra import REGISTERED, ROLES, Part, find_projections, linear_sizes, plain, whole
 from ..model.joining import UNEQUAL_WIDTHS, common_width
 from ..model.seam import WideAttention
 
@@ -245,7 +245,7 @@ class GrowableAttention(WideAttention):
         if projection is None:
             return f"The {role} projection of layer {self.layer} is not known: describe it by register_architecture."
         inside, expected = plain(projection), self._rows_of(role)
-        if has_other_adapters(projection) or not hasattr(inside, "nf" if isinstance(inside, Conv1D) else "in_features"):
+        if has_other_adapters(projection) or linear_sizes(inside) is None:
             return f"{self.name_of(role)} is a {type(projection).__name__}, no plain linear layer. {_MERGE}."
         if is_plain(projection) and inside.weight.shape[self._axis(role)] != expected:
             return (

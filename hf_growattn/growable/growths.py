@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..model.configuration import check_extra_dims
-from ..model.extra import Part, whole
+from ..model.extra import Part, in_order, whole
 from ..model.modeling import WideModelMixin, dims_of, growable_configs, renumber, sync_config
 from .attention import GrowableAttention, drop_if_empty
 from .folders import replacing
@@ -103,7 +103,7 @@ def swap_parts(parts: Parts) -> Parts:
         kept = attention.make_extra().parts
         former[attention] = dict(kept.items())
         kept.clear()
-        kept.update(sorted(own.items(), key=lambda part: (len(part[0]), part[0])))  # as loading orders them
+        kept.update(in_order(own))
         drop_if_empty(attention)
     return former
 

@@ -149,8 +149,7 @@ class AttentionView:
         attention, heads = self._attention, self.heads
         if head not in range(heads):
             raise IndexError(f"Layer {self.layer} has {heads} heads, 0 to {heads - 1}; got head {head}.")
-        problem = attention.why_unreadable(role)
-        if problem:
+        if problem := attention.why_unreadable(role):
             raise ValueError(problem)
         own = head * attention.shape.heads_of(role) // heads
         dtype = torch.promote_types(attention.empty_like(role).dtype, torch.float32)

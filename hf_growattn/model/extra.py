@@ -72,10 +72,10 @@ def read_shape(module: Any) -> HeadShape:
     groups = getattr(module, "num_key_value_groups", None)
     key_heads = heads // groups if groups else _first_number(module, ("num_key_value_heads",)) or heads
     width = _first_number(module, _WIDTHS) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    first = next(child for child in module.children() if _sizes_of(child) is not None)
+    first = next(child for child in module.children() if linear_sizes(child) is not None)
     last = getattr(module, names.get("output", ""), None)
-    in_features = _sizes_of(first)[0]
-    out_features = _sizes_of(last)[1] if last is not None and _sizes_of(last) else in_features
+    in_features = linear_sizes(first)[0]
+    out_features = linear_sizes(last)[1] if last is not None and linear_sizes(last) else in_features
     projections = {role: plain(getattr(module, names.get(role, ""), first)) for role in ROLES[:3]}
     biased = tuple(role for role, inside in projections.items() if getattr(inside, "bias", None) is not None)
     return HeadShape(
@@ -85,7 +85,7 @@ def read_shape(module: Any) -> HeadShape:
 
 def input_sizes(module: nn.Module) -> dict[str, int]:
     """The input sizes of a module's linear projections, by name."""
-    return {name: sizes[0] for name, child in module.named_children() if (sizes := _sizes_of(child)) is not None}
+    return {name: sizes[0] for name, child in module.named_children() if (sizes := linear_sizes(child)) is not None}
 
 
 def _first_number(module: nn.Module, names: tuple[str, ...]) -> int | None:
@@ -93,7 +93,7 @@ def _first_number(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((value for value in values if isinstance(value, int)), None)
 
 
-def _sizes_of(module: Any) -> Any:
+def linear_sizes(module: Any) -> Any:
     """Sizes of a linear module's inputs and outputs, quantized or under an adapter, too; None for other modules."""
     if isinstance(module, Conv1D):
         return module.nx, module.nf
@@ -197,6 +197,11 @@ class Part(nn.Module):
         return whole(inside.bias).split(sizes)[index].unflatten(0, (inside.heads[index], inside.dims[index]))
 
 
+def in_order(parts: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Parts by name as growths come: JSON puts "growth_10" before "growth_2", and sums of another order round apart."""
+    return sorted(parts.items(), key=lambda part: (len(part[0]), part[0]))
+
+
 def whole(tensor: Any) -> Tensor:
     """A tensor as it is, or all of a sharded one, gathered from all ranks, which call this together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -220,8 +225,7 @@ class ExtraDims(nn.Module):
 
     def active_parts(self) -> list[Any]:
         """The parts in use, in their order along the heads."""
-        kept: Any = self._modules["parts"]
-        parts: list[Any] = list(kept._modules.values())
+        parts: list[Any] = [*self._modules["parts"]._modules.values()]  # pyright: ignore[reportOptionalMemberAccess]
         adapters, trial = self._modules.get("adapters"), self._modules.get("trial")
         if adapters is not None:
             parts += adapters.active_parts()  # pyright: ignore[reportCallIssue]

@@ -18,7 +18,7 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel, conversion_m
 from transformers.utils import output_capturing
 
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
-from .extra import find_projections, input_sizes, read_shape
+from .extra import find_projections, in_order, input_sizes, read_shape
 from .seam import CACHES, WideAttention, WideProjection, reaches_seam
 
 _INNER_NORMS = ("layernorm", "layer_norm")  # children of an attention module that norms its own output
@@ -44,8 +44,7 @@ class WideModelMixin(_Model):
             parts = parts_of_layers.pop(str(attention.layer), {})
             if parts and attention.extra is None:  # an inner model was there first
                 like = next(attention.parameters())
-                # JSON puts "growth_10" before "growth_2", and sums of another order round otherwise.
-                for name, (qk_dims, v_dims) in sorted(parts.items(), key=lambda part: (len(part[0]), part[0])):
+                for name, (qk_dims, v_dims) in in_order(parts):
                     part = attention.add_part(name, qk_dims, v_dims, dtype=like.dtype, device=like.device)
                     for weight in (w for w in part.parameters() if w.dim() > 1 and not w.is_meta):
                         nn.init.normal_(weight, std=weight.shape[1] ** -0.5)

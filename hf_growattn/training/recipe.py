@@ -18,7 +18,7 @@ BUDGET = 0.02  # of the model's weights, unless the options say
 
 @dataclass
 class Training(SFTConfig):
-    """SFTConfig that measures the held-out loss on the way, and trains in fp32 on CPUs."""
+    """SFTConfig that takes its folder by -o, and trains in fp32 on CPUs."""
 
     output_dir: str = field(default="", metadata={"help": "new folder to write", "aliases": ["-o", "--output"]})
 

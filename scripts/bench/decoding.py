@@ -5,7 +5,7 @@ from itertools import product
 
 import page
 import torch
-from alternating import error, spread_of, turns
+from alternating import format_spread, judge, turns
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -69,7 +69,7 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         grown = "+{} queries, keys, +{} values".format(*row["new_dims"])
         model = grown if any(row["new_dims"]) else f"stock, heads {row['head_dim']} wide"
-        cells = ["{:.3f} ({:.3f} to {:.3f})".format(*spread_of(row[clock])) for clock in ("cpu", "wall")]
+        cells = [format_spread(row[clock]) for clock in ("cpu", "wall")]
         lines.append([f"{row['cached']:,}", row["implementation"], model, *cells, f"{row['bytes']:.3f}"])
     head = ["tokens in the cache", "attention", "model", "CPU time", "by the clock", "bytes of the cache"]
     return (
@@ -82,10 +82,9 @@ def reaches(rows: list[dict]) -> list[page.Reach]:
     """Which medians, by CPU time, are within reach, of long caches."""
     found = []
     for row in (row for row in rows if any(row["new_dims"]) and row["cached"] >= 2048):
-        reach, doubt = MOST * row["bytes"], error(row["cpu"], row["turns"])
-        value = row["cpu"]["ratio"]
-        verdict = "undecided" if abs(value - reach) <= doubt else "reached" if value < reach else "missed"
+        reach = MOST * row["bytes"]
+        ratio, doubt, verdict = judge(row, reach)
         dims = "+{} and +{}".format(*row["new_dims"])
         name = f"Decoding after {row['cached']:,} tokens, {row['implementation']}, {dims}: at most {reach:.3f}"
-        found.append(page.Reach(name, f"{value:.3f} +- {doubt:.3f} ({row['turns']} turns)", verdict))
+        found.append(page.Reach(name, f"{ratio:.3f} +- {doubt:.3f} ({row['turns']} turns)", verdict))
     return found

@@ -20,7 +20,7 @@ from pathlib import Path
 import decoding
 import page
 import torch
-from alternating import error, spread_of, turns
+from alternating import error, format_spread, judge, turns
 from peak_memory import peak_of_tensors
 from torch import nn
 from tqdm.auto import tqdm
@@ -204,7 +204,7 @@ def tables(figures: dict, size: Size) -> str:
         "Above: median ratio of CPU time over the turns, with two standard errors, and the ratio of the most bytes of "
         "tensors at a time, on top of the weights, in a forward pass and in a training step.\n\n"
         f"{size.layers} layer, heads {HEAD} wide, {BATCH} x {size.tokens} tokens, {VOCABULARY} words, fp32, sdpa, no "
-        f"dropout; a training step with AdamW. Grown means "
+        "dropout; a training step with AdamW. Grown means "
         f"{GROWN - HEAD} new dims of queries, keys and values in each head, in modules of their own. Models are so "
         "small that Python weighs more than in those of every day, and that turns are short.\n\n"
         "- twin / stock: two stock models. What differs from 1 here is the noise of the method.\n"
@@ -214,7 +214,7 @@ def tables(figures: dict, size: Size) -> str:
         "loaded.\n",
     ]
     for title, clock in (("CPU time", "cpu"), ("the clock", "wall")):
-        rows = rows_of(figures, lambda a, clock=clock: "{:.3f} ({:.3f} to {:.3f})".format(*spread_of(a[clock])))
+        rows = rows_of(figures, lambda a, clock=clock: format_spread(a[clock]))
         text.append(f"Ratio by {title}, median (quartiles over the turns):\n\n{page.table(head, rows)}\n")
     return "\n".join(text)
 
@@ -236,11 +236,9 @@ def reaches(figures: dict) -> list[page.Reach]:
                     continue
                 if name == "training step" and comparison == "grown / as wide" and width < SMALL:
                     reach = STEP_OF_SMALL
-                value, count = comparisons[comparison][name]["cpu"], comparisons[comparison][name]["turns"]
-                doubt = error(value, count)
-                near = abs(value["ratio"] - reach) <= doubt
-                verdict = "undecided" if near else "reached" if value["ratio"] < reach else "missed"
-                measured = f"{value['ratio']:.3f} +- {doubt:.3f} (two standard errors of the median, {count} turns)"
+                row = comparisons[comparison][name]
+                ratio, doubt, verdict = judge(row, reach)
+                measured = f"{ratio:.3f} +- {doubt:.3f} (two standard errors of the median, {row['turns']} turns)"
                 found.append(page.Reach(f"{model}, {comparison}, {name}: at most {reach}", measured, verdict))
     return found
 
@@ -302,14 +300,11 @@ def main() -> None:
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    sizes, seconds, least, lengths = (
-        [Size(width) for width in arguments.widths],
-        arguments.seconds,
-        5,
-        [256, 2048, 8192],
-    )
+    sizes, lengths = [Size(width) for width in arguments.widths], [256, 2048, 8192]
+    seconds, least = arguments.seconds, 5
     if arguments.quick:
-        sizes, seconds, least, lengths = [Size(64, tokens=16)], 0.0, 2, [8]
+        sizes, lengths = [Size(64, tokens=16)], [8]
+        seconds, least = 0.0, 2
     models: dict[str, dict] = {}
     jobs = [(family, size, kind) for size in sizes for family in FAMILIES for kind in COMPARISONS]
     began = time.perf_counter()
