@@ -53,15 +53,15 @@ def test_a_callback_refuses_a_budget_that_buys_nothing_before_it_trains(tmp_path
 # Limits
 
 
-@pytest.mark.parametrize("name, limit", [("qk", "max_qk_head_dim"), ("v", "max_v_head_dim")])
-def test_a_limit_below_the_present_width_is_refused(name, limit):
+@pytest.mark.parametrize("limit", ["max_qk_head_dim", "max_v_head_dim"])
+def test_a_limit_below_the_present_width_is_refused(limit):
     model = patch_model(build("llama-2"))
     config = {limit: 15, "budget": 0.1}
-    with pytest.raises(ValueError, match=rf"{limit}=15 is below.*{name}_head_dim=16.*at least 17"):
+    with pytest.raises(ValueError, match=rf"{limit}=15 is below.*less than 16.*at least 17"):
         Grower(model, GrowthConfig(**config))
     add_dims(attentions(model)[0], 4, 4)  # one that is wider already stays, and the other may grow
     Grower(model, GrowthConfig(**config | {limit: 18}))
-    with pytest.raises(ValueError, match=rf"no layer has less than {name}_head_dim=20"):
+    with pytest.raises(ValueError, match="no layer has less than 20"):
         Grower(model, GrowthConfig(**config | {limit: 18}, layers=[0]))
 
 
