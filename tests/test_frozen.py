@@ -5,6 +5,7 @@ import torch
 from families import build, lm_batches
 from optimizers import OPTIMIZERS
 from test_trainer import trainer
+from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.growths import attentions, extra_parameters
@@ -86,3 +87,24 @@ def test_trainer_grows_a_frozen_base_and_resumes(tmp_path):
         assert_frozen(model, before)
         assert extra_parameters(model)
     assert losses[0] == losses[1]
+
+
+def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
+    """Old weights that come from disk for each call are read likewise; new dims stay where the layer computes."""
+    build("llama-2").save_pretrained(tmp_path / "base")
+    places = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"], "cpu")
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    options = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base", **options)).requires_grad_(False)
+    report = Grower(model, CONFIG).grow(lm_batches(4))
+    expected = Grower(patch_model(build("llama-2")).requires_grad_(False), CONFIG).grow(lm_batches(4))
+    assert report.loss_after == expected.loss_after and report.applied
+    model.save_pretrained(tmp_path / "grown")
+    batch = lm_batches(1)[0]
+    with torch.no_grad():
+        logits = model(**batch).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "grown")(**batch).logits, logits)
+        offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", **options)
+        assert torch.equal(offloaded(**batch).logits, logits)
+    with pytest.raises(ValueError, match="extra.parts.growth_1.inside.weight of layer 1 is on the meta device"):
+        Grower(offloaded, CONFIG).grow(lm_batches(4))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils import has_offloaded_params
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -258,7 +259,9 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
     chosen = layers_of(model, config.layers)
     for attention in chosen:
         for name, parameter in attention.named_parameters():
-            if parameter.is_meta or parameter.is_inference():
+            owner = attention.get_submodule(name.rpartition(".")[0])  # old weights come from elsewhere for each call
+            offloaded = has_offloaded_params(owner) and not name.startswith("extra.")
+            if parameter.is_inference() or (parameter.is_meta and not offloaded):
                 state = "is on the meta device" if parameter.is_meta else "was made under torch.inference_mode()"
                 raise ValueError(
                     f"{name} of layer {attention.layer} {state}: load the model onto a real device, and outside of "

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -108,6 +109,12 @@ def is_plain(projection: Any) -> bool:
     inside = plain(projection)
     is_linear = isinstance(inside, (nn.Linear, Conv1D)) and isinstance(getattr(inside, "weight", None), Tensor)
     return is_linear and quantization(inside) is None
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes: accelerate brings offloaded weights there for each call."""
+    place = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return next(module.parameters()).device if place is None else torch.device(place)
 
 
 def keep_unpacked(model: nn.Module) -> list[nn.Module]:
@@ -276,7 +283,7 @@ class GrowableAttention(WideAttention):
         like: Any = next(iter([*inside.parameters(), *inside.buffers()]))
         has_dtype = like.is_floating_point() and (projection is None or is_plain(projection))
         dtype = like.dtype if has_dtype else torch.float32
-        return torch.empty(0, dtype=dtype, device=like.device)
+        return torch.empty(0, dtype=dtype, device=device_of(inside))
 
     def new_part(self, qk_dims: int, v_dims: int) -> Part:
         """A part for this module that it does not have yet, zeros, in the precision of its weights."""
@@ -310,10 +317,11 @@ class GrowableAttention(WideAttention):
 
     def _read(self, role: str, name: str, dtype: torch.dtype | None) -> Any:
         projection = self.projection_of(role)
-        tensor = getattr(plain(projection), name, None)
-        if name == "weight" and not is_plain(projection):
-            inputs = self._rows_of("output") if role == "output" else self.shape.in_features
-            tensor = computed_weight(projection, inputs)
+        with align_module_device(plain(projection)):
+            tensor = getattr(plain(projection), name, None)
+            if name == "weight" and not is_plain(projection):
+                inputs = self._rows_of("output") if role == "output" else self.shape.in_features
+                tensor = computed_weight(projection, inputs)
         if tensor is None:
             return None
         tensor = whole(tensor.detach())

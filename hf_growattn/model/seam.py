@@ -167,8 +167,9 @@ class WideAttention(nn.Module):
             ValueError: the input is not (batch, tokens, features).
         """
         arguments, keyword = dict(zip(self._stock_names, args)) | kwargs, self._cache_name
-        for name in arguments.keys() & CACHES if keyword else ():
-            arguments[keyword] = arguments.pop(name)
+        for name in CACHES if keyword else ():
+            if name in arguments:
+                arguments[keyword] = arguments.pop(name)
         source = next((arguments[name] for name in self._sources if arguments.get(name) is not None), None)
         hidden_states = arguments[self._stock_names[0]]
         if hidden_states.dim() != 3:

@@ -40,7 +40,7 @@ def turns(ours: Callable, stock: Callable, seconds: float, least: int) -> dict:
         a, b = ([values[place] for values in spent[name]] for name in ("ours", "stock"))
         ratios = [x / y for x, y in zip(a, b)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        figures[clock] = {"ratio": middle, "quartiles": [low, high]}
+        figures[clock] = {"ratio": middle, "quartiles": [low, high], "stock_seconds": statistics.median(b)}
     return figures
 
 

@@ -1,6 +1,7 @@
 """The time of a token after others, of grown models beside a stock one: a part of the page of `overhead.py`."""
 
 import inspect
+from collections.abc import Callable
 from itertools import product
 
 import page
@@ -34,10 +35,15 @@ def prepare(implementation: str, cached: int, new_dims: tuple[int, int], head_di
     for attention in attentions(model) if any(new_dims) else ():
         nn.init.normal_(attention.add_part("growth_1", *new_dims).inside.weight, std=0.02)
     sync_config(model)
+    return decoder(model, torch.randint(VOCABULARY, (1, cached))), cache_bytes(model)
+
+
+def decoder(model: nn.Module, ids: torch.Tensor) -> Callable:
+    """What decodes one more token of each row, after (rows, tokens) that are put into the cache."""
     # The keyword for a cache has another name since transformers 5.24.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache = DynamicCache(config=model.config)
-    given, ids = {name: cache, "use_cache": True}, torch.randint(VOCABULARY, (1, cached))
+    given = {name: cache, "use_cache": True, "logits_to_keep": 1}
     with torch.no_grad():
         for part in ids.split(1024, 1):  # eager attention to all at once would fill the memory
             model(input_ids=part, **given)
@@ -45,10 +51,10 @@ def prepare(implementation: str, cached: int, new_dims: tuple[int, int], head_di
     @torch.no_grad()
     def decode() -> None:
         model(input_ids=ids[:, :1], **given)
-        if cache.get_seq_length() >= cached + KEPT:
+        if cache.get_seq_length() >= ids.shape[1] + KEPT:
             cache.crop(1 - KEPT)
 
-    return decode, cache_bytes(model)
+    return decode
 
 
 def measure(lengths: list[int], seconds: float, least: int) -> list[dict]:

@@ -7,7 +7,6 @@ a ratio of times by the clock, after the device has finished. Where there is no 
 """
 
 import argparse
-import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -17,9 +16,11 @@ from pathlib import Path
 
 import page
 import torch
+from alternating import format_spread, turns
+from decoding import decoder
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
 from hf_growattn import Grower, GrowthConfig, patch_model
@@ -27,22 +28,30 @@ from hf_growattn.growable.growths import attentions, sync_config
 
 VOCABULARY = 4096
 DIMS = (6, 8)  # new ones of queries and keys, and of values; the second number is a multiple of 8
+BATCHES = 8  # of a growth
+# The kinds of models that are compared with a stock one: new dims, and what a stock head is wider by.
+KINDS = {"patched": (0, 0), **{f"grown by {dims}": (dims, 0) for dims in DIMS}, "stock, heads wider by 8": (0, 8)}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model, and of what it is given."""
+    """Of a model, and of what it is given.
+
+    Attributes:
+        trained: rows and tokens of a training step.
+        cached: rows and tokens that are in the cache before the next one is decoded; each is also a prefill.
+    """
 
     hidden_size: int
     heads: int
     key_value_heads: int
     intermediate_size: int
     layers: int = 4
-    trained: tuple[int, int] = (2, 1024)  # rows and tokens of a training step
-    cached: tuple[int, ...] = (2048, 16384)
+    trained: tuple[int, int] = (2, 1024)
+    cached: tuple[tuple[int, int], ...] = ((1, 2048), (1, 16384), (16, 2048), (16, 16384))
 
-    def build(self, attention: str) -> nn.Module:
-        """A Llama with random weights in bf16."""
+    def build(self, attention: str, wider: int = 0) -> nn.Module:
+        """A Llama with random weights in bf16, and heads that are wider by some dims."""
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=self.hidden_size,
@@ -50,7 +59,8 @@ class Shape:
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.key_value_heads,
-            max_position_embeddings=max(self.cached) + 1,
+            head_dim=self.hidden_size // self.heads + wider,
+            max_position_embeddings=2 * max(tokens for _, tokens in self.cached),
         )
         torch.manual_seed(0)
         with torch.device(device()):
@@ -62,7 +72,7 @@ SHAPES = {
     "Llama 1B": Shape(hidden_size=2048, heads=32, key_value_heads=8, intermediate_size=8192),
     "Llama 8B": Shape(hidden_size=4096, heads=32, key_value_heads=8, intermediate_size=14336),
 }
-TINY = Shape(64, 4, 2, 96, layers=2, trained=(2, 16), cached=(32,))
+TINY = Shape(64, 4, 2, 96, layers=2, trained=(2, 16), cached=((1, 32), (2, 32)))
 
 
 def device() -> str:
@@ -70,10 +80,15 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def synchronize() -> None:
-    """Wait until the device has done all that it was given."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def finished(action: Callable) -> Callable:
+    """An action that ends when the device has done all that it was given."""
+
+    def act() -> None:
+        action()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    return act
 
 
 def grow_by(model: nn.Module, dims: int) -> nn.Module:
@@ -101,109 +116,84 @@ def training_step(model: nn.Module, shape: Shape) -> Callable:
     return step
 
 
-def prefill(model: nn.Module, shape: Shape, cached: int) -> Callable:
+def prefill(model: nn.Module, shape: Shape, rows: int, tokens: int) -> Callable:
     """The first pass of a generation, which fills the cache."""
-    ids = torch.randint(VOCABULARY, (1, cached), device=device())
+    ids = torch.randint(VOCABULARY, (rows, tokens), device=device())
     return torch.no_grad()(lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1))
 
 
-@torch.no_grad()
-def decoding(model: nn.Module, shape: Shape, cached: int) -> Callable:
+def decoding(model: nn.Module, shape: Shape, rows: int, tokens: int) -> Callable:
     """One token, after a number of tokens that are in the cache."""
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache = DynamicCache(config=model.config)
-    given = {name: cache, "use_cache": True, "logits_to_keep": 1}
-    model(input_ids=torch.randint(VOCABULARY, (1, cached), device=device()), **given)
-    token = torch.randint(VOCABULARY, (1, 1), device=device())
-
-    @torch.no_grad()
-    def decode() -> None:
-        model(input_ids=token, **given)
-        cache.crop(-1)
-
-    return decode
+    return decoder(model, torch.randint(VOCABULARY, (rows, tokens), device=device()))
 
 
 def actions_of(shape: Shape) -> dict[str, Callable]:
     """What is timed, by name; each makes a call out of a model."""
     found: dict[str, Callable] = {"training step": training_step}
-    for cached in shape.cached:
-        found[f"prefill of {cached:,}"] = partial(prefill, cached=cached)
-        found[f"decoding after {cached:,}"] = partial(decoding, cached=cached)
+    for rows, tokens in shape.cached:
+        place = f"{rows} x {tokens:,}"
+        if rows == 1:
+            found[f"prefill of {place}"] = partial(prefill, rows=rows, tokens=tokens)
+        found[f"decoding after {place}"] = partial(decoding, rows=rows, tokens=tokens)
     return found
 
 
-def seconds_of(action: Callable) -> float:
-    """Seconds by the clock of one call."""
-    synchronize()
-    began = time.perf_counter()
+def peak(action: Callable) -> int:
+    """The most bytes that the device held during an action; 1 where there is none."""
+    if not torch.cuda.is_available():
+        action()
+        return 1
+    torch.cuda.reset_peak_memory_stats()
     action()
-    synchronize()
-    return time.perf_counter() - began
-
-
-def ratio_of(ours: Callable, stock: Callable, turns: int) -> dict[str, float]:
-    """The median ratio of two actions that take turns, with its quartiles, and the median seconds of the second."""
-    ours(), stock()  # warm
-    ratios, seconds = [], []
-    for turn in range(turns):
-        first, second = (ours, stock) if turn % 2 else (stock, ours)
-        spent = {first: seconds_of(first), second: seconds_of(second)}
-        ratios.append(spent[ours] / spent[stock])
-        seconds.append(spent[stock])
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return {"ratio": middle, "low": low, "high": high, "stock_seconds": statistics.median(seconds)}
+    return torch.cuda.max_memory_allocated()
 
 
 def time_of_growth(model: nn.Module, shape: Shape) -> dict[str, float]:
-    """A growth by budget on eight batches, in training steps, and its peak of memory as a share of that of a step."""
-    step = training_step(model, shape)
-    step()
-    peaks = []
-    batches = list(torch.randint(VOCABULARY, (8, *shape.trained), device=device()))
+    """A growth by budget, in training steps of the same model, and its peak of memory as a share of that of a step."""
+    batches = list(torch.randint(VOCABULARY, (BATCHES, *shape.trained), device=device()))
     grower = Grower(model, GrowthConfig(budget=0.01))
-    seconds = []
-    for action in (step, lambda: grower.measure(batches)):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        seconds.append(seconds_of(action))
-        peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 1)
-    return {"steps": seconds[1] / seconds[0], "memory": peaks[1] / peaks[0]}
+    actions = finished(training_step(model, shape)), finished(lambda: grower.measure(batches))
+    times = {action: [] for action in actions}
+    for action in actions * 3:
+        began = time.perf_counter()
+        action()
+        times[action].append(time.perf_counter() - began)
+    step, growth = (statistics.median(times[action]) for action in actions)
+    memory = [peak(action) for action in actions]
+    return {"steps": growth / step, "memory": memory[1] / memory[0], "seconds": growth}
 
 
-def quantized_growth(shape: Shape, folder: Path) -> dict[str, float]:
-    """The same on a base in nf4, which trains new dims alone."""
+def quantized(shape: Shape, folder: Path) -> nn.Module:
+    """A base in nf4, frozen, so that new dims alone are trained; ready for growth."""
     shape.build("sdpa").save_pretrained(folder)
     options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=options, device_map=device())
     patch_model(model).requires_grad_(False)
-    began = time.perf_counter()
-    report = Grower(model, GrowthConfig(budget=0.01)).grow(
-        list(torch.randint(VOCABULARY, (8, *shape.trained), device=device()))
-    )
-    synchronize()
-    return {"seconds": time.perf_counter() - began, "added": report.added_parameters}
+    return grow_by(model, 8)
 
 
-def measure(shapes: dict[str, Shape], turns: int, folder: Path) -> list[dict]:
+def measure(shapes: dict[str, Shape], seconds: float, least: int, folder: Path) -> list[dict]:
     """All figures, one entry for each model, implementation, kind and action."""
     implementations = ["sdpa", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
-    jobs = [(name, attention) for name in shapes for attention in implementations]
+    jobs = [(name, attention, kind) for name in shapes for attention in implementations for kind in KINDS]
     found = []
-    for name, attention in tqdm(jobs, disable=None):
-        shape = shapes[name]
-        for kind, dims in (("patched", 0), *((f"grown by {dims}", dims) for dims in DIMS)):
-            stock, ours = shape.build(attention), grow_by(shape.build(attention), dims)
-            for action, make in actions_of(shape).items():
-                figures = ratio_of(make(ours, shape), make(stock, shape), turns)
-                found.append({"model": name, "attention": attention, "kind": kind, "action": action, **figures})
-            del stock, ours
-        growth = time_of_growth(grow_by(shape.build(attention), 0), shape)
-        found.append({"model": name, "attention": attention, "kind": "growth", **growth})
-    if torch.cuda.is_available():
-        name = next(iter(shapes))
-        growth = quantized_growth(shapes[name], folder / "base")
-        found.append({"model": name, "attention": "sdpa", "kind": "growth on nf4", **growth})
+    for name, attention, kind in tqdm(jobs, disable=None):
+        shape, (dims, wider) = shapes[name], KINDS[kind]
+        stock, ours = shape.build(attention), shape.build(attention, wider)
+        if not wider:
+            grow_by(ours, dims)
+        of = {"model": name, "attention": attention, "kind": kind}
+        for action, make in actions_of(shape).items():
+            made = finished(make(ours, shape)), finished(make(stock, shape))
+            found.append(of | {"action": action} | turns(*made, seconds, least))
+            del made
+        del stock, ours
+    for name, shape in shapes.items():
+        growth = time_of_growth(grow_by(shape.build("sdpa"), 0), shape)
+        found.append({"model": name, "kind": "growth", "base": "bf16"} | growth)
+        if torch.cuda.is_available():
+            growth = time_of_growth(quantized(shape, folder / "base"), shape)
+            found.append({"model": name, "kind": "growth", "base": "nf4, frozen"} | growth)
     return found
 
 
@@ -217,23 +207,36 @@ def page_of(found: list[dict]) -> page.Page:
             text="",
             draw=draw_nothing,
         )
-    timed = [entry for entry in found if "ratio" in entry]
+    timed = [entry for entry in found if "wall" in entry]
     rows = [
-        [e["model"], e["attention"], e["kind"], e["action"], f"{e['ratio']:.3f} ({e['low']:.3f} to {e['high']:.3f})"]
-        for e in timed
+        [
+            *(entry[name] for name in ("model", "attention", "kind", "action")),
+            format_spread(entry["wall"]),
+            f"{1000 * entry['wall']['stock_seconds']:.2f}",
+        ]
+        for entry in timed
     ]
-    growths = [e for e in found if e["kind"] == "growth"]
-    steps = ", ".join(f"{e['model']} with {e['attention']} {e['steps']:.0f}" for e in growths)
-    memory = ", ".join(f"{e['memory']:.2f}" for e in growths)
-    grown = [e["ratio"] for e in timed if e["kind"].startswith("grown")]
+    growths = [
+        [e["model"], e["base"], f"{e['steps']:.1f}", f"{e['seconds']:.2f}", f"{e['memory']:.2f}"]
+        for e in found
+        if e["kind"] == "growth"
+    ]
+    grown = {}
+    for entry in timed:
+        if entry["kind"].startswith("grown"):
+            grown.setdefault(entry["action"].split()[0], []).append(entry["wall"]["ratio"])
+    ranges = ", ".join(f"{action} {min(ratios):.2f} to {max(ratios):.2f}" for action, ratios in grown.items())
     return page.Page(
         title="Growth on a GPU",
-        claim=f"Of a grown model an action takes {min(grown):.2f} to {max(grown):.2f} times as long as of a stock one.",
-        summary=page.table(["model", "attention", "kind", "action", "ratio to stock"], rows),
+        claim=f"Times of grown models as multiples of a stock one's: {ranges}.",
+        summary=page.table(["model", "attention", "kind", "action", "ratio to stock", "stock, ms"], rows),
         text=(
             "Median (quartiles) of the ratios of turns, by the clock, after the device has finished; bf16, four layers "
-            f"of each shape, AdamW. A growth on eight batches, in training steps: {steps}. Its peak of memory as a "
-            f"share of that of a step: {memory}."
+            "of each shape, AdamW; rows x tokens. Keys and values are padded to a multiple of 8, so that 6 new dims "
+            "take the room of 8.\n\n"
+            f"A growth by budget on {BATCHES} batches, in training steps of the same model, median of three; and its "
+            "peak of memory as a share of that of a step:\n\n"
+            + page.table(["model", "base", "training steps", "seconds", "memory"], growths)
         ),
         draw=partial(draw, timed),
     )
@@ -256,9 +259,10 @@ def draw(timed: list[dict], plt):
         actions = list(dict.fromkeys(entry["action"] for entry in entries))
         for place, kind in enumerate(dict.fromkeys(entry["kind"] for entry in entries)):
             of_kind = [entry for entry in entries if entry["kind"] == kind]
-            middles = [entry["ratio"] for entry in of_kind]
-            errors = [[e["ratio"] - e["low"] for e in of_kind], [e["high"] - e["ratio"] for e in of_kind]]
-            rows = [actions.index(entry["action"]) + 0.2 * (place - 1) for entry in of_kind]
+            middles = [entry["wall"]["ratio"] for entry in of_kind]
+            low, high = zip(*(entry["wall"]["quartiles"] for entry in of_kind))
+            errors = [[m - q for m, q in zip(middles, low)], [q - m for m, q in zip(middles, high)]]
+            rows = [actions.index(entry["action"]) + 0.15 * (place - 1.5) for entry in of_kind]
             panel.errorbar(middles, rows, xerr=errors, fmt="o", capsize=2, label=kind)
         panel.axvline(1, color="0.6", linewidth=1)
         panel.set(title=f"{model}, {attention}", xlabel="time, ratio to stock", yticks=range(len(actions)))
@@ -271,16 +275,16 @@ def draw(timed: list[dict], plt):
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=12, help="of each comparison")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each comparison")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tiny model on any device: shows that it runs")
     arguments = parser.parse_args()
-    shapes, turns = SHAPES, arguments.turns
+    shapes, seconds, least = SHAPES, arguments.seconds, 5
     if arguments.quick:
-        shapes, turns = {"tiny": TINY}, 2
+        shapes, seconds, least = {"tiny": TINY}, 0.0, 2
     began = time.perf_counter()
     runs = arguments.quick or torch.cuda.is_available()
-    found = measure(shapes, turns, arguments.output) if runs else []
+    found = measure(shapes, seconds, least, arguments.output) if runs else []
     page.publish("gpu", page_of(found), {"runs": found}, [0], arguments.output, time.perf_counter() - began)
 
 
