@@ -179,7 +179,7 @@ print(report)
 train(50)
 print(f"After {len(losses)} steps: held-out loss {held_out_loss(model):.3f}.")
 report.plot().savefig(output / "growth.png")
-report.save(output / "growth.html", losses)
+save_report([report], output / "growth.html", losses)
 print(f"What grew and why: {output / 'growth.html'} and {output / 'growth.png'}.")
 
 # %% [markdown]
@@ -189,7 +189,7 @@ print(f"What grew and why: {output / 'growth.html'} and {output / 'growth.png'}.
 # it may grow twice, by 3 % of the weights each time.
 
 # %%
-growth = GrowthCallback(GrowthConfig(budget=0.03), every=15, batches=6, max_growths=2)
+growth = GrowthCallback(GrowthConfig(budget=0.03), steps=[15, 30], batches=6)
 arguments = TrainingArguments(
     output_dir=str(output / "trainer"),
     max_steps=45,

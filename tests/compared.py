@@ -27,6 +27,12 @@ def sketched(model, batches, dims):
         return sketched_gradients(Objective(model), blocks, halves_of(batches), dims, oversampling=8, seed=0)
 
 
+def best_directions(whitened: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `dims` best directions `U, sigma, V` of a whitened gradient: (G, g a, p), (G, p), (G, b, p)."""
+    u, sigma, v = F.thin_svd(whitened)
+    return u[..., :dims], sigma[..., :dims], v[..., :dims]
+
+
 def product_norm(left: Tensor, right: Tensor) -> Tensor:
     """`||L R^T||_F` over all groups, without the product: (G, n, k), (G, m, k) -> scalar."""
     return ((left.mT @ left) * (right.mT @ right)).sum().clamp_min(0).sqrt()
@@ -134,7 +140,7 @@ def _rows(batch: dict) -> int:
 
 def _whitened_directions(block: Block, target: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best directions of an unwhitened target, in whitened coordinates, with unit columns."""
-    u, sigma, v = F.best_directions(target, dims)
+    u, sigma, v = best_directions(target, dims)
     u, v = _per_head(block, u, block.roots.stacked_root), block.roots.shared_root @ v
     sizes = u.norm(dim=-2, keepdim=True), v.norm(dim=-2, keepdim=True)
     tiny = torch.finfo(u.dtype).tiny

@@ -180,7 +180,7 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
 def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "there").write_text("mine")
     for options, fix in {
-        "measure m d --grow_every 5": "not used by the HfArgumentParser: ['--grow_every', '5']",
+        "measure m d --grow_steps 5": "not used by the HfArgumentParser: ['--grow_steps', '5']",
         "race m d -o r --qk_dims 2": "'--qk_dims'",
         f"export m -o {tmp_path}": "not empty",
         f"finetune m d -o {tmp_path}/there": "not empty",
@@ -192,7 +192,7 @@ def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
         "inspect": "required: MODEL",
         "finetune m d -o out --learning_rat 1": "'--learning_rat'",
         "export m --outpt out": "unrecognized arguments: --outpt",
-        "finetune m d -o out --method growth --grow_every 5": "--grow_every",
+        "finetune m d -o out --method growth --grow_steps 5": "--grow_steps",
         "measure m d --growth_batches many": "invalid int value: 'many'",
         "exprt": "invalid choice: 'exprt'",
     }.items():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import logit_variance, product_norm, whiten
+from compared import best_directions, logit_variance, product_norm, whiten
 from hypothesis import given
 from hypothesis import strategies as st
 from test_functional import always, normal, seeds, spd
@@ -30,12 +30,12 @@ def logit_gradient(logits, *rest):
 def steepest(cross, roots, dims):
     """The project's step of rank `dims` and size 1 for one head: (a, b)."""
     whitened = whiten(cross[None], roots[1], roots[1], 1)
-    new_a, new_b = F.step_factors(*F.best_directions(whitened, dims), roots[1], roots[1], 1)
+    new_a, new_b = F.step_factors(*best_directions(whitened, dims), roots[1], roots[1], 1)
     return (new_a @ new_b.mT)[0]
 
 
 def truncated(matrix, rank):
-    u, sigma, v = F.best_directions(matrix, rank)
+    u, sigma, v = best_directions(matrix, rank)
     return (u * sigma) @ v.mT
 
 
@@ -258,7 +258,7 @@ def in_metric(layer, z):
 @always
 @given(layers())
 def test_000_s2_the_step_is_eckart_young_in_the_metric_and_gains_sigma_squared(layer):
-    u, sigma, v = F.best_directions(layer.whitened, layer.p)
+    u, sigma, v = best_directions(layer.whitened, layer.p)
     z = dense(layer, *F.step_factors(u, sigma, v, layer.root_a[1], layer.root_b[1], layer.heads))
     moved, gain = in_metric(layer, z), sigma.square().sum()
     assert_close(moved, -(u * sigma.unsqueeze(-2)) @ v.mT)
@@ -295,7 +295,7 @@ def test_000_remark_1_2_a_bias_is_one_more_row_of_every_formula(seed, d, k, head
     assert_close(augmented[:, None] @ joined[0] @ joined[1].mT @ augmented[:, None].mT, queries @ keys.mT)
     cross = (augmented.mT @ g @ augmented).sum(1)  # (heads, d + 1, d + 1)
     roots = F.square_roots(F.ridged(F.moment_sum(augmented), 0.05))
-    u, sigma, v = F.best_directions(whiten(cross, roots[1], roots[1], heads), p)
+    u, sigma, v = best_directions(whiten(cross, roots[1], roots[1], heads), p)
     sides = [F.split_bias(side, d) for side in F.step_factors(u, sigma, v, roots[1], roots[1], heads)]
     queries, keys = (x[:, None] @ w.mT + b[:, None] for w, b in sides)
     assert_close((g * (queries @ keys.mT).transpose(0, 1)).sum(), -sigma.square().sum())

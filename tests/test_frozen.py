@@ -106,5 +106,5 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "grown")(**batch).logits, logits)
         offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", **options)
         assert torch.equal(offloaded(**batch).logits, logits)
-    with pytest.raises(ValueError, match="extra.parts.growth_1.inside.weight of layer 1 is on the meta device"):
+    with pytest.raises(ValueError, match=r"extra.parts.growth_1.inside.weight of layer 1 is on the meta device"):
         Grower(offloaded, CONFIG).grow(lm_batches(4))

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import whiten
+from compared import best_directions, whiten
 from test_functional import normal, spd
 from torch.testing import assert_close
 
@@ -46,7 +46,7 @@ def problem(form, seed=0):
         return (cross * z).sum((-3, -2, -1))
 
     whitened = whiten(cross, roots_a[1], roots_b[1], groups)
-    factors = F.step_factors(*F.best_directions(whitened, DIMS), roots_a[1], roots_b[1], heads)
+    factors = F.step_factors(*best_directions(whitened, DIMS), roots_a[1], roots_b[1], heads)
     return SimpleNamespace(
         pattern=pattern, size=size, slope=slope, factors=factors, gain=sigma[:, :DIMS].square().sum()
     )
@@ -117,7 +117,7 @@ def layer(case, even=False):
     moment_a, moment_b = spd(a, 0 if even else spread, 3 * case), spd(b, spread, 3 * case + 1)
     cross = normal(a, b, seed=3 * case + 2)
     roots = F.square_roots(moment_a)[1], F.square_roots(moment_b)[1]
-    u, sigma, v = F.best_directions(whiten(cross[None], *roots, 1), dims)
+    u, sigma, v = best_directions(whiten(cross[None], *roots, 1), dims)
     new_a, new_b = F.step_factors(u, sigma, v, *roots, 1)
     return moment_a, moment_b, cross, dims, (new_a @ new_b.mT)[0]
 

@@ -89,7 +89,7 @@ def join_lines(text: str) -> str:
 
 
 def test_a_growth_as_a_page(grown, tmp_path):
-    grown.save(tmp_path / "new" / "report.html")
+    save_report([grown], tmp_path / "new" / "report.html")
     page = read_page(tmp_path / "new" / "report.html")
     assert all(line in page.text for line in words.summary_of(grown)) and len(words.summary_of(grown)) == 2
     assert all(" ".join(row) in page.text for row in words.rows_of(grown)) and len(words.rows_of(grown)) == 4
@@ -227,7 +227,7 @@ def test_without_matplotlib(grown, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for draw in (grown.plot, lambda: grown.save(tmp_path / "a.html")):
+    for draw in (grown.plot, lambda: save_report([grown], tmp_path / "a.html")):
         with pytest.raises(ImportError, match="pip install matplotlib"):
             draw()
     assert list(tmp_path.iterdir()) == []

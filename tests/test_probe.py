@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compared import whiten
+from compared import best_directions, whiten
 from conftest import LONG, real_batches, real_model
 from families import build, build_encoder_decoder, lm_batches, padded, tokens
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -136,7 +136,7 @@ def test_exact_directions_are_those_of_the_whitened_gradient(variant):
         # Validated: the directions of one half, judged by the other.
         validated = 0
         for own, other in ((first, second), (second, first)):
-            u, s, v = F.best_directions(own, 4)
+            u, s, v = best_directions(own, 4)
             validated = validated + (s * (u * (other @ v)).sum(-2)).sum(0) / 2
         scale = gradient.in_sample.max().item()
         torch.testing.assert_close(gradient.validated, validated, rtol=1e-3, atol=1e-3 * scale)

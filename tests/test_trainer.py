@@ -58,9 +58,9 @@ def grown_at(state) -> list[int]:
     [
         (dict(), {}, [3]),
         (dict(steps=[2, 5]), {}, [2, 5]),
-        (dict(every=2), {}, [2, 4]),  # not after the last step
+        (dict(steps=range(2, 6, 2)), {}, [2, 4]),
         (dict(at="epoch"), dict(max_steps=-1, num_train_epochs=3), [6, 12]),
-        (dict(every=1, max_growths=2), {}, [1, 2]),
+        (dict(steps=range(1, 6), max_growths=2), {}, [1, 2]),
     ],
 )
 def test_when_it_grows(tmp_path, when, options, expected):
@@ -177,9 +177,9 @@ def test_never_firing_is_said_at_the_end(tmp_path):
 @pytest.mark.parametrize(
     "when, message",
     [
-        (dict(steps=[2], every=2), "one of steps"),
+        (dict(steps=[2], at="epoch"), "one of steps"),
         (dict(at="noon"), "'middle', 'epoch', 'plateau'"),
-        (dict(every=0), "every must be"),
+        (dict(max_growths=0), "max_growths must be"),
         (dict(steps=[2], batches=0), "batches must be"),
     ],
 )

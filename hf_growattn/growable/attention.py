@@ -111,12 +111,6 @@ def is_plain(projection: Any) -> bool:
     return is_linear and quantization(inside) is None
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: accelerate brings offloaded weights there for each call."""
-    place = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    return next(module.parameters()).device if place is None else torch.device(place)
-
-
 def keep_unpacked(model: nn.Module) -> list[nn.Module]:
     """Keep evaluation from packing 4-bit weights for inference, and return the layers concerned.
 
@@ -280,10 +274,11 @@ class GrowableAttention(WideAttention):
         """An empty tensor in the precision and on the device of new dims: fp32 if old weights are quantized."""
         projection = self.projection_of(role)
         inside = self if projection is None else plain(projection)
-        like: Any = next(iter([*inside.parameters(), *inside.buffers()]))
+        with align_module_device(inside):  # accelerate brings offloaded weights to where they are used
+            like: Any = next(iter([*inside.parameters(), *inside.buffers()]))
         has_dtype = like.is_floating_point() and (projection is None or is_plain(projection))
         dtype = like.dtype if has_dtype else torch.float32
-        return torch.empty(0, dtype=dtype, device=device_of(inside))
+        return torch.empty(0, dtype=dtype, device=like.device)
 
     def new_part(self, qk_dims: int, v_dims: int) -> Part:
         """A part for this module that it does not have yet, zeros, in the precision of its weights."""

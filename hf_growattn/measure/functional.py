@@ -131,28 +131,22 @@ def bottleneck(whitened: Tensor, stacked_basis: Tensor, shared_basis: Tensor) ->
     return project_out(right, stacked_basis)
 
 
-def best_directions(whitened: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `dims` best directions `U, sigma, V` of a whitened gradient: (G, g a, p), (G, p), (G, b, p).
-
-    Direction `i` is worth `gamma sigma_i^2` to first order. Source: Eckart and Young 1936; "What new dims can do".
-    """
-    u, sigma, v = thin_svd(whitened)
-    return u[..., :dims], sigma[..., :dims], v[..., :dims]
-
-
 def directions_from_products(basis: Tensor, products: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the best directions of `M` in the span of inputs `Z` (G, b, n), of which `M Z` (G, g a, n) was measured.
 
     Returns:
-        `U, sigma, V` as `best_directions` returns them, for `M` restricted to the span, so `u_i^T M v_i = sigma_i`; and
-        `V` in terms of the inputs, `V = Z weights`, (G, n, p).
+        `U, sigma, V` of `M` restricted to the span, (G, g a, p), (G, p), (G, b, p), so `u_i^T M v_i = sigma_i`, best
+        first: direction `i` is worth `gamma sigma_i^2` to first order. And `V` in terms of the inputs, `V = Z weights`,
+        (G, n, p).
+
+    Source: Eckart and Young 1936; "What new dims can do".
     """
     _, values, right = thin_svd(basis)
     # Nearly dependent inputs are dropped: dividing by their small singular values would multiply rounding errors.
     kept = values > 1e-3 * values[..., :1]
     inverse = torch.where(kept, 1 / values.clamp_min(torch.finfo(values.dtype).tiny), 0)
     orthonormal = right * inverse.unsqueeze(-2)
-    u, sigma, v = best_directions(products @ orthonormal, dims)
+    u, sigma, v = (part[..., :dims] for part in thin_svd(products @ orthonormal))
     weights = orthonormal @ v
     return u, sigma, basis @ weights, weights
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..growable.attention import device_of, is_adapted, kept_unpacked, set_trial
+from ..growable.attention import is_adapted, kept_unpacked, set_trial
 from ..growable.growths import attentions
 from ..growable.training_state import (
     held,
@@ -106,7 +106,8 @@ class Objective:
         advance: Callable[[int], object] = lambda passes: None,
     ):
         self.model, self._own, self.advance = model, loss, advance
-        kind = device_of(model).type
+        self.device = attentions(model)[0].empty_like().device
+        kind = self.device.type
         enabled = torch.is_autocast_enabled(kind)
         self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=enabled)
 
@@ -114,7 +115,7 @@ class Objective:
         """The loss of a batch, which errors name by its number."""
         with self._autocast:
             if self._own is None:
-                return _check_loss(_model_loss(self.model, batch, index), index)
+                return _check_loss(_model_loss(self.model, batch, index, self.device), index)
             return _check_loss(self._own(batch), index)
 
 
@@ -183,8 +184,7 @@ def _check_loss(value: Any, index: int) -> Tensor:
     return value
 
 
-def _model_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int) -> Tensor:
-    device = device_of(_input_embeddings(model) or model)
+def _model_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int, device: torch.device) -> Tensor:
     given = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
     outputs = model(**{"use_cache": False, **given})
     loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
@@ -282,7 +282,7 @@ def lowering(
 ) -> Iterator[Objective]:
     """The user's loss, or the model's, of the model as the user wraps it; all else runs without autocast."""
     objective = Objective(model, loss and partial(loss, unwrapped(wrapped)), advance)
-    with adapters_stay(model), torch.autocast(device_of(model).type, enabled=False):
+    with adapters_stay(model), torch.autocast(objective.device.type, enabled=False):
         yield objective
 
 

@@ -1,11 +1,9 @@
 """What a growth or a trim measured and did: `GrowthReport` and `TrimReport`, which print as tables."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import pages, pictures
+from . import pictures
 from .words import format_table, format_width, report_text, wrap_line
 
 if TYPE_CHECKING:
@@ -98,10 +96,6 @@ class GrowthReport:
 
     def __repr__(self) -> str:
         return report_text(self)
-
-    def save(self, path: str | Path, log_history: Iterable[dict] = (), model: str = "", data: str = "") -> None:
-        """Write this growth as a page: `save_report` of it alone."""
-        pages.save_report([self], path, log_history, model, data)
 
     def plot(self) -> "Figure":
         """Draw where the model grew, by matplotlib."""

@@ -51,7 +51,6 @@ def make_callback(recipe: Recipe) -> GrowthCallback | None:
         recipe.growth_config(),
         at=options.grow_at,
         steps=options.grow_steps,
-        every=options.grow_every,
         batches=options.growth_batches,
         max_growths=options.max_growths,
     )

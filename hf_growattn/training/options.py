@@ -41,7 +41,6 @@ class FinetuneOptions(GrowthOptions):
         "middle",
     )
     grow_steps: list[int] | None = option("instead: grow after these steps")
-    grow_every: int | None = option("instead: grow each time after this number of steps")
     max_growths: int | None = option("the most growths; 0 trains without growth")
     method: Literal["full", "growth", "lora", "both"] = option(
         "what to train. full: all weights, and grow on the way. growth, lora, both: only what the budget adds at the "

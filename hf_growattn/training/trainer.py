@@ -43,8 +43,7 @@ class GrowthCallback(TrainerCallback):
         config: what to grow each time.
         at: "middle" for once, half-way; "epoch" for the end of each epoch; "plateau" for when the evaluation loss stops
             falling, that of the first set if there are several.
-        steps: instead, optimizer steps after which to grow.
-        every: instead, grow each time after this number of optimizer steps.
+        steps: instead, optimizer steps after which to grow, such as `range(500, 3000, 500)`.
         batches: growth batches of a device's batch size, on each device.
         max_growths: growths at most, which together add at most that many budgets.
 
@@ -52,7 +51,7 @@ class GrowthCallback(TrainerCallback):
         reports: what happened at each growth of this run.
 
     Raises:
-        ValueError: several of `steps`, `every` and `at`, or a value out of its range; when training starts, a
+        ValueError: both `steps` and `at`, or a value out of its range; when training starts, a
             time to grow that it will not reach, a budget that buys nothing, or a model or optimizer that cannot grow.
     """
 
@@ -61,21 +60,19 @@ class GrowthCallback(TrainerCallback):
         config: GrowthConfig,
         at: str = "middle",
         steps: Sequence[int] | None = None,
-        every: int | None = None,
         batches: int = 16,
         max_growths: int | None = None,
     ):
-        if (at != "middle") + (steps is not None) + (every is not None) > 1:
-            raise ValueError('Say when to grow by one of steps=[500, 1000], every=500, at="epoch" and at="plateau".')
+        if at != "middle" and steps is not None:
+            raise ValueError('Say when to grow by one of steps=[500, 1000], at="epoch" and at="plateau".')
         if at not in _MOMENTS:
             raise ValueError(f"at must be one of {', '.join(map(repr, _MOMENTS))}; got {at!r}.")
-        counts = {"every": every, "batches": batches, "max_growths": max_growths}
+        counts = {"batches": batches, "max_growths": max_growths}
         counts |= {f"steps[{index}]": step for index, step in enumerate(steps or ())}
         for name, value in counts.items():
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number, at least 1; got {value!r}.")
-        self.config, self.steps, self.every, self.at = config, steps, every, at
-        self.batches, self.max_growths = batches, max_growths
+        self.config, self.steps, self.at, self.batches, self.max_growths = config, steps, at, batches, max_growths
         self.reports: list[GrowthReport] = []
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
@@ -85,10 +82,9 @@ class GrowthCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Check that growth will be possible, before hours of training."""
-        last = max(self.steps) if self.steps else self.every
-        if last is not None and last >= state.max_steps:
+        if self.steps and max(self.steps) >= state.max_steps:
             raise ValueError(
-                f"Growth is set for step {last}, but training ends at step {state.max_steps}. Choose an earlier step, "
+                f"Growth is set for step {max(self.steps)}, but training ends at step {state.max_steps}. Choose an earlier step, "
                 "so that there is training after the growth."
             )
         if self.at == "plateau" and args.eval_strategy == "no":
@@ -143,8 +139,6 @@ class GrowthCallback(TrainerCallback):
             return False
         if self.steps is not None:
             return state.global_step in self.steps
-        if self.every is not None:
-            return state.global_step % self.every == 0
         if self.at == "middle":
             return state.global_step == max(state.max_steps // 2, 1)
         since = growths[-1]["step"] if growths else -1
