@@ -84,8 +84,8 @@ class GrowthCallback(TrainerCallback):
         """Check that growth will be possible, before hours of training."""
         if self.steps and max(self.steps) >= state.max_steps:
             raise ValueError(
-                f"Growth is set for step {max(self.steps)}, but training ends at step {state.max_steps}. Choose an earlier step, "
-                "so that there is training after the growth."
+                f"Growth is set for step {max(self.steps)}, but training ends at step {state.max_steps}. Choose an "
+                "earlier step, so that there is training after the growth."
             )
         if self.at == "plateau" and args.eval_strategy == "no":
             raise ValueError('at="plateau" watches the evaluation loss: set eval_strategy and eval_dataset.')

@@ -3,13 +3,15 @@
     python scripts/bench/gpu.py
 
 Weights are random, in bf16, and four layers of each shape are enough for ratios. Models take turns, and each turn gives
-a ratio of times by the clock, after the device has finished. Where there is no GPU the page says that it was not run.
+a ratio of times by the clock, after the device has finished. A second column has the time of the kernels alone, without
+the gaps in which Python is late with the next one, as in a graph that was captured. Where there is no GPU the page says
+that it was not run.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,8 @@ import torch
 from alternating import format_spread, turns
 from decoding import decoder
 from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import is_flash_attn_2_available
@@ -80,6 +84,11 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def device_name() -> str:
+    """What the accelerator is called."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
 def finished(action: Callable) -> Callable:
     """An action that ends when the device has done all that it was given."""
 
@@ -101,6 +110,13 @@ def grow_by(model: nn.Module, dims: int) -> nn.Module:
             nn.init.normal_(weight, std=0.02)
     sync_config(model)
     return model
+
+
+def kernel_seconds(action: Callable) -> float:
+    """The seconds that kernels run during a call."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        action()
+    return sum(event.device_time for event in found.events() if event.device_type == DeviceType.CUDA) / 1e6
 
 
 def training_step(model: nn.Module, shape: Shape) -> Callable:
@@ -185,7 +201,10 @@ def measure(shapes: dict[str, Shape], seconds: float, least: int, folder: Path) 
         of = {"model": name, "attention": attention, "kind": kind}
         for action, make in actions_of(shape).items():
             made = finished(make(ours, shape)), finished(make(stock, shape))
-            found.append(of | {"action": action} | turns(*made, seconds, least))
+            row = of | {"action": action} | turns(*made, seconds, least)
+            if torch.cuda.is_available() and make is not training_step:  # whose optimizer's kernels it counts twice
+                row["kernels"] = kernel_seconds(made[0]) / kernel_seconds(made[1])
+            found.append(row)
             del made
         del stock, ours
     for name, shape in shapes.items():
@@ -212,6 +231,7 @@ def page_of(found: list[dict]) -> page.Page:
         [
             *(entry[name] for name in ("model", "attention", "kind", "action")),
             format_spread(entry["wall"]),
+            f"{entry['kernels']:.3f}" if "kernels" in entry else "",
             f"{1000 * entry['wall']['stock_seconds']:.2f}",
         ]
         for entry in timed
@@ -221,25 +241,35 @@ def page_of(found: list[dict]) -> page.Page:
         for e in found
         if e["kind"] == "growth"
     ]
-    grown = {}
-    for entry in timed:
-        if entry["kind"].startswith("grown"):
-            grown.setdefault(entry["action"].split()[0], []).append(entry["wall"]["ratio"])
-    ranges = ", ".join(f"{action} {min(ratios):.2f} to {max(ratios):.2f}" for action, ratios in grown.items())
+    grown = [entry for entry in timed if entry["kind"].startswith("grown")]
+    parts = [f"training step {_range(entry['wall']['ratio'] for entry in grown if entry['action'] == 'training step')}"]
+    for action in ("prefill", "decoding"):
+        of = [entry for entry in grown if entry["action"].startswith(action)]
+        kernels = _range(entry.get("kernels", 1.0) for entry in of)
+        parts.append(f"{action} {_range(entry['wall']['ratio'] for entry in of)} (kernels alone {kernels})")
     return page.Page(
         title="Growth on a GPU",
-        claim=f"Times of grown models as multiples of a stock one's: {ranges}.",
-        summary=page.table(["model", "attention", "kind", "action", "ratio to stock", "stock, ms"], rows),
+        claim=f"Times of grown models as multiples of a stock one's: {', '.join(parts)}.",
+        summary=page.table(
+            ["model", "attention", "kind", "action", "ratio to stock", "kernels alone", "stock, ms"], rows
+        ),
         text=(
-            "Median (quartiles) of the ratios of turns, by the clock, after the device has finished; bf16, four layers "
-            "of each shape, AdamW; rows x tokens. Keys and values are padded to a multiple of 8, so that 6 new dims "
-            "take the room of 8.\n\n"
+            f"On a {device_name()}. Median (quartiles) of the ratios of turns, by the clock, after the device has "
+            "finished; the ratio of the time of kernels alone, of one call; and the median of the stock model. bf16, "
+            "four layers of each shape, AdamW; rows x tokens; torch's own flash kernels, since cuDNN's, where they are "
+            "the default, are planned anew for each length of the cache, which takes ten times as long as a token. "
+            "Keys and values are padded to a multiple of 8, so that 6 new dims take the room of 8.\n\n"
             f"A growth by budget on {BATCHES} batches, in training steps of the same model, median of three; and its "
             "peak of memory as a share of that of a step:\n\n"
             + page.table(["model", "base", "training steps", "seconds", "memory"], growths)
         ),
         draw=partial(draw, timed),
     )
+
+
+def _range(ratios: Iterable[float]) -> str:
+    ratios = list(ratios)
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def draw_nothing(plt):
@@ -282,6 +312,7 @@ def main() -> None:
     shapes, seconds, least = SHAPES, arguments.seconds, 5
     if arguments.quick:
         shapes, seconds, least = {"tiny": TINY}, 0.0, 2
+    torch.backends.cuda.enable_cudnn_sdp(False)
     began = time.perf_counter()
     runs = arguments.quick or torch.cuda.is_available()
     found = measure(shapes, seconds, least, arguments.output) if runs else []
