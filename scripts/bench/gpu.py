@@ -298,7 +298,7 @@ def draw(timed: list[dict], plt):
         panel.set(title=f"{model}, {attention}", xlabel="time, ratio to stock", yticks=range(len(actions)))
         panel.set_yticklabels(actions)
         panel.invert_yaxis()
-        panel.legend(fontsize=7)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 
