@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from hf_growattn import patch_model
 from hf_growattn.growable.growths import attentions, cache_bytes
-from hf_growattn.model.joining import common_width
+from hf_growattn.model.extra import common_width
 
 CACHE = ("cache", "past_key_values")  # the output's name, the second before transformers 5.24
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, Row, attention_views, patch_model, register_architecture
 from hf_growattn.growable.growths import attentions
-from hf_growattn.model.extra import REGISTERED
+from hf_growattn.model.seam import REGISTERED
 
 NAMES = dict.fromkeys(("query", "key", "value"), "mix") | {"output": "o_proj"}
 

@@ -185,7 +185,7 @@ class Grower:
 
     def check(self, batches: Iterable) -> float:
         """Check what `find` checks before it begins, with the same errors, and return the mean loss of the batches."""
-        with self._run(batches) as run, self._preserved_state():
+        with self._run(batches) as run, preserved_state(self.wrapped, self.optimizers):
             return mean_loss(run.objective, run.batches)
 
     @contextlib.contextmanager
@@ -214,9 +214,6 @@ class Grower:
             bar.total = self._length(run)
             yield run
 
-    def _preserved_state(self):
-        return preserved_state(self.wrapped, self.optimizers)
-
     def _dims_to_sketch(self, chosen: list[GrowableAttention]) -> tuple[int, bool]:
         """How many dims to look for, in every layer alike, and whether to sketch them.
 
@@ -236,7 +233,7 @@ class Grower:
         """Measure the mean losses, and return every block's best directions."""
         config = self.config
         trained = {(layer, kind): layer.trains(*kind.roles) for layer in run.chosen for kind in config.chosen_kinds}
-        with self._preserved_state():
+        with preserved_state(self.wrapped, self.optimizers):
             # In the order they were given in: an error names a batch by its number.
             given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
             blocks, losses = measure_moments(run.objective, run.chosen, config.chosen_kinds, given, config.ridge)
@@ -254,7 +251,7 @@ class Grower:
         """Choose the dims of each block, those of the config or what a budget buys by the prices of a search."""
         changes, pricing = candidates(self.config, gradients), None
         if self.config.budget is not None:
-            with self._preserved_state():
+            with preserved_state(self.wrapped, self.optimizers):
                 prices, pricing = prices_of(changes, run.measure, run.search_loss)
             changes = spend(self.config, changes, prices, self.model.num_parameters())
         return [_as_on_rank0(change) for change in changes], pricing
@@ -265,7 +262,7 @@ class Grower:
         trial = self._make_trial(run, changes)
         try:
             search = StepSearch(trial, run.measure, run.search_loss, pricing)
-            with self._preserved_state():
+            with preserved_state(self.wrapped, self.optimizers):
                 steps, loss = self.steps(run, search)
             trial.detach()
             report = growth_report(
@@ -289,7 +286,7 @@ class Grower:
             return Trial([change for change in changes if change.dims])
         from .old_dims import make_trial
 
-        with self._preserved_state():  # which takes off on leaving what was attached inside
+        with preserved_state(self.wrapped, self.optimizers):  # which takes off on leaving what was attached inside
             trial = make_trial(self.config, run.objective, changes, run.halves)
         trial.attach()
         return trial

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..model.configuration import PREFIX
-from ..model.extra import REGISTERED, ROLES, Part, find_projections, linear_sizes, plain, whole
-from ..model.joining import UNEQUAL_WIDTHS, common_width
-from ..model.seam import WideAttention
+from ..model.extra import ROLES, UNEQUAL_WIDTHS, Part, common_width, whole
+from ..model.seam import REGISTERED, WideAttention, find_projections, linear_sizes, plain
 
 _MERGE = "Merge adapters other than plain LoRA into the weights (merge_and_unload() of peft)"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

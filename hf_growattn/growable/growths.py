@@ -16,7 +16,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..model.configuration import check_extra_dims
 from ..model.extra import Part, in_order, whole
-from ..model.modeling import WideModelMixin, dims_of, growable_configs, renumber, sync_config
+from ..model.modeling import WideModelMixin
+from ..model.seam import dims_of, growable_configs, renumber, sync_config
 from .attention import GrowableAttention, drop_if_empty
 from .folders import replacing
 from .training_state import (

@@ -14,7 +14,7 @@ from ..growable.folders import replacing
 from ..growable.growths import is_grown
 from ..growable.models import GrowableModelMixin
 from ..growable.training_state import refuse_sharded
-from ..model.modeling import renumber
+from ..model.seam import renumber
 from .stock import Cost, costs_of, fresh_rotary, padded_width, stock_model
 
 # Largest difference of the logits, over the largest logit, that is never questioned; and how many times the rounding

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
 from ..growable.growths import attentions
-from ..model.extra import read_shape
 from ..model.modeling import find_attentions
+from ..model.seam import read_shape
 
 ROTARY = ("rotary_emb", "rotary_embeddings")  # what families call the module that gives cos and sin
 

@@ -1,30 +1,30 @@
-"""`ExtraDims`: the new dims of one attention module, apart from its own weights, in parts: one for each growth.
+"""`ExtraDims`: the new dims of one attention module, and how they join one call of its stock forward.
 
-A part has two small modules. `inside` projects the attention's input to new queries, keys and values; `outside`
-projects what the heads read through the new values to a share of the output. They are used through their `forward`
-alone, so whatever works with modules works with them: sharding, hooks, checkpointing.
+They lie apart from its own weights, in parts: one for each growth. A part has two small modules. `inside` projects the
+attention's input to new queries, keys and values; `outside` projects what the heads read through the new values to a
+share of the output. They are used through their `forward` alone, so whatever works with modules works with them:
+sharding, hooks, checkpointing.
 
-How large they are is read from what attention modules note of themselves. Names of projections are those that families
-commonly use; without them new dims work all the same, and only what reads old weights does not.
+New queries, keys and values join at the attention function, which all modern families take from
+`ALL_ATTENTION_FUNCTIONS`. The cache keeps old and new dims, and the forward sees the old ones of it.
+
+Per head the layout is `[old dims | new dims]`, so the logits are `s (q_old k_old^T + q_new k_new^T)`; rotation, norms
+and gates of the family touch the old dims alone. Dims whose query or key weights are zero change nothing, nor do those
+whose value or output weights are zero.
 """
 
+import copy
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from transformers import EncoderDecoderCache
 
 ROLES = ("query", "key", "value", "output")
-_NAMES = {
-    "query": ("q_proj", "query", "q_lin", "q"),
-    "key": ("k_proj", "key", "k_lin", "k"),
-    "value": ("v_proj", "value", "v_lin", "v"),
-    "output": ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "Wo", "wo", "o", "proj", "projection_layer"),
-}
-REGISTERED: dict[str, Any] = {}  # by model type, what says by its `names` that a family has others
-_FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_attention_heads_per_partition")
-_WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
+# Implementations that take values of another width than the keys; all others get equal widths by zero padding.
+UNEQUAL_WIDTHS = ("eager", "flex_attention")
 
 
 class HeadShape(NamedTuple):
@@ -49,63 +49,6 @@ class HeadShape(NamedTuple):
     def heads_of(self, role: str) -> int:
         """Number of heads of a role."""
         return self.num_key_value_heads if role in ("key", "value") else self.num_heads
-
-
-def find_projections(module: nn.Module) -> dict[str, str]:
-    """The names of a module's children that project each role: one for three if fused; none for unusual names."""
-    config: Any = getattr(module, "config", None)
-    registered = REGISTERED.get(getattr(config, "model_type", "").removeprefix("growattn_"))
-    if registered is not None:
-        return dict(registered.names)
-    children = dict(module.named_children())
-    found = {role: name for role in ROLES for name in reversed(_NAMES[role]) if name in children}
-    fused = next((name for name in _FUSED if name in children), None)
-    if fused is not None and "query" not in found:
-        found |= dict.fromkeys(ROLES[:3], fused)
-    return found
-
-
-def read_shape(module: Any) -> HeadShape:
-    """The sizes of a stock attention module that has a linear projection."""
-    config, names = module.config, find_projections(module)
-    heads = _first_number(module, _HEADS) or config.num_attention_heads
-    groups = getattr(module, "num_key_value_groups", None)
-    key_heads = heads // groups if groups else _first_number(module, ("num_key_value_heads",)) or heads
-    width = _first_number(module, _WIDTHS) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    first = next(child for child in module.children() if linear_sizes(child) is not None)
-    last = getattr(module, names.get("output", ""), None)
-    in_features = linear_sizes(first)[0]
-    out_features = linear_sizes(last)[1] if last is not None and linear_sizes(last) else in_features
-    projections = {role: plain(getattr(module, names.get(role, ""), first)) for role in ROLES[:3]}
-    biased = tuple(role for role, inside in projections.items() if getattr(inside, "bias", None) is not None)
-    return HeadShape(
-        heads, key_heads, width, _first_number(module, ("v_head_dim",)) or width, in_features, out_features, biased
-    )
-
-
-def input_sizes(module: nn.Module) -> dict[str, int]:
-    """The input sizes of a module's linear projections, by name."""
-    return {name: sizes[0] for name, child in module.named_children() if (sizes := linear_sizes(child)) is not None}
-
-
-def _first_number(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    values = (getattr(module, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), None)
-
-
-def linear_sizes(module: Any) -> Any:
-    """Sizes of a linear module's inputs and outputs, quantized or under an adapter, too; None for other modules."""
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return sizes if None not in sizes else None
-
-
-def plain(module: Any) -> Any:
-    """The projection itself, inside whatever peft has put around it."""
-    while hasattr(module, "base_layer"):
-        module = module.base_layer
-    return module
 
 
 class Inside(nn.Module):
@@ -230,3 +173,177 @@ class ExtraDims(nn.Module):
         if adapters is not None:
             parts += adapters.active_parts()  # pyright: ignore[reportCallIssue]
         return parts if trial is None else [*parts, trial]
+
+
+class Call:
+    """One forward call of a module with new dims.
+
+    Attributes:
+        query, key, value: the new ones, (batch, heads, tokens, new dims).
+        one_width: whether keys and values are padded to one width.
+        crosses: whether keys and values are of another input than the queries.
+        stored: keys and values as the cache holds them, old and new dims.
+        shown: the old dims of these, which are all that the stock forward sees.
+        read: what the heads have read through the new values, (batch, tokens, heads, new dims).
+    """
+
+    one_width = False
+    stored: tuple[Tensor, Tensor] | None = None
+    shown: tuple[Tensor, Tensor] | None = None
+    read: Tensor | None = None
+
+    def __init__(self, parts, hidden_states: Tensor, source: Tensor | None):
+        self.crosses = source is not None
+        first, *others = [part.inside(hidden_states, source) for part in parts]
+        self.query, self.key, self.value = (
+            [torch.cat(states, -1) for states in zip(first, *others)] if others else first
+        )
+
+    def store(self, cache: Any, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Let the cache keep old and new dims, and return the old ones of what it holds."""
+        is_latent = key.shape[1] != self.key.shape[1]  # one for all heads, as multi-head latent attention keeps it
+        if is_latent:
+            joined = append(key, _fold(self.key)), append(value, _fold(self.value))
+        else:
+            joined = self._joined(key, self.key, value, self.value)
+        _check_cache(cache, joined[0].shape[-1], *args)
+        self.stored = keys, values = cache.update(*joined, *args, **kwargs)
+        self.shown = keys.narrow(-1, 0, key.shape[-1]), values.narrow(-1, 0, value.shape[-1])
+        return self.shown
+
+    def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new keys and values to the old ones that the attention function was called with."""
+        if self.stored is None or self.shown is None:
+            return self._joined(key, self.key, value, self.value)
+        if key is self.shown[0] and value is self.shown[1]:
+            return self.stored
+        new_key, new_value = (
+            _unfold(stored[..., shown.shape[-1] :], like)
+            for stored, shown, like in zip(self.stored, self.shown, (self.key, self.value))
+        )
+        return self._joined(key, new_key, value, new_value)
+
+    def _joined(self, key: Tensor, new_key: Tensor, value: Tensor, new_value: Tensor) -> tuple[Tensor, Tensor]:
+        """Old and new keys and values side by side, with zeros after the narrower ones where a kernel wants that."""
+        widths = key.shape[-1] + new_key.shape[-1], value.shape[-1] + new_value.shape[-1]
+        if self.one_width:
+            widths = (common_width(*widths, key.device),) * 2
+        return append(key, new_key, widths[0]), append(value, new_value, widths[1])
+
+
+def _check_cache(cache: Any, width: int, layer: int = 0, *_) -> None:
+    """Raise a ValueError if a layer of a cache holds keys of before the growth, or of an adapter."""
+    layers = getattr(cache, "layers", ())
+    held = getattr(layers[layer], "keys", None) if layer < len(layers) else None
+    if held is not None and held.dim() == 4 and held.shape[-2] and held.shape[-1] < width:
+        raise ValueError(
+            f"The cache holds keys {held.shape[-1]} wide, and layer {layer} now makes them {width} wide. Begin with an "
+            "empty cache. Prefix tuning fills it with stock widths: use LoRA instead."
+        )
+
+
+def _fold(new: Tensor) -> Tensor:
+    """New dims of all heads as those of one, (batch, heads, tokens, n) -> (batch, 1, tokens, heads n)."""
+    return new.transpose(1, 2).flatten(2).unsqueeze(1)
+
+
+def _unfold(stored: Tensor, new: Tensor) -> Tensor:
+    """New dims as a cache holds them, folded or not, with as many heads and dims as `new`."""
+    heads, dims = new.shape[1], new.shape[-1]
+    if stored.shape[1] == heads:
+        return stored[..., :dims]
+    return stored.squeeze(1)[..., : heads * dims].unflatten(-1, (heads, dims)).transpose(1, 2)
+
+
+def common_width(key: int, value: int, device: torch.device) -> int:
+    """The width that keys and values are padded to; kernels of accelerators take multiples of 8."""
+    width = max(key, value)
+    return width if device.type == "cpu" else width + -width % 8
+
+
+def append(old: Tensor, new: Tensor, width: int = 0) -> Tensor:
+    """Old and new dims of (batch, heads, tokens, width), in the precision of the old ones, and zeros up to a width."""
+    sides = [old, new.to(old.dtype)] if new.shape[-1] else [old]
+    gap = width - old.shape[-1] - new.shape[-1]
+    if gap > 0:
+        sides.append(old.new_zeros(*old.shape[:-1], gap))
+    return torch.cat(sides, -1) if len(sides) > 1 else old
+
+
+class _WiderCache:
+    """A cache as one stock forward sees it: what it stores gains the new dims."""
+
+    def __init__(self, cache: Any, call: Call):
+        self._cache, self._call = cache, call
+
+    def update(self, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return self._call.store(self._cache, key, value, *args, **kwargs)
+
+    def __getattr__(self, name: str):
+        return getattr(self._cache, name)
+
+
+def widened(cache: Any, call: Call) -> Any:
+    """A cache that keeps new dims beside those that a stock forward hands over."""
+    if isinstance(cache, EncoderDecoderCache):  # forwards ask for its type, and for the caches in it
+        wider = copy.copy(cache)
+        wider.self_attention_cache = _WiderCache(cache.self_attention_cache, call)  # pyright: ignore
+        wider.cross_attention_cache = _WiderCache(cache.cross_attention_cache, call)  # pyright: ignore
+        return wider
+    return _WiderCache(cache, call)
+
+
+class AttentionFunctions:
+    """Stands for the table of attention functions in the forward of a module with new dims."""
+
+    def __init__(self, table: Any):
+        self._table = table
+
+    def get_interface(self, implementation: str, default: Callable) -> Callable:
+        """As the table's, with new dims."""
+        return functools.partial(_attend, self._table.get_interface(implementation, default))
+
+    def __getitem__(self, implementation: str) -> Callable:
+        return functools.partial(_attend, self._table[implementation])
+
+    def __getattr__(self, name: str):
+        return getattr(self._table, name)
+
+
+def _attend(function: Callable, module: Any, query, key, value, *args, **kwargs):
+    """Call an attention function with old and new dims, and give back what it reads through the old ones."""
+    call: Call = module.call
+    if call.read is not None:
+        raise ValueError(f"New dims cannot join {stock_name(module)}: it calls its attention function twice.")
+    shape, v_head_dim = module.shape, module.shape.v_head_dim
+    # Cross-attention reads a cache that was filled before without `update`.
+    is_filled = call.crosses and value.shape[-1] + key.shape[-1] > shape.qk_head_dim + v_head_dim
+    new_query = call.query
+    if kwargs.get("scaling") == 1.0:  # the family scales its queries before, by the usual factor if by any
+        new_query = new_query * shape.qk_head_dim**-0.5
+    if not is_filled:
+        _check_shapes(module, query, key, value)
+        key, value = call.join(key, value)
+    output, weights = function(module, append(query, new_query, key.shape[-1]), key, value, *args, **kwargs)
+    output = output.reshape(*output.shape[:2], -1, value.shape[-1])
+    new = call.value.shape[-1]
+    # The backward pass of one split is one `cat`; each slice would fill a tensor of zeros, and add it to the others.
+    old, call.read, _ = output.split_with_sizes((v_head_dim, new, value.shape[-1] - v_head_dim - new), -1)
+    return old.contiguous(), weights
+
+
+def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise a ValueError if old heads are not what the module's attributes say: new dims could not join them."""
+    shape = module.shape
+    expected = (shape.num_heads, shape.num_key_value_heads, shape.qk_head_dim, shape.v_head_dim)
+    found = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
+    if found != expected:
+        raise ValueError(
+            f"New dims cannot join {stock_name(module)}: it hands (query heads, key heads, width, "
+            f"value width) = {found} to its attention function, and its attributes say {expected}."
+        )
+
+
+def stock_name(module: nn.Module) -> str:
+    """What the class of a module with new dims is called in transformers."""
+    return type(module).__bases__[1].__name__

@@ -5,7 +5,6 @@ made when they are needed: by name as an attribute of this module, as `auto_map`
 `mixed_into`.
 """
 
-import inspect
 import sys
 import types
 from collections.abc import Sequence
@@ -18,8 +17,18 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel, conversion_m
 from transformers.utils import output_capturing
 
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
-from .extra import find_projections, in_order, input_sizes, read_shape
-from .seam import CACHES, WideAttention, WideProjection, reaches_seam
+from .extra import in_order
+from .seam import (
+    WideAttention,
+    WideProjection,
+    find_projections,
+    growable_parts,
+    input_sizes,
+    number_layers,
+    reaches_seam,
+    read_shape,
+    sync_config,
+)
 
 _INNER_NORMS = ("layernorm", "layer_norm")  # children of an attention module that norms its own output
 _Model = PreTrainedModel if TYPE_CHECKING else object  # what this is mixed into
@@ -164,46 +173,8 @@ def find_attentions(model: nn.Module, parts: Sequence[str] | None = None) -> lis
             sibling = part.get_submodule(name.rpartition(".")[0])._modules.get("output")
             if not isinstance(module, WideAttention) and not find_obstacle(module, sibling):
                 found.append((module, None if "output" in find_projections(module) else sibling))
-    numbers = _layers_of([module for module, _ in found])
+    numbers = number_layers([module for module, _ in found])
     return [(module, number, sibling) for (module, sibling), number in zip(found, numbers)]
-
-
-def _layers_of(attentions: list[Any]) -> list[int]:
-    numbers = [getattr(attention, "layer_idx", None) for attention in attentions]
-    is_clear = None not in numbers and len({*numbers}) == len(numbers)
-    return numbers if is_clear else list(range(len(numbers)))  # pyright: ignore[reportReturnType]
-
-
-def renumber(model: WideModelMixin) -> None:
-    """Number the attention modules as loading will: layers may have been dropped, repeated or put in another order."""
-    modules = (module for part in growable_parts(model) for module in part.modules())
-    found = [module for module in modules if isinstance(module, WideAttention)]
-    for attention, number in zip(found, _layers_of(found)):
-        attention.layer = number
-
-
-def sync_config(model: nn.Module) -> None:
-    """Write the new dims of every layer into every config of the model tree."""
-    for config in growable_configs(model):
-        config.extra_dims = dims_of(model)
-
-
-def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
-    """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in configs if isinstance(config, WideConfigMixin)}.values())
-
-
-def dims_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
-    """The kept new dims of a model by layer, as the config's `extra_dims` names them."""
-    outermost = next((module for module in model.modules() if isinstance(module, WideModelMixin)), None)
-    if outermost is not None:
-        renumber(outermost)
-    grown = (module for module in model.modules() if isinstance(module, WideAttention) and module.parts)
-    return {
-        str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in attention.extra.parts.items()}  # pyright: ignore
-        for attention in sorted(grown, key=lambda attention: attention.layer)
-    }
 
 
 def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:
@@ -223,34 +194,6 @@ def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:
     if query is not None and key is None and not inputs.keys() - {*names.values()}:
         return "reads keys of another layer"
     return ""
-
-
-def growable_parts(model: nn.Module, names: Sequence[str] | None = None) -> list[nn.Module]:
-    """The inner models whose attention may grow: those of these names or that the config names, if any are named.
-
-    Otherwise it is the language model inside, one of another type that keeps a cache. A model around none is its own
-    part.
-
-    Raises:
-        ValueError: there is no inner model of a name.
-    """
-    names = names or getattr(getattr(model, "config", None), "growable_parts", None)
-    if names:
-        return [_inner_model(model, name) for name in names]
-    if isinstance(model, PreTrainedModel):
-        decoder: Any = model.get_decoder()
-        is_other = type(getattr(decoder, "config", model.config)) is not type(model.config)
-        if is_other and {*CACHES} & {*inspect.signature(decoder.forward).parameters}:  # the text side of CLIP has none
-            return [decoder]
-    return [model]
-
-
-def _inner_model(model: nn.Module, name: str) -> nn.Module:
-    inner = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel) and path}
-    found = [module for path, module in inner.items() if f".{path}".endswith(f".{name}")]
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no part {name!r}: choose of {', '.join(inner) or 'none'}.")
-    return found[0]
 
 
 def renew_old_forward(*modules: Any) -> None:

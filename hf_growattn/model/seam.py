@@ -1,22 +1,36 @@
 """`WideAttention`: a stock attention module whose own forward runs as it is, and which new dims join on the way.
 
-They join in the attention function and in the cache, as `joining` says. What is read through new values goes back by
+They join in the attention function and in the cache, as `extra` says. What is read through new values goes back by
 `outside` and is added to the module's output.
+
+Sizes are read from what attention modules note of themselves. Names of projections are those that families commonly
+use; without them new dims work all the same, and only what reads old weights does not.
 """
 
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from .extra import ExtraDims, HeadShape, Part
-from .joining import UNEQUAL_WIDTHS, AttentionFunctions, Call, stock_name, widened
+from .configuration import WideConfigMixin
+from .extra import ROLES, UNEQUAL_WIDTHS, AttentionFunctions, Call, ExtraDims, HeadShape, Part, stock_name, widened
 
+_NAMES = {
+    "query": ("q_proj", "query", "q_lin", "q"),
+    "key": ("k_proj", "key", "k_lin", "k"),
+    "value": ("v_proj", "value", "v_lin", "v"),
+    "output": ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "Wo", "wo", "o", "proj", "projection_layer"),
+}
+REGISTERED: dict[str, Any] = {}  # by model type, what says by its `names` that a family has others
+_FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_attention_heads_per_partition")
+_WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
 _TABLE = "ALL_ATTENTION_FUNCTIONS"  # the global that stock forwards take their attention function from
 # Keywords of a forward for its cache, the newest first: transformers 5.24 renamed the others.
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -226,3 +240,127 @@ class WideProjection(nn.Module):
         dropout = getattr(self, "dropout", None)
         share = share if dropout is None else dropout(share)
         return super().forward(hidden_states, input_tensor + share.to(input_tensor.dtype))
+
+
+def find_projections(module: nn.Module) -> dict[str, str]:
+    """The names of a module's children that project each role: one for three if fused; none for unusual names."""
+    config: Any = getattr(module, "config", None)
+    registered = REGISTERED.get(getattr(config, "model_type", "").removeprefix("growattn_"))
+    if registered is not None:
+        return dict(registered.names)
+    children = dict(module.named_children())
+    found = {role: name for role in ROLES for name in reversed(_NAMES[role]) if name in children}
+    fused = next((name for name in _FUSED if name in children), None)
+    if fused is not None and "query" not in found:
+        found |= dict.fromkeys(ROLES[:3], fused)
+    return found
+
+
+def read_shape(module: Any) -> HeadShape:
+    """The sizes of a stock attention module that has a linear projection."""
+    config, names = module.config, find_projections(module)
+    heads = _first_number(module, _HEADS) or config.num_attention_heads
+    groups = getattr(module, "num_key_value_groups", None)
+    key_heads = heads // groups if groups else _first_number(module, ("num_key_value_heads",)) or heads
+    width = _first_number(module, _WIDTHS) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    first = next(child for child in module.children() if linear_sizes(child) is not None)
+    last = getattr(module, names.get("output", ""), None)
+    in_features = linear_sizes(first)[0]
+    out_features = linear_sizes(last)[1] if last is not None and linear_sizes(last) else in_features
+    projections = {role: plain(getattr(module, names.get(role, ""), first)) for role in ROLES[:3]}
+    biased = tuple(role for role, inside in projections.items() if getattr(inside, "bias", None) is not None)
+    return HeadShape(
+        heads, key_heads, width, _first_number(module, ("v_head_dim",)) or width, in_features, out_features, biased
+    )
+
+
+def input_sizes(module: nn.Module) -> dict[str, int]:
+    """The input sizes of a module's linear projections, by name."""
+    return {name: sizes[0] for name, child in module.named_children() if (sizes := linear_sizes(child)) is not None}
+
+
+def _first_number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def linear_sizes(module: Any) -> Any:
+    """Sizes of a linear module's inputs and outputs, quantized or under an adapter, too; None for other modules."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return sizes if None not in sizes else None
+
+
+def plain(module: Any) -> Any:
+    """The projection itself, inside whatever peft has put around it."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+def growable_parts(model: nn.Module, names: Sequence[str] | None = None) -> list[nn.Module]:
+    """The inner models whose attention may grow: those of these names or that the config names, if any are named.
+
+    Otherwise it is the language model inside, one of another type that keeps a cache. A model around none is its own
+    part.
+
+    Raises:
+        ValueError: there is no inner model of a name.
+    """
+    names = names or getattr(getattr(model, "config", None), "growable_parts", None)
+    if names:
+        return [_inner_model(model, name) for name in names]
+    if isinstance(model, PreTrainedModel):
+        decoder: Any = model.get_decoder()
+        is_other = type(getattr(decoder, "config", model.config)) is not type(model.config)
+        if is_other and {*CACHES} & {*inspect.signature(decoder.forward).parameters}:  # the text side of CLIP has none
+            return [decoder]
+    return [model]
+
+
+def _inner_model(model: nn.Module, name: str) -> nn.Module:
+    inner = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel) and path}
+    found = [module for path, module in inner.items() if f".{path}".endswith(f".{name}")]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no part {name!r}: choose of {', '.join(inner) or 'none'}.")
+    return found[0]
+
+
+def renumber(model: nn.Module) -> None:
+    """Number the attention modules as loading will: layers may have been dropped, repeated or put in another order."""
+    modules = (module for part in growable_parts(model) for module in part.modules())
+    found = [module for module in modules if isinstance(module, WideAttention)]
+    for attention, number in zip(found, number_layers(found)):
+        attention.layer = number
+
+
+def sync_config(model: nn.Module) -> None:
+    """Write the new dims of every layer into every config of the model tree."""
+    for config in growable_configs(model):
+        config.extra_dims = dims_of(model)
+
+
+def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
+    """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, WideConfigMixin)}.values())
+
+
+def dims_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
+    """The kept new dims of a model by layer, as the config's `extra_dims` names them."""
+    outermost = next((m for m in model.modules() if isinstance(getattr(m, "config", None), WideConfigMixin)), None)
+    if outermost is not None:
+        renumber(outermost)
+    grown = (module for module in model.modules() if isinstance(module, WideAttention) and module.parts)
+    return {
+        str(attention.layer): {name: [part.qk_dims, part.v_dims] for name, part in attention.extra.parts.items()}  # pyright: ignore
+        for attention in sorted(grown, key=lambda attention: attention.layer)
+    }
+
+
+def number_layers(attentions: list[Any]) -> list[int]:
+    """The number of the layer of each module, where they know different ones; otherwise their places."""
+    numbers = [getattr(attention, "layer_idx", None) for attention in attentions]
+    is_clear = None not in numbers and len({*numbers}) == len(numbers)
+    return numbers if is_clear else list(range(len(numbers)))  # pyright: ignore[reportReturnType]
