@@ -14,11 +14,27 @@ from tests.test_configuration_common import ConfigTester
 from tests.test_modeling_common import ModelTesterMixin, global_rng, ids_tensor
 from tests.test_training_mixin import TrainingTesterMixin
 from transformers import CONFIG_MAPPING
-from transformers.testing_utils import _TEXT_MODEL_TESTER_DEFAULTS as DEFAULTS
 
 from hf_growattn.growable.models import GrowableModelMixin
 from hf_growattn.model.configuration import growable_config_class
 
+# Sizes as transformers' own tests of small text models have them.
+DEFAULTS = {
+    "batch_size": 13,
+    "seq_length": 7,
+    "is_training": True,
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.02,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 # What the config of a family has besides transformers' own defaults for such tests.
 FAMILIES = {"llama": {}, "gpt2": {}, "qwen3": dict(num_key_value_heads=1, attention_dropout=0.0), "gemma2": {}}
 HEAD_DIM = DEFAULTS["hidden_size"] // DEFAULTS["num_attention_heads"]
