@@ -90,3 +90,11 @@ def test_a_grown_model_made_from_its_config_is_drawn_as_the_stock_one_is(variant
             deviation = theirs.weight_of(role).std()
             # Thousands of draws: their deviation is within a tenth.
             assert (ours.weight_of(role).std() - deviation).abs() < 0.1 * deviation, role
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_a_grown_config_is_made_again_of_its_fields(variant):
+    """What marks config.json for stock classes is in the file alone."""
+    config = grown(variant).config
+    again = type(config)(**config.to_diff_dict())
+    assert again.to_dict() == config.to_dict() and again.extra_dims and "stock_values" not in config.to_diff_dict()

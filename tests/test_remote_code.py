@@ -14,8 +14,8 @@ from hf_growattn.growable.growths import attentions, sync_config
 
 MODEL = ROOT / "hf_growattn" / "model"
 # Of the standard library: nothing that starts a process, opens a connection, or reads what a pickle holds.
-HARMLESS = {"collections", "copy", "dataclasses", "functools", "importlib", "inspect", "math", "pathlib", "sys"}
-HARMLESS |= {"types", "typing"}
+HARMLESS = {"collections", "copy", "dataclasses", "functools", "importlib", "inspect", "json", "math", "pathlib"}
+HARMLESS |= {"sys", "types", "typing"}
 LOAD = """
 import copy, sys
 from collections import OrderedDict

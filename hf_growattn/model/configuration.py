@@ -5,6 +5,7 @@ parts of each layer, such as `{"0": {"growth_1": [2, 4]}}`: two new dims of quer
 """
 
 import dataclasses
+import json
 import sys
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,8 @@ PREFIX = "growattn_"
 CODE_FOLDER = "growattn"  # in a checkpoint: the files of this folder, which load it without the library
 # Stands in a field that takes no text, so that the error of a stock class that reads a grown config.json quotes it.
 _MARK = "This model has grown: import hf_growattn first and load it by an Auto class, or with trust_remote_code=True."
+_READ_BY_OTHERS = ("num_", "vocab_size", "hidden_size", "layer_types", "head_dim", "embed_dim")
+_READ_BY_OTHERS += tuple(PreTrainedConfig.__dataclass_fields__)
 _MARKED = "stock_values"  # the field with what the mark stands for
 _Config = PreTrainedConfig if TYPE_CHECKING else object  # what this is mixed into
 
@@ -42,25 +45,17 @@ class WideConfigMixin(_Config):
         self.growable_parts, self.extra_dims = growable_parts, extra_dims
         check_extra_dims(extra_dims)
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """Return the fields for config.json, marked if the model has grown: a stock class would drop the new dims.
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """Return the text of config.json, marked if the model has grown: a stock class would drop the new dims.
 
         `PreTrainedConfig` itself, by which Trainer reads the config of a checkpoint, checks no field of a subclass.
         """
-        fields = super().to_diff_dict()
-        checked = (
-            *PreTrainedConfig.__dataclass_fields__,
-            "vocab_size",
-            "hidden_size",
-            "layer_types",
-            "head_dim",
-            "embed_dim",
-        )
-        own = (field for field in dataclasses.fields(self) if not field.name.startswith(("num_", *checked)))
+        fields = json.loads(super().to_json_string(use_diff))
+        own = (field for field in dataclasses.fields(self) if not field.name.startswith(_READ_BY_OTHERS))
         name = next((field.name for field in own if not {str, Any} & {field.type, *get_args(field.type)}), None)
         if self.extra_dims and name is not None:
             fields |= {name: _MARK, _MARKED: {name: fields.get(name, getattr(self, name))}}
-        return fields
+        return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):

@@ -56,7 +56,7 @@ class WideModelMixin(_Model):
                 for name, (qk_dims, v_dims) in in_order(parts):
                     part = attention.add_part(name, qk_dims, v_dims, dtype=like.dtype, device=like.device)
                     for weight in (w for w in part.parameters() if w.dim() > 1 and not w.is_meta):
-                        nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+                        nn.init.normal_(weight, std=getattr(config, "initializer_range", 0.02))
         if parts_of_layers:
             raise ValueError(
                 f"extra_dims in config.json names layer {', '.join(parts_of_layers)}, which the model does not have or "
