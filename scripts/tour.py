@@ -164,7 +164,7 @@ print("With 4 new dims everywhere: loss {:.4f} -> {:.4f} on those batches.".form
 
 # %%
 before = held_out_loss(model)
-grower = Grower(model, GrowthConfig(budget=0.05), optimizer=optimizer, accelerator=accelerator)
+grower = Grower(model, GrowthConfig(budget=0.05), optimizer=optimizer)
 report = grower.grow(growth_batches)
 print(f"On held-out rows, before any further training: {before:.4f} -> {held_out_loss(model):.4f}.")
 print(report)

@@ -15,10 +15,9 @@ from families import HEADS, LLAMA, VARIANTS, add_dims, build, tokens
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, export_model, patch_model, write_card
+from hf_growattn import Grower, GrowthConfig, export_model, patch_model
 from hf_growattn.growable.growths import attentions, sync_config
 from hf_growattn.interop import export, stock
-from hf_growattn.interop.stock import Cost, costs_of
 
 IMPOSSIBLE = ("stablelm-norms", "cohere2", "gpt2-2", "gpt2-5-scaled", "gpt-neox", "stablelm", "opt")
 NORMED = ("qwen3", "qwen3-moe", "gemma3", "olmo2")  # over the width of a head: only messages may have grown
@@ -126,7 +125,7 @@ def test_reports_say_what_was_written(reloaded):
         width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         assert width == report.head_dim and width % 8 == 0  # which flash kernels take
         assert f"Width of all heads: {width}" in str(report)
-        assert f"{report.costs['exported'].cache_bytes:,} exported" in str(report)
+        assert f"KV cache: {report.cache_bytes[1]:,} bytes a token" in str(report)
         weights = load_file(folder / name / "model.safetensors")
         rows = [
             weight.norm(dim=1) for key, weight in weights.items() if key.endswith(("q_proj.weight", "k_proj.weight"))
@@ -226,7 +225,7 @@ def test_a_rotation_that_follows_the_length_has_no_stock_form_once_grown(kind, t
     export_model(model, tmp_path / "not grown")
     with pytest.raises(ValueError, match=rf"length of the text \({kind}\).*model\.save_pretrained"):
         export_model(widened(model), tmp_path / "m")
-    assert [*costs_of(model)] == ["before growth", "grown"] and not (tmp_path / "m").exists()
+    assert not (tmp_path / "m").exists()
 
 
 def test_frequencies_of_a_scaled_rotation_are_those_of_the_model(tmp_path):
@@ -387,31 +386,22 @@ def test_adapters_are_to_be_merged_first(tmp_path):
 
 
 @torch.no_grad()
-def cost(model) -> Cost:
+def cost(model) -> tuple[int, int]:
     """What one more token takes in the cache that a model really fills, and how many weights it holds."""
     sizes = []
     for length in (2, 3):  # windows are longer
         outputs = model(tokens(1, length), use_cache=True)
         cache = outputs["cache" if "cache" in outputs else "past_key_values"]  # the first since transformers 5.24
         sizes.append(sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values)))
-    return Cost(sizes[1] - sizes[0], sum(p.numel() for p in model.parameters()))
+    return sizes[1] - sizes[0], sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["llama-2", "phi3", "qwen2", "gemma2"])
 def test_costs_are_those_of_the_models_themselves(name, tmp_path):
     """Biases count, and a tied head counts once."""
     dtype = torch.bfloat16 if name == "llama-2" else torch.float32
-    stock = build(name, dtype=dtype)
-    before = cost(stock)
-    model = widened(stock)
+    model = widened(build(name, dtype=dtype))
     report = export_model(model, tmp_path)
-    written = cost(AutoModelForCausalLM.from_pretrained(tmp_path))
-    assert report.costs == {"before growth": before, "grown": cost(model), "exported": written}
-    assert before.cache_bytes < report.costs["grown"].cache_bytes < written.cache_bytes
-    write_card(model, tmp_path)
-    card = (tmp_path / "README.md").read_text()
-    assert all(f"| {form} | {c.cache_bytes:,} | {c.parameters:,} |" in card for form, c in report.costs.items())
-
-
-def test_a_model_without_a_stock_form_has_no_cost_of_one():
-    assert [*costs_of(widened(build("cohere2")))] == ["before growth", "grown"]
+    assert cost(model) == (report.cache_bytes[0], report.parameters[0])
+    assert cost(AutoModelForCausalLM.from_pretrained(tmp_path)) == (report.cache_bytes[1], report.parameters[1])
+    assert report.cache_bytes[0] < report.cache_bytes[1]

@@ -343,7 +343,7 @@ def test_accelerate_with_one_process():
     model = patch_model(build("llama-2"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    report = Grower(model, GrowthConfig(qk_dims=4), optimizer, accelerator).grow(lm_batches())
+    report = Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(lm_batches())
     assert report.applied
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()}

@@ -68,7 +68,7 @@ def test_accelerate_goes_back_to_a_state_from_before(tmp_path):
     model, optimizer, _ = fresh("llama-2")
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)
-    grower = Grower(model, CONFIG, optimizer, accelerator=accelerator)
+    grower = Grower(model, CONFIG, optimizer)
     trained(model, optimizer)
     accelerator.save_state(tmp_path / "before")
     before = snapshot(model, optimizer.optimizer)

@@ -194,7 +194,7 @@ def test_optimizers_prepared_by_accelerate_are_followed():
     model, accelerator = patch_model(build("llama-2")), Accelerator(cpu=True)
     prepared = [accelerator.prepare(optimizer) for optimizer in OPTIMIZERS["adamw"](model.parameters())]
     step(model, prepared, lm_batches()[0])
-    Grower(model, CONFIG, prepared, accelerator).grow(lm_batches())
+    Grower(model, CONFIG, prepared).grow(lm_batches())
     step(model, prepared, lm_batches()[1])
     assert {*prepared[0].optimizer.state} == {*model.parameters()}
 

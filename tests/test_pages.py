@@ -2,6 +2,7 @@
 
 import base64
 import json
+import statistics
 import sys
 from html.parser import HTMLParser
 
@@ -10,13 +11,12 @@ import torch
 from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, save_report, write_card
-from hf_growattn.grow.trial import StepSearch
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
 
 ODD = "<script>alert(1)</script> \"a&b\" 'c' {{ 7 * 7 }} </code>"
-EMPTY = GrowthReport(1.0, 1.0, [], 0, {1.0: float("inf")}, {})
+EMPTY = GrowthReport(1.0, 1.0, [], 0)
 VOID = {"meta", "link", "img"}
 
 
@@ -108,7 +108,7 @@ def test_a_page_of_all_growths_of_a_training(grown, rolled_back, history, tmp_pa
     save_report([grown, rolled_back, EMPTY], tmp_path / "a.html", history)
     page = read_page(tmp_path / "a.html")
     assert "Growth 1" in page.text and "Growth 3" in page.text and len(page.images) == 1
-    assert page.text.count("Nothing was grown") == 2 and "no step lowers the loss" in page.text
+    assert page.text.count("Nothing was grown") == 2 and "no step along the new directions" in page.text
     save_report([EMPTY], tmp_path / "a.html")
     assert read_page(tmp_path / "a.html").images == []
     with pytest.raises(ValueError, match="No growth to show"):
@@ -117,31 +117,36 @@ def test_a_page_of_all_growths_of_a_training(grown, rolled_back, history, tmp_pa
 
 @pytest.mark.parametrize("config", [{"qk_dims": 2, "v_dims": 2}, {"budget": 0.02}], ids=["dims", "budget"])
 def test_the_printed_fall_was_measured_on_the_other_half(config):
-    """What is printed is what each half of the batches measures along the directions of the other."""
-    model, measured = patch_model(build("llama-2")), []
-    batches = lm_batches(4)
-    loss_at = StepSearch.loss_at
-
-    def record_loss(search, steps):
-        losses = []
-        measure = search.measure
-        search.measure = lambda half: losses.append(measure(half)) or losses[-1]
-        try:
-            return loss_at(search, steps)
-        finally:
-            search.measure = measure
-            measured.append(sum(losses) / 2)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepSearch, "loss_at", record_loss)
-        report = Grower(model, GrowthConfig(**config)).grow(batches)
-    before, after = report.validated_loss
+    """It is the mean over batches of what each half falls by along the directions of the other, with its error."""
+    model, batches = patch_model(build("llama-2")), lm_batches(4)
+    with torch.no_grad():
+        losses = [model(**batch, use_cache=False).loss.item() for batch in batches]
+    growth = Grower(model, GrowthConfig(**config)).find(batches)
+    report, trial = growth.report, growth._trial
+    falls = []
+    for half in (0, 1):  # as `halves_of` deals them out
+        trial.set_steps([layer.step_size for layer in report.layers if layer.step_size > 0], half)
+        trial.attach()
+        with torch.no_grad():
+            falls += [losses[i] - model(**batches[i], use_cache=False).loss.item() for i in range(1 - half, 4, 2)]
+        trial.detach()
+    before, after, error = report.validated_loss
     assert before == pytest.approx(report.loss_before, rel=1e-6)  # with four batches, a few are all of them
-    assert after in measured and after < before and after != report.loss_after
-    assert (
-        f"Loss: {before:.4f} -> {after:.4f} ({after - before:+.4f}) on growth batches that the directions were not"
-        in join_lines(str(report))
-    )
+    assert before - after == pytest.approx(statistics.fmean(falls), rel=1e-4) and after != report.loss_after
+    assert error == pytest.approx(2 * statistics.stdev(falls) / 2, rel=1e-4)
+    told = f"Loss: {before:.4f} -> {after:.4f} ({after - before:+.4f} ± {error:.4f}) on growth batches that the"
+    assert told in join_lines(str(report))
+
+
+def test_the_report_times_one_more_token():
+    """After 64 tokens at least, of text alone; the cache of either model is its own."""
+    long = lm_batches(2)[0]["input_ids"].repeat(1, 8)[:, :70]
+    model = patch_model(build("llama-2"))
+    report = Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).grow([long, long.flip(0)])
+    ratio, error, tokens = report.decoding
+    assert 0.3 < ratio < 10 and error >= 0 and tokens == 70
+    assert f"a token takes {ratio:.2f} ± {error:.2f} times as long, after 70 others" in join_lines(str(report))
+    assert Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2)).grow(lm_batches(2)).decoding is None
 
 
 def test_a_loss_that_no_other_half_measured_is_not_called_validated():
@@ -154,26 +159,17 @@ def test_a_loss_that_no_other_half_measured_is_not_called_validated():
     )
 
 
-def test_the_table_says_why_a_layer_did_not_grow(rolled_back):
-    def reasons(report) -> set:
-        assert all((layer.left == "") == (layer.width[1] > layer.width[0]) for layer in report.layers)
-        assert all(layer.left in str(report) for layer in report.layers)
-        return {layer.left for layer in report.layers}
-
-    batches = lm_batches(4)
-    few = Grower(patch_model(build("llama-2")), GrowthConfig(budget=600)).grow(batches)
-    assert reasons(few) == {"", words.SPENT} and few.added_parameters <= 600
-    rounded = Grower(patch_model(build("llama-2")), GrowthConfig(budget=3000, multiple_of=8)).grow(batches)
-    assert reasons(rounded) == {"", words.SPENT} and rounded.added_parameters == 2304  # 8 dims of one layer and kind
-    model = patch_model(build("llama-2"))
-    wide = Grower(model, GrowthConfig(qk_dims=2, v_dims=2, max_v_head_dim=16, layers=[1])).grow(batches)
-    assert reasons(wide) == {"", words.AT_LIMIT}
-    assert reasons(rolled_back) == {words.NO_STEP}
+def test_the_table_says_where_nothing_grew(rolled_back):
+    few = Grower(patch_model(build("llama-2")), GrowthConfig(budget=600)).grow(lm_batches(4))
+    assert few.added_parameters <= 600 and "-" in {row[-1] for row in words.rows_of(few)}
+    rounded = Grower(patch_model(build("llama-2")), GrowthConfig(budget=3000, multiple_of=8)).grow(lm_batches(4))
+    assert rounded.added_parameters == 2304  # 8 dims of one layer and kind
+    assert {row[-1] for row in words.rows_of(rolled_back)} == {"-"} and "no step along" in join_lines(str(rolled_back))
     rows = [torch.randint(1, 90, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-    noise = Grower(model, GrowthConfig(qk_dims=2, oversampling=4)).measure(
+    noise = Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, oversampling=4)).measure(
         [{"input_ids": row, "labels": row} for row in rows]
     )
-    assert reasons(noise) == {words.NOTHING_HELD}
+    assert "no direction lowers the loss of batches that it was not computed from" in join_lines(str(noise))
 
 
 def test_printed_tables_fit_a_terminal_and_cut_no_word(grown):

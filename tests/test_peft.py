@@ -208,7 +208,7 @@ def test_accelerate_and_checkpointed_activations():
     getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)()
     base.enable_input_require_grads()
     model, optimizer = accelerator.prepare(model.train(), torch.optim.AdamW(trainable(model), lr=1e-3))
-    assert Grower(model, GROWTH, optimizer, accelerator).grow(BATCHES).applied
+    assert Grower(model, GROWTH, optimizer).grow(BATCHES).applied
     train(model, optimizer)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert [id(p) for p in held] == [id(p) for p in trainable(model)] and set(optimizer.state) == set(held)

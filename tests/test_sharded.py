@@ -9,7 +9,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
 from conftest import DATA, LONG, ROOT, data_path
 from families import build, lm_batches
 from torch.distributed.device_mesh import init_device_mesh
@@ -76,9 +75,9 @@ def mesh(tmp_path):
     dist.destroy_process_group()
 
 
-def refused(match, model, optimizer=None, accelerator=None):
+def refused(match, model, optimizer=None):
     with pytest.raises(ValueError, match=rf"{match}.*fully_shard"):
-        Grower(model, GrowthConfig(qk_dims=2), optimizer, accelerator)
+        Grower(model, GrowthConfig(qk_dims=2), optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:FSDP is switching to use:UserWarning")
@@ -120,9 +119,3 @@ def test_deepspeed_is_refused(monkeypatch):
     model = patch_model(build("llama-2"))
     refused("the optimizer, DeepSpeedZeroOptimizer, is DeepSpeed's", model, package.DeepSpeedZeroOptimizer())
     refused("the model is DeepSpeed's", package.DeepSpeedEngine(model))
-
-
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM"])
-def test_an_accelerator_that_shards_is_refused(kind):
-    accelerator = SimpleNamespace(distributed_type=DistributedType(kind), num_processes=2)
-    refused(f"accelerator.distributed_type is {kind}", patch_model(build("llama-2")), accelerator=accelerator)

@@ -103,7 +103,7 @@ def with_accelerate(output: Path, resume: Path | None, die_at: int | None, dtype
     accelerator.register_for_checkpointing(
         scheduler
     )  # one scheduler step for each optimizer step, on any number of ranks
-    grower = Grower(model, CONFIG, optimizer, accelerator=accelerator)
+    grower = Grower(model, CONFIG, optimizer)
     losses, start = {}, 0
     if resume is not None:
         accelerator.load_state(resume)

@@ -3,8 +3,9 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,11 +21,12 @@ from ..growable.training_state import (
     rank,
     refuse_sharded,
     reshard,
+    several,
     total,
 )
 from ..measure.blocks import Block, measure_moments
 from ..measure.gradients import SKETCH_PASSES, Gradient, exact_gradients, sketched_gradients
-from ..measure.passes import Objective, as_dicts, halves_of, lowering, mean_loss, mean_of, preserved_state, read_once
+from ..measure.passes import Objective, as_dicts, halves_of, losses_of, lowering, mean_loss, preserved_state, read_once
 from ..model.extra import Part
 from ..report.report import GrowthReport
 from .plan import (
@@ -41,6 +43,7 @@ from .plan import (
 from .trial import MOST_EVALUATIONS, SMALLEST_FALL, Change, StepSearch, Trial
 
 _SEARCH_BATCHES = 4  # enough to find a step on; what it gains is then measured on all batches
+_LONG = 64  # tokens, after which the time of the next one says something about a generation
 _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on all batches
 
 
@@ -52,6 +55,7 @@ class _Run:
     chosen: list[GrowableAttention]
     halves: tuple[list, list]
     bar: tqdm
+    losses: dict[int, float] = field(default_factory=dict)  # of each of this rank's batches, by identity
     loss: float = math.nan  # the mean of all batches
     search_loss: float = math.nan  # the mean of the `search_batches`
 
@@ -63,6 +67,11 @@ class _Run:
     def search_batches(self) -> list[list]:
         """A few batches of each half, evenly spaced, to search the step on."""
         return [half[:: max(-(-2 * len(half) // _SEARCH_BATCHES), 1)] for half in self.halves]
+
+    def loss_before(self, batches: list) -> float:
+        """The mean loss of some of the batches, over all ranks, before anything was tried."""
+        loss, count = total(sum(self.losses[id(batch)] for batch in batches), len(batches))
+        return loss / count
 
     def measure(self, half: int) -> float:
         """The mean loss of the search batches of one half."""
@@ -119,7 +128,6 @@ class Grower:
         optimizer: the optimizer of the running training, if there is one, or a list of all of them. New dims join one
             of its groups with a fresh state; nothing else of it changes. Make lists of parameters (for clipping) and
             copies of the model (`AveragedModel`) again after a growth.
-        accelerator: the `accelerate.Accelerator` of the training, if there is one.
         loss: what to lower, a function of `model` (without DistributedDataParallel) in evaluation mode and a batch of
             any form, which gives a tensor of one number, the batch's mean; by default what the model returns as loss.
 
@@ -134,14 +142,14 @@ class Grower:
             layer is as narrow as the config's limits.
     """
 
-    def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, accelerator=None, loss=None):
+    def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, loss=None):
         if not isinstance(config, GrowthConfig):
             raise TypeError(
                 f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given {config!r}."
             )
         self.optimizers = bare_optimizers(optimizer)
         self.model, self.wrapped, self.loss = model_to_grow(model), model, loss
-        refuse_sharded(model, self.optimizers, accelerator, but_fsdp2=True)
+        refuse_sharded(model, self.optimizers, but_fsdp2=True)
         check_room(config, attentions(self.model))
         self.config = config
 
@@ -237,9 +245,9 @@ class Grower:
             # In the order they were given in: an error names a batch by its number.
             given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
             blocks, losses = measure_moments(run.objective, run.chosen, config.chosen_kinds, given, config.ridge)
-            loss_of = dict(zip(map(id, given), losses))
-            run.search_loss = sum(mean_of([loss_of[id(batch)] for batch in half]) for half in run.search_batches) / 2
-            run.loss = mean_of(losses)
+            run.losses = dict(zip(map(id, given), losses))
+            run.search_loss = sum(map(run.loss_before, run.search_batches)) / 2
+            run.loss = run.loss_before(given)
             if not blocks:
                 raise ValueError("The loss runs none of the attention modules that shall grow: choose other layers.")
             for block in blocks:
@@ -264,16 +272,19 @@ class Grower:
             search = StepSearch(trial, run.measure, run.search_loss, pricing)
             with preserved_state(self.wrapped, self.optimizers):
                 steps, loss = self.steps(run, search)
+                validated = _validated_loss(run, trial, steps)
+                decoding = self._time_decoding(trial, run.batches[0]) if any(steps) else None
+            trial.set_steps(steps)
             trial.detach()
             report = growth_report(
-                self.config,
                 self.model,
                 changes,
                 trial,
                 steps,
                 loss_before=run.loss,
                 loss_after=loss,
-                validated_loss=_validated_loss(search, steps),
+                validated_loss=validated,
+                decoding=decoding,
             )
         except BaseException:
             trial.drop()
@@ -290,6 +301,15 @@ class Grower:
             trial = make_trial(self.config, run.objective, changes, run.halves)
         trial.attach()
         return trial
+
+    def _time_decoding(self, trial: Trial, batch: Any) -> tuple[float, float, int] | None:
+        """`Trial.time_decoding` after the first row of a batch of text; None for others, and short ones."""
+        model: Any = self.model
+        is_text = isinstance(batch, dict) and {"input_ids", "attention_mask", "labels"}.issuperset(batch)
+        decodes = model.can_generate() and not model.config.is_encoder_decoder and not several()
+        if not (is_text and decodes and batch["input_ids"].shape[-1] >= _LONG):
+            return None
+        return trial.time_decoding(model, batch["input_ids"][:1])
 
     def steps(self, run: _Run, search: StepSearch) -> tuple[list[float], float]:
         """Find steps on a few batches and set the part that lowers the loss of all batches; zeros if none does."""
@@ -314,15 +334,22 @@ class Grower:
         return sketched_gradients(objective, blocks, halves, dims, config.oversampling, config.seed)
 
 
-def _validated_loss(search: StepSearch, steps: list[float]) -> tuple[float, float] | None:
-    """The search's loss before and at these steps; None where no half is unseen, or no such loss was measured."""
-    if not any(steps):
-        return search.loss_before, search.loss_before
-    if any(change.old_step for change in search.trial.changes):  # old dims move along directions of both halves
+def _validated_loss(run: _Run, trial: Trial, steps: list[float]) -> tuple[float, float, float] | None:
+    """The mean loss of the search batches before and at these steps, each half along directions that the other found.
+
+    The third number is two standard errors of the fall. None without a step, and where old dims move: along directions
+    of both halves.
+    """
+    if not any(steps) or any(change.old_step for change in trial.changes):
         return None
-    if steps != search.steps_for(search.promises) or search.lowest >= search.loss_before:
-        return None
-    return search.loss_before, search.lowest
+    falls: list[float] = []
+    for half, batches in zip((1, 0), run.search_batches):
+        trial.set_steps(steps, half)
+        losses = losses_of(run.objective, batches)
+        falls += [run.losses[id(batch)] - loss for batch, loss in zip(batches, losses)]
+    count, fall, squares = total(len(falls), sum(falls), sum(each * each for each in falls))
+    variance = max(squares / count - (fall / count) ** 2, 0.0) / (count - 1)
+    return run.search_loss, run.search_loss - fall / count, 2 * math.sqrt(variance)
 
 
 def _as_on_rank0(change: Change) -> Change:

@@ -15,7 +15,6 @@ from ..measure import functional as F
 from ..measure.blocks import KINDS, PATTERNS, Kind
 from ..measure.gradients import Gradient
 from ..report.report import GrowthReport, LayerGrowth
-from ..report.words import AT_LIMIT, NO_GAIN, NO_STEP, NOTHING_HELD, SPENT
 from .trial import AFTER_PRICING, Change, StepSearch, Trial, parameters_of_a_dim
 
 _CANDIDATES = 16  # directions of a layer and kind that a budget chooses from in one growth
@@ -276,45 +275,29 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
 
 
 def growth_report(
-    config: GrowthConfig,
-    model: PreTrainedModel,
-    changes: list[Change],
-    trial: Trial,
-    steps: list[float],
-    **figures,
+    model: PreTrainedModel, changes: list[Change], trial: Trial, steps: list[float], **figures
 ) -> GrowthReport:
     """The report of all changes that were planned, of which the trial holds those that do something, with their steps.
 
-    `figures` are the report's losses and line search.
+    `figures` are the report's losses and times.
     """
-    taken, weights = dict(zip(map(id, trial.changes), steps)), model.num_parameters()
-    added, applied = trial.added_parameters(), sum(steps) > 0
-    left = weights_of(config.budget, weights) - added
+    taken, parts = dict(zip(map(id, trial.changes), steps)), trial.parts if sum(steps) > 0 else {}
+    added = [weight for part in parts.values() for weight in part.parameters()]
     return GrowthReport(
-        layers=[_layer_growth(config, each, taken.get(id(each), 0.0), left) for each in changes],
-        added_parameters=added if applied else 0,
-        cache_bytes=(cache_bytes(model), cache_bytes(model, trial.parts if applied else None)),
-        parameters=weights,
+        layers=[_layer_growth(each, taken.get(id(each), 0.0)) for each in changes],
+        added_parameters=sum(weight.numel() for weight in added),
+        added_bytes=sum(weight.nbytes for weight in added),
+        cache_bytes=(cache_bytes(model), cache_bytes(model, parts)),
+        parameters=model.num_parameters(),
         **figures,
     )
 
 
-def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) -> LayerGrowth:
-    """The report of one change at the step that was taken, with `left` weights of the budget that bought nothing."""
+def _layer_growth(change: Change, step: float) -> LayerGrowth:
+    """The report of one change at the step that was taken."""
     gradient, block = change.gradient, change.gradient.block
     width = block.attention.width_of(block.kind.shared)
-    weights = parameters_of_a_dim(block.attention, block.kind)
     gain = (gradient.validated[: change.dims] * change.strength).sum().item()
-    if step > 0 and change.dims:
-        why = ""
-    elif not config.most_dims(block.attention, block.kind):
-        why = AT_LIMIT
-    elif not strength_of(gradient).any():
-        why = NOTHING_HELD
-    elif change.dims:
-        why = NO_STEP
-    else:
-        why = SPENT if left < weights * config.multiple_of else NO_GAIN
     return LayerGrowth(
         layer=block.attention.layer,
         kind=block.kind.name,
@@ -322,5 +305,4 @@ def _layer_growth(config: GrowthConfig, change: Change, step: float, left: int) 
         step_size=step,
         gain=gain + (change.old_step.validated if change.old_step else 0.0),
         starvation=gradient.starvation,
-        left=why,
     )

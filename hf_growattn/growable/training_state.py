@@ -235,10 +235,9 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def refuse_sharded(model: nn.Module, optimizers: Iterable, accelerator=None, but_fsdp2: bool = False) -> None:
+def refuse_sharded(model: nn.Module, optimizers: Iterable, but_fsdp2: bool = False) -> None:
     """Raise a ValueError if the model or its bare optimizers are sharded; with `but_fsdp2`, not for `fully_shard`."""
-    kind = str(getattr(getattr(accelerator, "distributed_type", None), "value", None))
-    found = f"accelerator.distributed_type is {kind}" if kind in ("DEEPSPEED", "MEGATRON_LM") else None
+    found = None
     named = ((f"the optimizer, {type(optimizer).__name__},", optimizer) for optimizer in optimizers)
     for name, part in chain(named, model.named_modules(), model.named_parameters()):
         how = _sharding_of(part)

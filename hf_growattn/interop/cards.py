@@ -28,7 +28,6 @@ from ..model.configuration import PREFIX
 from ..report.pictures import draw_growth, read_losses
 from ..report.report import GrowthReport
 from ..report.words import format_width, summary_of
-from .stock import costs_of
 
 CARD, PICTURE = "README.md", "growth.png"
 REPO = "you/your-model"  # stands for the name of the repository in a card, until a push knows it
@@ -108,7 +107,6 @@ def write_card(
             for each in attentions(model)
         ],
         growths=[(steps.get(report.loss_before), summary_of(report)) for report in reports],
-        costs=costs_of(model),
         losses=held_out[:1] + held_out[1:][-1:],
         picture=PICTURE if has_picture else None,
     )

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..growable.folders import replacing
-from ..growable.growths import is_grown
+from ..growable.growths import attentions, cache_bytes, is_grown
 from ..growable.models import GrowableModelMixin
 from ..growable.training_state import refuse_sharded
 from ..model.seam import renumber
-from .stock import Cost, costs_of, fresh_rotary, padded_width, stock_model
+from .stock import fresh_rotary, padded_width, stock_model
 
 # Largest difference of the logits, over the largest logit, that is never questioned; and how many times the rounding
 # of the exported model itself is not: two models that compute the same round apart.
@@ -32,24 +32,25 @@ class ExportReport:
         model_type: its architecture.
         head_dim: the width of all heads.
         difference: largest difference between its logits and the model's, over the largest logit.
-        costs: as `costs_of` returns them.
+        cache_bytes: of a token's keys and values, of the model and of the checkpoint.
+        parameters: likewise.
     """
 
     path: Path
     model_type: str
     head_dim: int
     difference: float
-    costs: dict[str, Cost]
+    cache_bytes: tuple[int, int]
+    parameters: tuple[int, int]
 
     def __str__(self) -> str:
-        caches = ", ".join(f"{cost.cache_bytes:,} {form}" for form, cost in self.costs.items())
         lines = [
-            f"A stock {self.model_type} with {self.costs['exported'].parameters:,} parameters in {self.path}.",
+            f"A stock {self.model_type} with {self.parameters[1]:,} parameters in {self.path}.",
             f"Width of all heads: {self.head_dim}.",
-            f"KV cache, bytes a token: {caches}.",
+            "KV cache: {:,} bytes a token, {:,} before the export.".format(*reversed(self.cache_bytes)),
             f"Largest difference of the logits: {self.difference:.1e} of the largest logit.",
         ]
-        if self.costs["exported"].parameters > self.costs["grown"].parameters:
+        if self.parameters[1] > self.parameters[0]:
             lines.append("Rows of zeros fill up the heads. DoRA divides by the norm of each: train with plain LoRA.")
         return "\n".join(lines)
 
@@ -93,10 +94,13 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
             _add_older_names(partial / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        parameters = model.num_parameters(), stock.num_parameters()
         del stock  # what is new in it makes room for what is reloaded
         difference = _verify(model, stock_class, partial)
-    model_type = stock_class.config_class.model_type
-    return ExportReport(directory, model_type, padded_width(model), difference, costs_of(model))
+    width, caches = padded_width(model), [attention for attention in attentions(model) if attention.caches]
+    numbers = 2 * width * sum(attention.shape.num_key_value_heads for attention in caches)
+    cached = cache_bytes(model), numbers * next(model.parameters()).element_size()
+    return ExportReport(directory, stock_class.config_class.model_type, width, difference, cached, parameters)
 
 
 def _add_older_names(file: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..growable.attention import GrowableAttention, quantization
-from ..growable.growths import attentions, cache_bytes, extra_parameters, is_grown
+from ..growable.growths import attentions, is_grown
 from ..growable.models import patch_model, unpatch_model
 from ..model.extra import ROLES
 
@@ -250,31 +250,3 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
             written[:, positions] = scaled[:, features].to(dtype)
     output = source.factors_of("output", exact, adapters=False).cpu().transpose(1, 2)
     target.weight_of("output")[:, : output.shape[1]] = output.to(dtype)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What serving one form of a model takes."""
-
-    cache_bytes: int  # of a token's keys and values over all layers, in the precision of the weights
-    parameters: int
-
-
-def costs_of(model: PreTrainedModel) -> dict[str, Cost]:
-    """What a patched model costs "before growth", "grown" and, where the family has a stock form, "exported"."""
-    size = next(model.parameters()).element_size()
-    before = model.num_parameters() - sum(parameter.numel() for parameter in extra_parameters(model))
-    costs = {
-        "before growth": Cost(_stock_bytes(model, size), before),
-        "grown": Cost(cache_bytes(model), model.num_parameters()),
-    }
-    with contextlib.suppress(ValueError):  # no stock class fits
-        stock, _ = empty_stock(model)
-        costs["exported"] = Cost(_stock_bytes(stock, size), stock.num_parameters())
-    return costs
-
-
-def _stock_bytes(model: PreTrainedModel, size: int) -> int:
-    """Bytes of a token's keys and values at the stock widths, by the bytes of a number."""
-    shapes = [attention.shape for attention in attentions(model) if attention.caches]
-    return size * sum(shape.num_key_value_heads * (shape.qk_head_dim + shape.v_head_dim) for shape in shapes)

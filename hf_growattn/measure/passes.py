@@ -134,6 +134,11 @@ def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
 
 def mean_loss(objective: Objective, batches: list) -> float:
     """Return the mean of the batches' losses over all ranks, finite or not. Call inside `evaluation_mode`."""
+    return mean_of(losses_of(objective, batches))
+
+
+def losses_of(objective: Objective, batches: list) -> list[float]:
+    """Return the loss of each of this rank's batches, finite or not. Call inside `evaluation_mode`."""
     losses = []
     with torch.no_grad(), failing_together(objective.model):
         for index, batch, counts in in_step(objective.model, batches):
@@ -141,7 +146,7 @@ def mean_loss(objective: Objective, batches: list) -> float:
             if counts:
                 losses.append(loss)
                 objective.advance(1)
-    return mean_of(losses)
+    return losses
 
 
 def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:

@@ -1,6 +1,6 @@
 """What a growth or a trim measured and did: `GrowthReport` and `TrimReport`, which print as tables."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from . import pictures
@@ -22,7 +22,6 @@ class LayerGrowth:
         gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from.
         starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
             where their weights cannot be read.
-        left: why nothing grew here; "" where something did.
     """
 
     layer: int
@@ -31,7 +30,6 @@ class LayerGrowth:
     step_size: float
     gain: float
     starvation: float | None
-    left: str = ""
 
     @property
     def predicted_gain(self) -> float:
@@ -51,8 +49,11 @@ class GrowthReport:
         cache_bytes: of a token's keys and values over all layers, before and after.
         parameters: number of the model's weights before; 0 where that is not known.
         validated_loss: mean loss of the batches of the line search, before and at the steps that were taken, each half
-            along directions of the other. Step and number of dims were chosen on these batches. None where no such loss
-            was measured.
+            along directions of the other, and two standard errors of the fall. Step and number of dims were chosen on
+            these batches. None where no such loss was measured.
+        added_bytes: of the weights added.
+        decoding: how many times as long one more token takes, two standard errors of that, and after how many tokens;
+            None where it was not measured.
     """
 
     loss_before: float
@@ -62,7 +63,9 @@ class GrowthReport:
     kept: bool = True
     cache_bytes: tuple[int, int] = (0, 0)
     parameters: int = 0
-    validated_loss: tuple[float, float] | None = None
+    validated_loss: tuple[float, float, float] | None = None
+    added_bytes: int = 0
+    decoding: tuple[float, float, int] | None = None
 
     @property
     def applied(self) -> bool:
@@ -81,18 +84,11 @@ class GrowthReport:
 
     def figures(self) -> dict[str, float]:
         """What the growth did, as flat numbers for a tracker, as in `accelerator.log(report.figures(), step=step)`."""
-        return {
-            "growth_loss_before": self.loss_before,
-            "growth_loss_after": self.loss_after,
-            "growth_added_parameters": self.added_parameters,
-        }
+        return {f"growth_{name}": getattr(self, name) for name in ("loss_before", "loss_after", "added_parameters")}
 
     def to_dict(self) -> dict:
         """The report as what `json.dumps` takes."""
-        of_layer = ("layer", "kind", "width", "starvation", "predicted_gain", "step_size", "left")
-        of_all = ("loss_before", "loss_after", "validated_loss", "added_parameters", "cache_bytes")
-        figures = {"applied": self.applied, **{name: getattr(self, name) for name in of_all}}
-        return figures | {"layers": [{name: getattr(layer, name) for name in of_layer} for layer in self.layers]}
+        return {"applied": self.applied, **asdict(self)}
 
     def __repr__(self) -> str:
         return report_text(self)

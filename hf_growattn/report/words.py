@@ -11,11 +11,6 @@ from rich.table import Column, Table
 
 MARGIN = 0.01  # nats a token: a smaller lead does not count
 KINDS = {"patterns": "queries and keys", "messages": "values"}
-# Why a layer did not grow, as the table says it.
-AT_LIMIT = "at its maximum width"
-NOTHING_HELD = "no direction generalizes"
-SPENT = "budget spent"
-NO_GAIN, NO_STEP = "no gain when tried", "no step lowers the loss"
 COLUMNS = ("layer", "kind", "width", "gradient out of reach", "share of gain")
 _TERMINAL = 80  # columns
 _HEADER = 9  # columns of a table's header at least
@@ -35,30 +30,36 @@ def report_text(report, next_command: str = "") -> str:
 
 
 def summary_of(report) -> list[str]:
-    """Two lines: what happened to the loss, and what the growth costs; without a growth only the first."""
+    """What happened to the loss, and what the growth costs in memory and time; without a growth only the first."""
     if not report.found:
         why = "no step along the new directions lowers the loss"
-        if all(layer.left == NOTHING_HELD for layer in report.layers):
+        if all(layer.gain <= 0 for layer in report.layers):
             why = "no direction lowers the loss of batches that it was not computed from"
         return [f"Loss: {report.loss_before:.4f} on the growth batches. Nothing was grown: {why}."]
     if report.validated_loss:
-        before, after = report.validated_loss
-        source = "growth batches that the directions were not computed from"
+        before, after, error = report.validated_loss
+        change, source = (
+            f"{after - before:+.4f} ± {error:.4f}",
+            "growth batches that the directions were not computed from",
+        )
     else:
         before, after = report.loss_before, report.loss_after
-        source = "the growth batches that the directions were computed from"
-    loss = f"Loss: {before:.4f} -> {after:.4f} ({after - before:+.4f}) on {source}."
+        change, source = f"{after - before:+.4f}", "the growth batches that the directions were computed from"
+    lines = [f"Loss: {before:.4f} -> {after:.4f} ({change}) on {source}."]
     weights = f"{report.added_parameters:,} weights {'added' if report.kept else 'would be added'}"
     if report.parameters:
-        weights += f" ({report.added_parameters / report.parameters:+.1%})"
+        weights += f" ({report.added_parameters / report.parameters:+.1%}, {report.added_bytes / 1e6:.2g} MB to share)"
     before, after = report.cache_bytes
-    if not before:  # encoders keep no keys and values
-        return [loss, f"Cost: {weights}."]
-    return [loss, f"Cost: KV cache {before:,} -> {after:,} bytes a token ({after / before - 1:+.1%}), {weights}."]
+    cache = f"KV cache {before:,} -> {after:,} bytes a token ({after / before - 1:+.1%}), " if before else ""
+    lines.append(f"Cost: {cache}{weights}.")  # encoders keep no keys and values
+    if report.decoding:
+        ratio, error, tokens = report.decoding
+        lines.append(f"Decoding: a token takes {ratio:.2f} ± {error:.2f} times as long, after {tokens:,} others.")
+    return lines
 
 
 def rows_of(report) -> list[list[str]]:
-    """A row under `COLUMNS` for each layer and kind; the last cell says why there was no growth."""
+    """A row under `COLUMNS` for each layer and kind; the last cell is "-" where nothing grew."""
     total = report.predicted_gain or 1.0
     return [
         [
@@ -66,7 +67,7 @@ def rows_of(report) -> list[list[str]]:
             KINDS[layer.kind],
             format_width(layer.width),
             "unknown" if layer.starvation is None else f"{layer.starvation:.2f}",
-            layer.left or f"{layer.predicted_gain / total:.0%}",
+            f"{layer.predicted_gain / total:.0%}" if layer.step_size > 0 else "-",
         ]
         for layer in report.layers
     ]

@@ -91,7 +91,7 @@ class GrowthCallback(TrainerCallback):
             raise ValueError('at="plateau" watches the evaluation loss: set eval_strategy and eval_dataset.')
         self._trainer = _trainer_of(state)
         wrapped: Any = self._trainer.model_wrapped
-        self._grower = Grower(wrapped, self.config, self._trainer.optimizer, self._trainer.accelerator)
+        self._grower = Grower(wrapped, self.config, self._trainer.optimizer)
         if state.global_step == 0:
             self._grower.loss = loss_of(self._trainer)
             self._grower.check(self._growth_batches(args, state, 2))
