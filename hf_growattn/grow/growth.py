@@ -273,7 +273,7 @@ class Grower:
             with preserved_state(self.wrapped, self.optimizers):
                 steps, loss = self.steps(run, search)
                 validated = _validated_loss(run, trial, steps)
-                decoding = self._time_decoding(trial, run.batches[0]) if any(steps) else None
+                decoding = self._time_decoding(trial, *run.batches[:1]) if any(steps) else None
             trial.set_steps(steps)
             trial.detach()
             report = growth_report(
@@ -302,7 +302,7 @@ class Grower:
         trial.attach()
         return trial
 
-    def _time_decoding(self, trial: Trial, batch: Any) -> tuple[float, float, int] | None:
+    def _time_decoding(self, trial: Trial, batch: Any = None) -> tuple[float, float, int] | None:
         """`Trial.time_decoding` after the first row of a batch of text; None for others, and short ones."""
         model: Any = self.model
         is_text = isinstance(batch, dict) and {"input_ids", "attention_mask", "labels"}.issuperset(batch)

@@ -98,7 +98,8 @@ def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     wide = (matrix.cpu() if matrix.device.type == "mps" else matrix).double()
     squares, vectors = torch.linalg.eigh(wide.mT @ wide)
-    sigma, v = squares.clamp_min(0).sqrt().flip(-1), vectors.flip(-1)
+    signs = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True)).sign()  # rounding would choose them otherwise
+    sigma, v = squares.clamp_min(0).sqrt().flip(-1), (vectors * signs).flip(-1)
     inverse = torch.where(sigma > 1e-8 * sigma[..., :1], 1 / sigma, 0)
     return (wide @ v * inverse.unsqueeze(-2)).to(matrix), sigma.to(matrix), v.to(matrix)
 
