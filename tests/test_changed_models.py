@@ -7,7 +7,7 @@ import torch
 from families import build, lm_batches, tokens
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_model, save_growth
 from hf_growattn.growable.growths import attentions, sync_config
@@ -90,3 +90,14 @@ def test_a_cache_of_before_the_growth_is_refused():
     Grower(model, GrowthConfig(qk_dims=2)).grow(BATCHES)
     with pytest.raises(ValueError, match=r"keys 16 wide.*18 wide.*empty cache"):
         model(tokens(), past_key_values=cache)
+
+
+def test_a_base_model_with_a_config_of_its_own_is_told_of_the_growth(tmp_path):
+    """Some task heads hold another config object than the base model inside them, which may be saved alone."""
+    model = build("llama-2")
+    model.model.config = copy.deepcopy(model.config)
+    assert Grower(patch_model(model), GrowthConfig(qk_dims=2)).grow(lm_batches(2)).applied
+    assert model.model.config is not model.config and model.model.config.extra_dims == model.config.extra_dims != {}
+    model.model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)

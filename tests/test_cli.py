@@ -6,16 +6,20 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from command import Done, call
 from conftest import ROOT
-from families import VOCABULARY, build, save_with_text, tokens, word_tokenizer
+from families import VOCABULARY, add_dims, build, save_with_text, tokens, word_tokenizer
 from transformers import AutoModelForCausalLM
 
-from hf_growattn.cli.commands import COMMANDS
+from hf_growattn import patch_model
+from hf_growattn.cli.commands import COMMANDS, _format_next
+from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.cli.options import read_recipe
+from hf_growattn.growable.growths import attentions
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
 
@@ -275,3 +279,20 @@ def test_help_explains_every_command_without_torch(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.stderr == "0 set()\n" * (1 + len(COMMANDS)), done
     assert done.stdout.lower().count("usage: growattn ") == 1 + len(COMMANDS) and "--grow_steps" in done.stdout
+
+
+@pytest.mark.parametrize("flag", ["-o", "--output", "--output_dir", "--output-dir"])
+def test_the_next_command_writes_elsewhere(flag):
+    """And keeps the options that it takes, too."""
+    recipe = SimpleNamespace(
+        model_name="m", datasets=["a.txt"], words=[flag, "here", "--steps", "8", "--max_length", "64"]
+    )
+    assert _format_next("finetune", recipe) == "growattn finetune m a.txt -o DIR --max_length 64"
+
+
+def test_inspect_tells_both_widths_apart():
+    model = patch_model(build("llama-2"))
+    for attention in attentions(model):
+        add_dims(attention, 3, 1)
+    for layer in inspect_model(model)["layers"]:
+        assert (layer["patterns"]["width"], layer["messages"]["width"]) == (19, 17)

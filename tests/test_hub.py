@@ -194,6 +194,18 @@ def test_a_card_that_is_there_is_kept_unless_there_is_more_to_tell(here, grown):
     assert "My own words." not in text and summary_of(report)[0] in text
 
 
+def test_a_branch_keeps_its_own_card(here, grown):
+    model, _ = grown
+    HfApi().create_repo("me/branched")
+    repository = here.repositories["me/branched"]
+    here.files("me/branched")["README.md"] = b"---\nlicense: mit\n---\nOf the main branch."
+    HfApi().create_branch("me/branched", branch="aside")
+    repository.commit("aside", here.files("me/branched") | {"README.md": b"---\nlicense: mit\n---\nOf this branch."})
+    model.push_to_hub("me/branched", revision="aside")
+    pushed = repository.commits[repository.branches["aside"]]
+    assert b"Of this branch." in pushed["README.md"] and "model.safetensors" in pushed
+
+
 def test_an_edited_card_is_pushed_as_it_is_and_a_missing_one_is_written(here, checkpoint, tmp_path):
     folder = tmp_path / "edited"
     shutil.copytree(checkpoint, folder)

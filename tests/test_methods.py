@@ -9,8 +9,9 @@ from families import word_tokenizer
 from transformers import TrainerCallback
 from trl import SFTConfig
 
-from hf_growattn import patch_model
+from hf_growattn import Grower, patch_model
 from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.training import methods
 from hf_growattn.training.data import Prepared
 from hf_growattn.training.methods import METHODS, choose_rank, make_trainer, prepare_model, weights_of_rank_one
 
@@ -86,3 +87,19 @@ def test_a_mix_trains_at_two_learning_rates(name, tmp_path):
     mix = name == "both"
     for rate, rates in zip((1e-2, 7.5e-3, 5e-3, 2.5e-3), found, strict=True):  # linear, as Trainer has it
         assert rates == ({(rate, True), (round(0.1 * rate, 9), False)} if mix else {(rate, False)})
+
+
+@pytest.mark.parametrize("name, trains", [("growth", False), ("both", True)])
+def test_growth_on_a_frozen_base_does_the_work_of_old_dims_too(name, trains, monkeypatch):
+    """LoRA moves the old dims; without it nothing does, and new ones must not leave it to them."""
+    configs = []
+
+    def record(model, config, **options):
+        configs.append(config)
+        return Grower(model, config, **options)
+
+    monkeypatch.setattr(methods, "Grower", record)
+    model = patch_model(families.build("llama-2"))
+    ids = torch.randint(0, model.config.vocab_size, (4, 4, 16), generator=torch.Generator().manual_seed(0))
+    prepare_model(model, METHODS[name], 3, [{"input_ids": rows, "labels": rows} for rows in ids], seed=0)
+    assert [config.old_dims_train for config in configs] == [trains]

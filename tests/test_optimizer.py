@@ -188,6 +188,17 @@ def test_an_optimizer_that_was_not_passed_is_told_of_once():
         step(model, [torch.optim.AdamW(model.parameters(), lr=LR)], lm_batches()[0])
 
 
+def test_new_dims_that_were_frozen_are_no_reason_to_warn():
+    model = patch_model(build("llama-2"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    assert Grower(model, CONFIG).grow(lm_batches()).applied
+    for parameter in extra_parameters(model):
+        parameter.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, [optimizer], lm_batches()[0])
+
+
 def test_optimizers_prepared_by_accelerate_are_followed():
     from accelerate import Accelerator
 

@@ -375,3 +375,14 @@ def test_every_table_of_default_targets_knows_our_types():
     config.to_dict()
     tables = [t for n, t in vars(constants).items() if n.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in t]
     assert len(tables) > 10 and all(t["growattn_llama"] == t["llama"] for t in tables)
+
+
+def test_every_adapter_says_that_its_base_grew(tmp_path):
+    """peft saves all but the first one in folders of their own."""
+    model = adapted(LLAMA, ALL[LLAMA])
+    model.add_adapter("other", model.peft_config["default"])
+    assert Grower(model, GROWTH).grow(BATCHES).applied
+    model.save_pretrained(tmp_path)
+    for folder in (tmp_path, tmp_path / "other"):
+        with pytest.warns(UserWarning, match="its base grew"):
+            peft.PeftModel.from_pretrained(patch_model(build(LLAMA)), folder)

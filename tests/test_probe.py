@@ -338,3 +338,18 @@ def test_memory_of_the_sketch_stays_near_a_training_step(forks):
     print(f"training {peaks['training']['work'] / 2**20:.0f} MiB, sketch {ratio:.2f} of it")
     assert ratio <= 1.15
     assert peaks["sketch"]["work"] < peaks["sketch"]["square"] + peaks["training"]["work"]
+
+
+def test_padding_does_not_count_in_the_size_of_outputs():
+    """By it the steps of messages are measured."""
+    model, batch = patch_model(build("llama-2")), padded()
+    batch["labels"] = batch["input_ids"]
+    outputs: dict = {}
+    for attention in attentions(model):
+        attention.register_forward_hook(lambda module, args, output: outputs.update({module: output[0]}))
+    with evaluation_mode(model):
+        blocks, _ = measure_moments(Objective(model), attentions(model), [MESSAGES], [batch], ridge=0.05)
+    counted = batch["attention_mask"].bool()
+    for block in blocks:
+        size = outputs[block.attention][counted].square().sum(-1).mean().sqrt()
+        torch.testing.assert_close(block.roots.stacked_whitening, size)

@@ -90,6 +90,8 @@ def test_a_grown_model_made_from_its_config_is_drawn_as_the_stock_one_is(variant
             deviation = theirs.weight_of(role).std()
             # Thousands of draws: their deviation is within a tenth.
             assert (ours.weight_of(role).std() - deviation).abs() < 0.1 * deviation, role
+        for weight in (weight for part in ours.parts for weight in (part.inside.weight, part.outside.weight)):
+            assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.2)
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

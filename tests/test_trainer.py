@@ -7,7 +7,7 @@ import torch
 from families import build, word_tokenizer
 from torch.utils.data import IterableDataset
 from training import Rows
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.growths import attentions
@@ -239,3 +239,13 @@ def test_a_callback_may_serve_one_trainer_after_the_other(tmp_path):
         run.train()
         assert grown_at(run.state) == [2] and attentions(run.model)[0].width_of("query") == 17
     assert len(growth.reports) == 2
+
+
+def test_an_evaluation_at_the_step_of_a_growth_came_before_it():
+    """On a plateau growth waits for two evaluations of the grown model."""
+    growth, state = GrowthCallback(CONFIG, at="plateau"), TrainerState(max_steps=20)
+    state.log_history = [{"step": 4, "eval_loss": 1.0}, {"step": 4, "growth_added_parameters": 8}]
+    for step, due in ((6, False), (8, True)):
+        state.log_history.append({"step": step, "eval_loss": 1.0})
+        state.global_step = step
+        assert growth.is_time(state) == due

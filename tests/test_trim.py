@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_model
 from hf_growattn.grow.trial import read_factors
 from hf_growattn.grow.trim import GrownDims, cut_parts
-from hf_growattn.growable.growths import attentions, swap_parts, sync_config
+from hf_growattn.growable.growths import attentions, next_name, swap_parts, sync_config
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, Block, Roots, measure_moments
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
@@ -417,3 +417,11 @@ def test_frozen_weights_stay_frozen():
     kill_some(model)
     assert trim_model(model).removed_parameters
     assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_name_is_never_given_twice():
+    """Where the first of several growths is gone, the next one must not take the place of the last."""
+    model = patch_model(build("llama-2"))
+    for attention in attentions(model):
+        attention.add_part("growth_2", 1, 1)
+    assert next_name(model) == "growth_3"

@@ -197,8 +197,9 @@ class GrowAttnModel(BaseTuner):
     _was_stock = False
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args, **kwargs) -> None:
-        """As peft does, with a copy of the config: what this adapter's budget buys is noted there."""
-        self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])
+        """As peft does, with a copy of a config with a budget: what it buys for this adapter is noted there."""
+        config: Any = self.peft_config[adapter_name]
+        self.peft_config[adapter_name] = config if config.budget is None else copy.copy(config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_model(self, peft_config: GrowAttnConfig, model: PreTrainedModel) -> None:
