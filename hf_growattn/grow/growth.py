@@ -276,16 +276,8 @@ class Grower:
                 decoding = self._time_decoding(trial, *run.batches[:1]) if any(steps) else None
             trial.set_steps(steps)
             trial.detach()
-            report = growth_report(
-                self.model,
-                changes,
-                trial,
-                steps,
-                loss_before=run.loss,
-                loss_after=loss,
-                validated_loss=validated,
-                decoding=decoding,
-            )
+            losses = {"loss_before": run.loss, "loss_after": loss, "validated_loss": validated}
+            report = growth_report(self.model, changes, trial, steps, **losses, decoding=decoding)
         except BaseException:
             trial.drop()
             raise

@@ -170,7 +170,8 @@ class Trial:
             began, given = time.perf_counter(), ids[:, -1:] if switch in caches else ids
             output = model(input_ids=given.to(model.device), use_cache=True, **caches.get(switch, {}))
             output.logits[..., -1, 0].tolist()  # waits for the device
-            caches[switch] = {name: output[name] for name in [name for name in CACHES if name in output][:1]}
+            name = next(name for name in CACHES if name in output)
+            caches[switch] = {name: output[name]}
             return time.perf_counter() - began
 
         ratios = [seconds(self.attach) / seconds(self.detach) for _ in range(_TURNS + 2)]
