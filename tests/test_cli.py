@@ -296,3 +296,7 @@ def test_inspect_tells_both_widths_apart():
         add_dims(attention, 3, 1)
     for layer in inspect_model(model)["layers"]:
         assert (layer["patterns"]["width"], layer["messages"]["width"]) == (19, 17)
+
+
+def test_the_seed_of_a_training_is_that_of_its_growth():
+    assert read_recipe("measure", ["m", "d", "--seed", "7"]).growth_config().seed == 7

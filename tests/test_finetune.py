@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_growattn.cli.options import read_recipe
+from hf_growattn.training import finetuning, methods
 from hf_growattn.training.finetuning import finetune, make_callback
 
 OPTIONS = (
@@ -149,3 +150,19 @@ def test_methods_that_train_the_budget_alone(given, tmp_path, method):
 def test_options_that_exclude_each_other_are_refused_before_anything_is_loaded(options, message):
     with pytest.raises(ValueError, match=message):
         make_callback(read_recipe("finetune", ["none", "none", "-o", "nowhere", *options.split()]))
+
+
+def test_what_grows_beside_lora_takes_its_share_of_the_rate(given, tmp_path, monkeypatch):
+    """Models as small as those of tests give all of it: so the share is set here."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(model, rows, share, **options):
+        raise Stop(share)
+
+    monkeypatch.setattr(methods.Method, "grown_share", lambda self, width: 0.25)
+    monkeypatch.setattr(finetuning, "_prepare_start", lambda recipe, method, model, rows: (model, None))
+    monkeypatch.setattr(finetuning.methods, "make_trainer", stop)
+    with pytest.raises(Stop, match=r"0\.25"):
+        run(given, tmp_path / "m", "--method", "both", "--max_length", "32")

@@ -1,5 +1,7 @@
 """What a config buys: budgets, limits, multiples, validated gains, and the roads beside the main one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from compared import ComparedGrower, compared_gradients, product_norm, sketched
@@ -8,7 +10,8 @@ from families import add_dims, build, lm_batches
 from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow.plan import candidates, strength_of
+from hf_growattn.grow import plan
+from hf_growattn.grow.plan import candidates, prices_of, strength_of
 from hf_growattn.grow.trial import Change, Trial, read_factors
 from hf_growattn.growable.growths import attentions
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
@@ -239,3 +242,26 @@ def test_candidates_measure_every_block_once():
     changes = candidates(GrowthConfig(qk_dims=3, v_dims=2), gradients)
     assert [change.dims for change in changes] == [3, 2, 3, 2]
     assert all(len(change.strength) == change.dims for change in changes)
+
+
+def test_a_kind_is_priced_by_what_it_adds_first_and_last(monkeypatch):
+    """What both gain together is 1.0, and alone they gain 0.8 and 0.1: 0.85 and 0.15 are what each adds on average."""
+    alone = {PATTERNS: 0.8, MESSAGES: 0.1}
+
+    class Search:
+        def __init__(self, trial, measure, loss_before):
+            self.promises, self.loss_before = alone, loss_before
+
+        def run(self, spare):
+            return [], self.loss_before - 1.0
+
+        def gain_alone(self, kind):
+            return alone[kind]
+
+    gradients = [SimpleNamespace(block=SimpleNamespace(kind=kind)) for kind in alone]
+    changes = [Change(gradient, 1, torch.ones(1)) for gradient in gradients]
+    monkeypatch.setattr(plan, "Trial", lambda kept: SimpleNamespace(drop=lambda: None))
+    monkeypatch.setattr(plan, "StepSearch", Search)
+    monkeypatch.setattr(plan, "worth_of", lambda gradient: torch.tensor([2.0]))
+    prices, _ = prices_of(changes, lambda half: 0.0, 5.0)
+    assert prices == pytest.approx([0.85 / 2, 0.15 / 2])

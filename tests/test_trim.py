@@ -1,6 +1,7 @@
 """`trim_model`: dead dims go without a trace, others only as far as the measured loss allows."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_model
+from hf_growattn.grow import trim
 from hf_growattn.grow.trial import read_factors
 from hf_growattn.grow.trim import GrownDims, cut_parts
 from hf_growattn.growable.growths import attentions, next_name, swap_parts, sync_config
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, Block, Roots, measure_moments
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
+from hf_growattn.report.report import LayerTrim, TrimReport
 
 STOCK, QK, V = 16, 4, 3  # widths of the tiny models, and what they grow by here
 ROLES = ("query", "key", "value", "output")
@@ -425,3 +428,15 @@ def test_a_name_is_never_given_twice():
     for attention in attentions(model):
         attention.add_part("growth_2", 1, 1)
     assert next_name(model) == "growth_3"
+
+
+def test_dims_that_cost_more_weights_go_first(monkeypatch):
+    """Of equal worth, those of the wider layer."""
+    monkeypatch.setattr(trim, "parameters_of_a_dim", lambda attention, kind: attention)
+    live = [SimpleNamespace(errors=torch.ones(2), live=2, worth=1.0, attention=cost, kind=PATTERNS) for cost in (10, 1)]
+    assert trim._ranking(live) == [0, 0, 1, 1]
+
+
+def test_a_worth_of_zero_is_told():
+    layer = LayerTrim(0, "patterns", (17, 17), 0.0, 0.0, 0)
+    assert "0.0000" in repr(TrimReport(1.0, 1.0, 0.001, [layer]))

@@ -26,7 +26,7 @@ from user_losses import (
     trains_down,
 )  # fmt: skip
 
-from hf_growattn import GrowAttnConfig, Grower, initialize_growattn_weights, patch_model, trim_model
+from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights, patch_model, trim_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
@@ -124,3 +124,17 @@ def test_trims_and_guided_starts_take_a_loss_too():
         reports.append(initialize_growattn_weights(adapted, batches, **given))
     assert reports[1].loss_before == pytest.approx(-reports[0].loss_before, rel=ROUNDING)
     assert all(report.applied and report.loss_after < report.loss_before for report in reports)
+
+
+def test_a_reference_without_adapters_is_refused_too():
+    """As TRL's trainers take it from a peft model; new dims of the base would be part of both."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(patch_model(build("llama-2")), peft.LoraConfig(target_modules="all-linear"))
+
+    def loss(model, batch):
+        with model.disable_adapter(), torch.no_grad():
+            reference = model(**batch).loss
+        return (model(**batch).loss - reference).exp()
+
+    with pytest.raises(ValueError, match="compares the model with itself"):
+        Grower(model, GrowthConfig(qk_dims=2), loss=loss).grow(lm_batches(4))
