@@ -89,12 +89,12 @@ def compared_gradients(
         if name == "random":
             gradients.append(_random(block, dims, generator, starvation))
             continue
-        together = weights[0] * parts[0] + weights[1] * parts[1]
+        of_both = weights[0] * parts[0] + weights[1] * parts[1]
         directions = partial(_whitened_directions, block)
         u, sigma, v = directions(weights[0] * target[0] + weights[1] * target[1], dims)
         own = tuple(directions(part, dims) for part in target)
         validated = (_gain(*own[0], parts[1]) + _gain(*own[1], parts[0])) / 2
-        in_sample = _gain(u, sigma, v, together)
+        in_sample = _gain(u, sigma, v, of_both)
         gradients.append(Gradient(block, u, sigma, v, in_sample, validated, starvation, own))
     return gradients
 

@@ -166,8 +166,8 @@ def test_many_growths_leave_nothing_behind(few_objects, record_property):
         train()
         seen.append(look(model, optimizer))
     warm = 2
-    counts, beside, _, residents = zip(*seen[warm:])
-    assert max(counts) == min(counts) and max(beside) == min(beside), "tensors are left behind"
+    counts, tensors, _, residents = zip(*seen[warm:])
+    assert max(counts) == min(counts) and max(tensors) == min(tensors), "tensors are left behind"
     # All that the process holds, compilers and caches of libraries included.
     growth_of_weights = 4 * (seen[-1][2] - seen[warm][2])
     assert residents[-1] - growth_of_weights < 1.02 * residents[0]

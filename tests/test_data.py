@@ -206,3 +206,8 @@ def test_a_tokenizer_must_be_the_models_own_and_know_chats(folder, tmp_path):
         read_rows(read_recipe("measure", [f"{tmp_path}", f"{tmp_path}/text.txt", *SMALL]))
     with pytest.raises(ValueError, match=r"chats\.jsonl cannot .*chat_template is not set.*--chat_template_path"):
         read_rows(read_recipe("measure", [f"{tmp_path}", f"{folder}/chats.jsonl", *SMALL]))
+
+
+def test_the_attention_that_was_asked_for_runs(folder):
+    grower, _ = prepare_growth(recipe_of(folder, "rows.txt", "--attn_implementation eager --growth_batches 2"))
+    assert grower.model.config._attn_implementation == "eager"

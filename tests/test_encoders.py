@@ -188,12 +188,12 @@ def test_adapters_and_dims_beside(name):
     before = outputs(adapted, name)
     torch.testing.assert_close(outputs(adapted.merge_and_unload(), name), before, rtol=1e-4, atol=1e-4)
 
-    beside = peft.get_peft_model(build(name), GrowAttnConfig(qk_dims=2, v_dims=2))
-    assert torch.equal(outputs(beside, name), outputs(build(name), name))
-    initialize_growattn_weights(beside, batches(name))
-    before = outputs(beside, name)
+    adapted = peft.get_peft_model(build(name), GrowAttnConfig(qk_dims=2, v_dims=2))
+    assert torch.equal(outputs(adapted, name), outputs(build(name), name))
+    initialize_growattn_weights(adapted, batches(name))
+    before = outputs(adapted, name)
     assert not torch.allclose(before, outputs(build(name), name), atol=1e-2)
-    merged = beside.merge_and_unload()
+    merged = adapted.merge_and_unload()
     assert {a.width_of("value") for a in attentions(merged)} == {14}
     torch.testing.assert_close(outputs(merged, name), before, rtol=1e-4, atol=1e-4)
 

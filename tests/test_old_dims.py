@@ -236,3 +236,14 @@ def test_weights_that_cannot_be_written_are_refused(way):
     attentions(model)[0].c_proj = torch.nn.Sequential(attentions(model)[0].c_proj)
     with pytest.raises(ValueError, match="rewrites existing weights, and c_proj of layer 0 is a Sequential"):
         grow(model, v_dims=2, layers=[0], **way)
+
+
+def test_halves_that_disagree_promise_no_more_than_the_step_that_is_taken():
+    """The step is shortened by what held on the other half, and so is its promise."""
+    model = patch_model(build("llama-2"))
+    with evaluation_mode(model):
+        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS], lm_batches(2), ridge=0.05)
+        steps = tangent_steps(Objective(model), blocks, tuple([batch] for batch in lm_batches(2)))
+    for step in steps:
+        shortened = step.validated / step.slope  # of a step of which all held, its promise is its slope
+        assert 0 <= step.validated < step.slope and shortened < 1

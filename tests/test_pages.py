@@ -134,8 +134,8 @@ def test_the_printed_fall_was_measured_on_the_other_half(config):
     assert before == pytest.approx(report.loss_before, rel=1e-6)  # with four batches, a few are all of them
     assert before - after == pytest.approx(statistics.fmean(falls), rel=1e-4) and after != report.loss_after
     assert error == pytest.approx(2 * statistics.stdev(falls) / 2, rel=1e-4)
-    told = f"Loss: {before:.4f} -> {after:.4f} ({after - before:+.4f} ± {error:.4f}) on growth batches that the"
-    assert told in join_lines(str(report))
+    text = f"Loss: {before:.4f} -> {after:.4f} ({after - before:+.4f} ± {error:.4f}) on growth batches that the"
+    assert text in join_lines(str(report))
 
 
 def test_the_report_times_one_more_token():

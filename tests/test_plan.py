@@ -265,3 +265,15 @@ def test_a_kind_is_priced_by_what_it_adds_first_and_last(monkeypatch):
     monkeypatch.setattr(plan, "worth_of", lambda gradient: torch.tensor([2.0]))
     prices, _ = prices_of(changes, lambda half: 0.0, 5.0)
     assert prices == pytest.approx([0.85 / 2, 0.15 / 2])
+
+
+def test_no_limit_lets_a_head_grow_wider_than_its_input():
+    attention = attentions(patch_model(build("llama-2")))[0]
+    config = GrowthConfig(qk_dims=60, max_qk_head_dim=1000)
+    assert config.most_dims(attention, PATTERNS) == attention.shape.in_features - attention.width_of("query") < 60
+
+
+def test_a_single_batch_keeps_its_odd_row():
+    rows = torch.arange(15).view(5, 3)
+    first, second = halves_of([{"input_ids": rows}])
+    assert torch.equal(torch.cat([first[0]["input_ids"], second[0]["input_ids"]]), rows)

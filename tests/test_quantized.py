@@ -246,9 +246,9 @@ def test_a_guided_start_on_a_quantized_base(kind, folders, tmp_path):
     merged = again.merge_and_unload()  # touches no quantized weight
     assert torch.equal(logits(merged), logits(model))
     dense = peft.PeftModel.from_pretrained(build(MODEL), tmp_path).eval()
-    beside = logits(dense)
+    expected = logits(dense)
     merged = dense.merge_and_unload()
-    assert (logits(merged) - beside).abs().max() < 1e-5 * beside.abs().max()
+    assert (logits(merged) - expected).abs().max() < 1e-5 * expected.abs().max()
     assert loss_of(merged) < report.loss_before
 
 

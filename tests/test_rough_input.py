@@ -72,12 +72,12 @@ def test_a_limit_below_the_present_width_is_refused(limit):
 def test_tokens_that_the_model_does_not_know_are_refused_by_batch(key, value):
     batches = [{name: tensor.clone() for name, tensor in batch.items()} for batch in lm_batches(4)]
     batches[2][key][1, 3] = value
-    told = rf"Batch 2 has {key} from -?\d+ to \d+.*0 to {VOCABULARY - 1}.*own tokenizer"
-    refused(patch_model(build("llama-2")), batches, told)
-    refused(patch_model(build("gpt2-2")), batches, told, GrowthConfig(budget=0.1))
+    message = rf"Batch 2 has {key} from -?\d+ to \d+.*0 to {VOCABULARY - 1}.*own tokenizer"
+    refused(patch_model(build("llama-2")), batches, message)
+    refused(patch_model(build("gpt2-2")), batches, message, GrowthConfig(budget=0.1))
     grown = patch_model(build("llama-2"))
     Grower(grown, GrowthConfig(qk_dims=2)).grow(lm_batches(4))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         trim_model(grown, batches)
 
 

@@ -64,9 +64,9 @@ def test_the_growths_lower_the_loss_and_widen(unbroken):
 
 def test_two_processes_train_as_one(unbroken, forks, tmp_path):
     loop, _, losses = unbroken
-    together = trained(forks, loop, tmp_path, ranks=2)
+    on_two_ranks = trained(forks, loop, tmp_path, ranks=2)
     # fp32 sums in another order; 12 steps at a high learning rate multiply the difference
-    assert max(abs(losses[step] - together[step]) for step in losses) < 1e-4
+    assert max(abs(losses[step] - on_two_ranks[step]) for step in losses) < 1e-4
     assert_same(load(tmp_path / "weights-0.pt"), load(tmp_path / "weights-1.pt"))
     assert_same(load(tmp_path / "optimizer-0.pt"), load(tmp_path / "optimizer-1.pt"))
 

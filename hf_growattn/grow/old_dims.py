@@ -147,9 +147,9 @@ def _old_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[f
     validated = (slope(parts[1], own[0]) + slope(parts[0], own[1])) / 2
     in_sample = (slope(parts[0], own[0]) + slope(parts[1], own[1])) / 2
     strength = min(max(validated / in_sample, 0.0), 1.0) if in_sample > 0 else 0.0
-    together = [weights[0] * first + weights[1] * second for first, second in zip(*parts)]
-    stacked, shared = (strength * change for change in tangent_step(together[0], together[1], *factors))
-    return OldStep(stacked, shared, slope(together, (stacked, shared)), strength * validated)
+    whole = [weights[0] * first + weights[1] * second for first, second in zip(*parts)]
+    stacked, shared = (strength * change for change in tangent_step(whole[0], whole[1], *factors))
+    return OldStep(stacked, shared, slope(whole, (stacked, shared)), strength * validated)
 
 
 def tangent_step(

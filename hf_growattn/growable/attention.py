@@ -263,7 +263,7 @@ class GrowableAttention(WideAttention):
         return f"{self.row.names.get(role, role)} of layer {self.layer}"
 
     def trains(self, *roles: str) -> bool:
-        """Whether training moves the old dims of any of these roles: their weights, adapters on them, kept parts."""
+        """Whether training moves the old dims of any of these roles: their weights, or adapters on them."""
         modules = [self.projection_of(role) for role in roles]
         if None in modules:
             modules = [self]

@@ -195,8 +195,8 @@ def _gradient(
     `products` are those of the `inputs`, (G, b, c), with the gradient of half 0 and of half 1, each (G, g a, c).
     `owned` are two masks, (c,): columns that half 0 chose without having seen half 1, and the reverse.
     """
-    together = weights[0] * products[0] + weights[1] * products[1]
-    u, sigma, v, _ = F.directions_from_products(inputs, together, dims)
+    of_both = weights[0] * products[0] + weights[1] * products[1]
+    u, sigma, v, _ = F.directions_from_products(inputs, of_both, dims)
     own, gains = [], []
     for half, columns in enumerate(owned):
         left, values, right, combination = F.directions_from_products(

@@ -91,11 +91,11 @@ def verdict_of_gap(results: Results) -> str:
     if not won or not others:
         return "The diagnostic cannot be judged: all cases ended alike."
     verb = "separates" if min(won) > max(others) else "does not separate"
-    together = statistics.correlation([gap for gap, _ in found], [lead.mean for _, lead in found])
+    correlation = statistics.correlation([gap for gap, _ in found], [lead.mean for _, lead in found])
     return (
         f"The diagnostic, the accuracy that nearest neighbours lose in as few directions as a head is wide, {verb} the "
         f"cases: it is at least {min(won):.2f} where growth wins, and at most {max(others):.2f} elsewhere. Its "
-        f"correlation with the lead is {together:.2f}."
+        f"correlation with the lead is {correlation:.2f}."
     )
 
 
