@@ -47,7 +47,7 @@ from hf_growattn import (
 
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()
-warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for names of yesterday
+warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
 torch.manual_seed(0)
 output = Path("scripts/output/tour")
 output.mkdir(parents=True, exist_ok=True)
@@ -146,8 +146,8 @@ for view in attention_views(model):
 # %% [markdown]
 # ## Measure before you spend
 #
-# A few batches show where width is missing. Starvation is the share of the gradient that the present width cannot
-# follow. New dims are tried on batches that they were not computed from, then dropped: nothing grows yet.
+# A few batches show where width is missing. Starvation, the gradient out of reach, is the share of it that training the
+# present weights cannot realize. New dims are tried on batches kept out of their computation, then removed again.
 
 # %%
 growth_batches = list(itertools.islice(batches, 12))
@@ -159,7 +159,7 @@ print("With 4 new dims everywhere: loss {:.4f} -> {:.4f} on those batches.".form
 # %% [markdown]
 # ## Grow
 #
-# At most 5 % more weights go where each is worth most. `Grower` finds new dims, searches their size on forward passes,
+# At most 5 % more weights go where each is worth most. `Grower` finds new dims, searches their scale on forward passes,
 # and keeps them only if the loss falls. They join a group of the optimizer, and all old weights stay as they were.
 
 # %%

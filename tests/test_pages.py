@@ -145,7 +145,7 @@ def test_the_report_times_one_more_token():
     report = Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).grow([long, long.flip(0)])
     ratio, error, tokens = report.decoding
     assert 0.3 < ratio < 10 and error >= 0 and tokens == 70
-    assert f"a token takes {ratio:.2f} ± {error:.2f} times as long, after 70 others" in join_lines(str(report))
+    assert f"with 70 tokens before it, a token takes {ratio:.2f} ± {error:.2f} times as long" in join_lines(str(report))
     assert Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2)).grow(lm_batches(2)).decoding is None
 
 

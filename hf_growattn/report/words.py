@@ -54,7 +54,8 @@ def summary_of(report) -> list[str]:
     lines.append(f"Cost: {cache}{weights}.")  # encoders keep no keys and values
     if report.decoding:
         ratio, error, tokens = report.decoding
-        lines.append(f"Decoding: a token takes {ratio:.2f} ± {error:.2f} times as long, after {tokens:,} others.")
+        time = f"{ratio:.2f} ± {error:.2f} times as long"
+        lines.append(f"Decoding: with {tokens:,} tokens before it, a token takes {time}.")
     return lines
 
 
