@@ -273,7 +273,7 @@ class Grower:
             with preserved_state(self.wrapped, self.optimizers):
                 steps, loss = self.steps(run, search)
                 validated = _validated_loss(run, trial, steps)
-                decoding = self._time_decoding(trial, *run.batches[:1]) if any(steps) else None
+                decoding = self._time_decoding(run, trial) if any(steps) else None
             trial.set_steps(steps)
             trial.detach()
             losses = {"loss_before": run.loss, "loss_after": loss, "validated_loss": validated}
@@ -294,14 +294,15 @@ class Grower:
         trial.attach()
         return trial
 
-    def _time_decoding(self, trial: Trial, batch: Any = None) -> tuple[float, float, int] | None:
+    def _time_decoding(self, run: _Run, trial: Trial) -> tuple[float, float, int] | None:
         """`Trial.time_decoding` after the first row of a batch of text; None for others, and short ones."""
         model: Any = self.model
+        batch: Any = next(iter(run.batches), None)
         is_text = isinstance(batch, dict) and {"input_ids", "attention_mask", "labels"}.issuperset(batch)
         decodes = model.can_generate() and not model.config.is_encoder_decoder and not several()
         if not (is_text and decodes and batch["input_ids"].shape[-1] >= _LONG):
             return None
-        return trial.time_decoding(model, batch["input_ids"][:1])
+        return trial.time_decoding(model, batch["input_ids"][:1].to(run.objective.device))
 
     def steps(self, run: _Run, search: StepSearch) -> tuple[list[float], float]:
         """Find steps on a few batches and set the part that lowers the loss of all batches; zeros if none does."""

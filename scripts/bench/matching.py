@@ -19,7 +19,7 @@ RATES, BASE_RATES = (1e-2, 3e-2), (1e-3, 3e-3)
 ENDS = ("read_in", "classifier")  # what leads into the transformer and out of it
 INSIDE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROWTH, RANDOM = (f"{kind} of q, k and LoRA on read-in, head" for kind in ("growth", "random dims"))
-ALL = "all weights"
+ALL, WIDE = "all weights", "all weights, heads twice as wide from the start"
 PATTERNS = {"kinds": ("patterns",), "old_dims_train": False}
 ON_ENDS = Method(growth=PATTERNS, adapter="lora", targets=ENDS, rank=8, rates=RATES)
 BORDER = {"no training": NOTHING, LORA: Method(adapter="lora", rates=RATES), GROWTH: ON_ENDS}
@@ -29,7 +29,11 @@ WHOLE = {
     "growth of q, k": Method(growth=PATTERNS, rates=RATES),
     "growth by budget and LoRA on read-in, head": replace(ON_ENDS, growth={"old_dims_train": False}),
     RANDOM: replace(ON_ENDS, random=True),
+    "1/3 growth of q, k, 2/3 LoRA on all linear layers": Method(
+        growth=PATTERNS, share=1 / 3, adapter="lora", rates=RATES
+    ),
     ALL: Method(base=True, rates=BASE_RATES),
+    WIDE: Method(base=True, wide=True, rates=BASE_RATES),
     "all weights, growth of q, k": Method(base=True, growth={"kinds": ("patterns",)}, rates=BASE_RATES),
 }
 PAYS = 0.01  # nats: a smaller lead is not worth wider heads
@@ -40,10 +44,12 @@ def cells_of(encoder: str, pairs: str) -> list[Cell]:
     usual = Records(table="mnist", components=64, warmup=0.2)  # with a shorter one, LoRA diverges on some seeds
     matched, classified = (replace(usual, kind=kind) for kind in (MATCH, CLASSIFY))
     border = [replace(matched, table="digits", components=8), replace(matched, table="letter", components=0)]
-    border += [replace(matched, width=16), replace(matched, width=32), replace(matched, d=128, width=16)]
+    border += [replace(matched, width=16), replace(matched, width=32), replace(matched, width=64)]
+    border += [replace(matched, d=128, width=16)]
     border += [classified, replace(classified, width=32), replace(classified, table="letter", components=0)]
     if encoder and pairs:
-        border.append(replace(matched, table=EMBEDDINGS, components=0, encoder=encoder, pairs=pairs))
+        answers = replace(matched, table=EMBEDDINGS, components=0, encoder=encoder, pairs=pairs)
+        border += [answers, replace(answers, rows=32)]
     else:
         print("Left out: embeddings, for which --encoder and --pairs are needed.")
     return [Cell(matched, WHOLE), *(Cell(task, BORDER) for task in border)]

@@ -45,6 +45,7 @@ class Records(Task):
         held_out: episodes to measure on.
         rank: of LoRA on all linear layers, whose weights are the budget.
         pretraining: steps on synthetic tables, at `pretraining_rate`.
+        head_dim: of a model whose heads are wider from the start; 0 for `width`.
     """
 
     steps: int = 200
@@ -65,6 +66,7 @@ class Records(Task):
     rank: int = 6
     pretraining: int = 2400
     pretraining_rate: float = 3e-3
+    head_dim: int = 0
 
     def __post_init__(self):
         if self.table:
@@ -73,7 +75,9 @@ class Records(Task):
     @property
     def name(self) -> str:
         """What tables call it."""
-        return f"{self.kind} {self.table}, {self.features} features, {self.d // self.width} heads {self.width} wide"
+        given = "" if self.rows == Records.rows else f", {self.rows} rows given"
+        heads = f"{self.d // self.width} heads {self.width} wide"
+        return f"{self.kind} {self.table}, {self.features} features, {heads}{given}"
 
     def without_training(self, seed: int) -> dict[str, float]:
         """Nearest neighbours, and a logistic regression on the rows given."""
@@ -185,8 +189,8 @@ class Records(Task):
         return {"loss": cross_entropy(found, wanted).item(), **figures}
 
     def model(self, seed: int, wide: bool = False) -> nn.Module:
-        """The model, trained on synthetic tables; the same for all tables and seeds."""
-        base = replace(self, kind="", table="", components=0, encoder="", pairs="")
+        """The model, trained on synthetic tables, the same for all tables; a `wide` one has heads twice as wide."""
+        base = replace(self, kind="", table="", components=0, encoder="", pairs="", head_dim=2 * self.width * wide)
         model = pretrained(base, build(base), "records", synthetic_batches(base), self.pretraining_rate)
         return patch_model(model)
 
@@ -207,6 +211,7 @@ def build(task: Records) -> EuroBertForTokenClassification:
         intermediate_size=2 * task.d,
         num_hidden_layers=task.layers,
         num_attention_heads=task.d // task.width,
+        head_dim=task.head_dim or task.width,
         num_labels=task.labels,
         initializer_range=task.d**-0.5 / 2,
         use_cache=False,
