@@ -24,7 +24,7 @@ from test_growth import fingerprint, same
 from test_saving import contents, grown
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, export_model, patch_model
+from hf_growattn import Grower, GrowthConfig, export_model, patch_model, save_report
 from hf_growattn.growable.growths import attentions
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
@@ -246,26 +246,28 @@ def test_a_report_killed_at_any_step_and_without_room(tmp_path, record_property)
     pytest.importorskip("matplotlib")
     one, other = (Grower(patch_model(build("llama-2")), CONFIG).grow(lm_batches(n)) for n in (2, 3))
     path = tmp_path / "r" / "report.html"
-    one.save(path)
+    save_report([one], path)
     former = path.read_bytes()
 
     def whole():
         text = path.read_text()
         assert text.startswith("<!DOCTYPE html>") and text.rstrip().endswith("</html>")
 
-    count = deaths(lambda: other.save(path), whole)
+    count = deaths(lambda: save_report([other], path), whole)
     for size in (1, 5000):
         path.write_bytes(former)
-        assert in_child(lambda size=size: (limit_files(size, deadly=True), other.save(path))) == -signal.SIGXFSZ
+        assert (
+            in_child(lambda size=size: (limit_files(size, deadly=True), save_report([other], path))) == -signal.SIGXFSZ
+        )
         assert path.read_bytes() == former
 
         def refused(size=size):
             limit_files(size, deadly=False)
             with pytest.raises(OSError, match="File too large"):
-                other.save(path)
+                save_report([other], path)
 
         assert in_child(refused) == 0 and path.read_bytes() == former
-    other.save(path)
+    save_report([other], path)
     whole()
     assert path.read_bytes() != former
     left = [each.name for each in path.parent.iterdir() if each != path]  # by processes that were killed
