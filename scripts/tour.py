@@ -25,7 +25,8 @@ from urllib.parse import urlsplit
 
 import torch
 from accelerate import Accelerator
-from peft import PeftModel, get_peft_model
+from matplotlib import pyplot
+from peft import LoraConfig, PeftModel, get_peft_model
 from texts import blocks_of, english, train_tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, PrinterCallback, Trainer, TrainingArguments
@@ -39,6 +40,7 @@ from hf_growattn import (
     attention_views,
     export_model,
     initialize_growattn_weights,
+    load_growth,
     patch_model,
     save_report,
     trim_model,
@@ -183,6 +185,25 @@ save_report([report], output / "growth.html", losses)
 print(f"What grew and why: {output / 'growth.html'} and {output / 'growth.png'}.")
 
 # %% [markdown]
+# ## What is new in a head
+#
+# The singular values of a pattern say how strongly it uses each of its directions. The picture has one head of the
+# layer that gained most queries and keys, with the bars of the present model beside those of the model before its
+# growth. See the bars on the right, which only the present one has: they are what the new dims add.
+
+# %%
+grown_most = max((layer for layer in report.layers if layer.kind == "patterns"), key=lambda layer: layer.width[1]).layer
+narrow = AutoModelForCausalLM.from_pretrained(output / "base").eval()  # as it was before any growth
+figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
+for name, shown, place in (("before", narrow, -0.2), ("now", model, 0.2)):
+    values = attention_views(shown)[grown_most].pattern(0).singular_values
+    axes.bar([number + place for number in range(1, len(values) + 1)], values, width=0.4, label=name)
+    print(f"Layer {grown_most}, head 0, {name}: {', '.join(f'{value:.2f}' for value in values)}.")
+axes.set(xlabel="direction", ylabel="singular value", title=f"Pattern of layer {grown_most}, head 0")
+axes.legend()
+figure.savefig(output / "directions.png")
+
+# %% [markdown]
 # ## Several growths, inside Trainer
 #
 # `GrowthCallback` grows at chosen steps, on batches of the training data, and logs what grew where Trainer logs. Here
@@ -257,7 +278,6 @@ print(subprocess.run(fresh, check=True, stdout=subprocess.PIPE, text=True).stdou
 # puts them where growth would; they can be switched off, loaded elsewhere, or merged into a wider model.
 
 # %%
-narrow = AutoModelForCausalLM.from_pretrained(output / "base").eval()  # as it was before any growth
 adapted = get_peft_model(copy.deepcopy(narrow), GrowAttnConfig(qk_dims=2, v_dims=2))
 start = held_out_loss(adapted)
 initialize_growattn_weights(adapted, growth_batches)
@@ -283,6 +303,33 @@ with torch.no_grad():
     apart = (merged(sample).logits - expected).abs().max().item()
 print(f"The adapter has {size / 1024:.0f} KB. Loaded again, the same logits: {loaded}. Off, those of the base: {off}.")
 print(f"Merged, a {type(merged).__name__} of {merged.num_parameters():,} parameters; logits within {apart:.0e}.")
+
+# %% [markdown]
+# ## LoRA and growth together
+#
+# LoRA moves the present weights, and growth adds new ones; both train next to a frozen base. One `save_pretrained`
+# keeps them, and `load_growth` puts the new weights back: the folder `growth` holds them alone.
+
+# %%
+lora = LoraConfig(r=4, target_modules="all-linear")
+both = get_peft_model(patch_model(copy.deepcopy(narrow)), lora)
+adapters = torch.optim.AdamW([p for p in both.parameters() if p.requires_grad], lr=5e-3)
+Grower(both, GrowthConfig(budget=0.02), adapters).grow(growth_batches)  # whose new weights join that optimizer
+both.train()
+for batch in growth_batches:
+    both(**batch).loss.backward()
+    adapters.step()
+    adapters.zero_grad()
+both.eval().save_pretrained(output / "both")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # peft says that the base grew; the next line but one loads that
+    once_more = PeftModel.from_pretrained(patch_model(copy.deepcopy(narrow)), output / "both").eval()
+load_growth(once_more, output / "both" / "growth")
+size = (output / "both" / "growth" / "growth.safetensors").stat().st_size
+with torch.no_grad():
+    same = torch.equal(once_more(sample).logits, both(sample).logits)
+print(f"LoRA and growth: held-out loss {held_out_loss(both):.4f}; the growth alone has {size / 1024:.0f} KB.")
+print(f"Both loaded again, the same logits: {same}.")
 
 # %% [markdown]
 # ## A card, and the Hub

@@ -30,6 +30,13 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(number) for number in found]
 
 
+def test_a_head_gains_directions_and_lora_and_growth_are_kept_together(toured):
+    out, folder, _ = toured
+    before, now = (re.findall(rf"^Layer \d, head 0, {name}: (.*)\.$", out, re.MULTILINE) for name in ("before", "now"))
+    assert len(before[0].split(", ")) == 4 < len(now[0].split(", ")) and (folder / "directions.png").exists()
+    assert "Both loaded again, the same logits: True." in out
+
+
 def test_each_cell_is_told_before_it_runs():
     _, *cells = re.split(r"^# %%", TOUR.read_text(), flags=re.MULTILINE)
     assert [cell.startswith(" [markdown]\n# #") for cell in cells] == [True, False] * (len(cells) // 2)
