@@ -99,7 +99,8 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
         difference = _verify(model, stock_class, partial)
     width, caches = padded_width(model), [attention for attention in attentions(model) if attention.caches]
     numbers = 2 * width * sum(attention.shape.num_key_value_heads for attention in caches)
-    cached = cache_bytes(model), numbers * next(model.parameters()).element_size()
+    before = cache_bytes(model)  # which stays what it is where nothing grew
+    cached = before, numbers * next(model.parameters()).element_size() if is_grown(model) else before
     return ExportReport(directory, stock_class.config_class.model_type, width, difference, cached, parameters)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .configuration import WideConfigMixin
+from .configuration import PREFIX, WideConfigMixin
 from .extra import ROLES, UNEQUAL_WIDTHS, AttentionFunctions, Call, ExtraDims, HeadShape, Part, stock_name, widened
 
 _NAMES = {
@@ -245,7 +245,7 @@ class WideProjection(nn.Module):
 def find_projections(module: nn.Module) -> dict[str, str]:
     """The names of a module's children that project each role: one for three if fused; none for unusual names."""
     config: Any = getattr(module, "config", None)
-    registered = REGISTERED.get(getattr(config, "model_type", "").removeprefix("growattn_"))
+    registered = REGISTERED.get(getattr(config, "model_type", "").removeprefix(PREFIX))
     if registered is not None:
         return dict(registered.names)
     children = dict(module.named_children())
