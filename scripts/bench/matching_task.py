@@ -190,7 +190,9 @@ class Records(Task):
 
     def model(self, seed: int, wide: bool = False) -> nn.Module:
         """The model, trained on synthetic tables, the same for all tables; a `wide` one has heads twice as wide."""
-        base = replace(self, kind="", table="", components=0, encoder="", pairs="", head_dim=2 * self.width * wide)
+        whatever = {"kind": "", "table": "", "components": 0, "encoder": "", "pairs": ""}  # it will be used for
+        lengths = {"steps": Records.steps, "held_out": Records.held_out}
+        base = replace(self, **whatever, **lengths, head_dim=2 * self.width * wide)
         model = pretrained(base, build(base), "records", synthetic_batches(base), self.pretraining_rate)
         return patch_model(model)
 

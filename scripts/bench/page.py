@@ -42,6 +42,7 @@ PAGES = (
     "mix_rates",
     "encoder",
     "matching",
+    "matching_races",
     "races",
     "in_context_regression",
     "growing_up",
