@@ -220,9 +220,9 @@ class GrowableAttention(WideAttention):
 
     @property
     def softmax_scale(self) -> float:
-        """What logits are scaled by, in the queries or in the attention function; new ones always are."""
+        """What logits are scaled by, in the queries or in the attention function: 1 in T5."""
         scale = getattr(self, "scaling", None)
-        return self.shape.qk_head_dim**-0.5 if scale in (None, 1.0) else float(scale)
+        return self.shape.qk_head_dim**-0.5 if scale is None else float(scale)
 
     @property
     def normalizes(self) -> bool:
@@ -301,12 +301,15 @@ class GrowableAttention(WideAttention):
         With `adapters`, what active ones do to the old dims counts in.
         """
         read_as = dtype if adapters else None
-        weights = [self._read(role, "weight", read_as), *(part.weight_of(role).detach() for part in self.parts)]
+        # New logits are always scaled, where old ones may not be.
+        scale = self.shape.qk_head_dim**-0.5 if role == "query" and self.softmax_scale == 1.0 else 1.0
+        new = [scale * part.weight_of(role).detach() for part in self.parts]
+        weights = [self._read(role, "weight", read_as), *new]
         factors = torch.cat([weight.to(dtype) for weight in weights], 1).transpose(-1, -2)
         if role not in self.shape.biased:
             return factors
-        new: list[Any] = [part.bias_of(role) for part in self.parts]
-        biases = [self._read(role, "bias", read_as), *(bias.detach() for bias in new if bias is not None)]
+        given: list[Any] = [part.bias_of(role) for part in self.parts]
+        biases = [self._read(role, "bias", read_as), *(scale * bias.detach() for bias in given if bias is not None)]
         return torch.cat([factors, torch.cat([bias.to(dtype) for bias in biases], 1).unsqueeze(-2)], -2)
 
     def _read(self, role: str, name: str, dtype: torch.dtype | None) -> Any:

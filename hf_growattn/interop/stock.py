@@ -38,10 +38,10 @@ class Rope:
 def stock_model(model: PreTrainedModel) -> PreTrainedModel:
     """Build the stock model. Tensors that need not change are the model's own ones, and new ones lie on the CPU."""
     stock, ropes = empty_stock(model)
-    layer_types = getattr(model.config, "layer_types", None) or [None] * model.config.num_hidden_layers
-    for source, target in zip(attentions(model), attentions(stock)):
-        rope = ropes.get(layer_types[source.layer], ropes.get(None))
-        _write_attention(source, target, rope if source.rotate else None)
+    layer_types = getattr(model.config, "layer_types", None)
+    for source, target in zip(attentions(model), attentions(stock)) if is_grown(model) else ():
+        kind = layer_types[source.layer] if layer_types else None
+        _write_attention(source, target, ropes.get(kind, ropes.get(None)) if source.rotate else None)
     unpatch_model(stock)
 
     names = stock.state_dict()
