@@ -32,10 +32,10 @@ def grown(name: str = "llama-5-bias"):
     return model
 
 
-def reorder(model, order: list[int]) -> None:
+def reorder(model, order: list[int], renumber: bool = True) -> None:
     layers = [model.model.layers[place] for place in order]
     layers = [copy.deepcopy(layer) if layer in layers[:place] else layer for place, layer in enumerate(layers)]
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(layers if renumber else ()):
         layer.self_attn.layer_idx = number
     model.model.layers, model.config.num_hidden_layers = nn.ModuleList(layers), len(layers)
 
@@ -57,6 +57,41 @@ def test_layers_may_come_and_go_after_a_growth(order, tmp_path):
     model.save_pretrained(tmp_path / "model")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
+@pytest.mark.parametrize("order", REORDERED)
+def test_layers_need_no_new_numbers_where_no_cache_is_used(order, tmp_path):
+    """Their places say which they are: by these, weights are saved."""
+    model = grown()
+    reorder(model, REORDERED[order], renumber=False)
+    logits = model(tokens(), use_cache=False).logits
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(tokens(), use_cache=False).logits, logits)
+
+
+def test_layers_that_were_added_grow_once_the_model_is_patched_again(tmp_path):
+    model = grown()
+    model.model.layers.append(copy.deepcopy(build("llama-5-bias").model.layers[0]))
+    model.model.layers[5].self_attn.layer_idx, model.config.num_hidden_layers = 5, 6
+    config = GrowthConfig(qk_dims=2, v_dims=2, layers=[5])
+    with pytest.raises(ValueError, match="no attention in layer 5"):
+        Grower(model, config).grow(BATCHES)
+    assert Grower(patch_model(model), config).grow(BATCHES).applied
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, model(tokens()).logits)
+    assert export_model(model, tmp_path / "stock").difference < 1e-4  # fp32
+
+
+@pytest.mark.parametrize("zero", ["o_proj", "v_proj", "q_proj", "k_proj"])
+def test_layers_that_do_nothing_yet_grow_with_the_others(zero):
+    """As blocks of depth growth begin: their output projection is zero."""
+    model = build("llama-2")
+    nn.init.zeros_(getattr(model.model.layers[1].self_attn, zero).weight)
+    report = Grower(patch_model(model), GrowthConfig(budget=0.05)).grow(BATCHES)
+    assert report.applied and all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    nn.init.zeros_(model.model.embed_tokens.weight)
+    Grower(model, GrowthConfig(qk_dims=1, v_dims=1)).grow(BATCHES)
 
 
 def test_a_checkpoint_without_its_layers_says_the_fix(tmp_path):

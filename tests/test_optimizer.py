@@ -10,7 +10,7 @@ from compared import ComparedGrower
 from families import build, lm_batches
 from optimizers import BOUNDED, LR, OPTIMIZERS, SCALED, SCHEDULERS, step_scheduler
 
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.growths import attentions, extra_parameters
 from hf_growattn.growable.training_state import check_optimizers
 
@@ -49,6 +49,49 @@ def same(one, other):
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
+
+
+def grouped(model, **kinds):
+    """An optimizer with a group for each kind of parameters, by a word in their names; the last takes the others."""
+    groups = {kind: [] for kind in kinds}
+    for name, parameter in model.named_parameters():
+        groups[next(kind for kind, word in kinds.items() if word in name)].append(parameter)
+    return torch.optim.AdamW([{"params": found, "kind": kind} for kind, found in groups.items()], lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"embeddings": "embed_tokens"},
+        {"others": "lm_head", "first layer": "layers.0.", "second layer": "layers.1."},  # as layer-wise decay has them
+        {"mlp": "mlp", "attention": "self_attn"},
+    ],
+    ids=["embeddings apart", "by layer", "attention apart"],
+)
+def test_new_dims_join_the_group_that_trains_what_is_around_them(kinds):
+    model = patch_model(build("llama-2"))
+    optimizer = grouped(model, **kinds, rest="")
+    report = Grower(model, CONFIG, optimizer).grow(lm_batches(2))
+    assert report.applied
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for name in (names[parameter] for parameter in group["params"] if ".extra." in names[parameter]):
+            own = name.partition("extra.")[0] + "q_proj.weight"
+            assert any(names[parameter] == own for parameter in group["params"])
+    held_by_names = {names[parameter] for group in optimizer.param_groups for parameter in group["params"]}
+    assert held_by_names == set(names.values())
+
+
+def test_names_in_the_groups_follow():
+    model = patch_model(build("llama-2"))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    Grower(model, CONFIG, optimizer).grow(lm_batches(2))
+    for _ in range(2):
+        names = dict(model.named_parameters())
+        (group,) = optimizer.param_groups
+        assert [names[name] for name in group["param_names"]] == group["params"]
+        unpatch_model(model, drop_growth=True)
+    assert not any(".extra." in name for name in group["param_names"]) and len(group["params"]) == len(names)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -169,7 +169,7 @@ def test_a_plateau_of_several_evaluation_sets_is_that_of_the_first(tmp_path):
 
 
 def test_never_firing_is_said_at_the_end(tmp_path):
-    run = trainer(tmp_path, GrowthCallback(CONFIG, at="plateau"), eval_strategy="steps", eval_steps=5)
+    run = trainer(tmp_path, GrowthCallback(CONFIG, at="plateau"), eval_strategy="steps", eval_steps=2)
     with pytest.warns(UserWarning, match="never fired"):
         run.train()
 

@@ -239,13 +239,22 @@ class SavesGrowth:
         model: Any = self
         stock, folder = super(), Path(save_directory)
         stock.save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)  # pyright: ignore
-        if is_main_process and is_grown(model):
-            save_growth(model, folder / GROWTH, kwargs.get("state_dict"))
+        if is_main_process and save_growth_beside(model, folder, kwargs.get("state_dict")):
             for place in (folder, *(folder / name for name in model.peft_config)):
                 if (place / _ADAPTER).is_file():
                     with replacing(place.resolve()) as partial:
                         marked = json.loads((place / _ADAPTER).read_text()) | {_REMINDER: True}
                         (partial / _ADAPTER).write_text(json.dumps(marked, indent=2, sort_keys=True))
+
+
+def save_growth_beside(model: nn.Module, adapters: Path, state_dict: dict[str, torch.Tensor] | None) -> bool:
+    """Save the growth next to adapters if there is one, and otherwise remove that of a former save there."""
+    if is_grown(model):
+        save_growth(model, adapters / GROWTH, state_dict)
+        return True
+    for name in (WEIGHTS, DESCRIPTION):
+        (adapters / GROWTH / name).unlink(missing_ok=True)
+    return False
 
 
 def save_with_adapters(model: nn.Module) -> None:
@@ -282,6 +291,7 @@ AutoConfig.register(GrownInMemoryConfig.model_type, GrownInMemoryConfig, exist_o
 def leave_checkpoint(model: PreTrainedModel) -> None:
     """Note that no checkpoint holds a model any more; `origin_of` still knows the one it came from."""
     vars(model)["grown_from"] = origin_of(model)
+    model.name_or_path = _NOWHERE  # which peft notes as the base of its adapters
     for config in growable_configs(model):
         config._name_or_path = _NOWHERE
 
@@ -294,9 +304,10 @@ def origin_of(model: PreTrainedModel) -> str:
 @contextlib.contextmanager
 def name_kept(model: PreTrainedModel) -> Iterator[None]:
     """Leave the name of its checkpoint to a model that grows inside: for a growth that is part of a longer run."""
-    before = [(config, config._name_or_path) for config in growable_configs(model)]
+    before, name = [(config, config._name_or_path) for config in growable_configs(model)], model.name_or_path
     try:
         yield
     finally:
+        model.name_or_path = name
         for config, name in before:
             config._name_or_path = name

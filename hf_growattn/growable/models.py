@@ -13,12 +13,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..model.configuration import auto_map, growable_config_class
 from ..model.modeling import WideModelMixin, class_by_name, find_attentions, find_obstacle, renew_old_forward
-from ..model.seam import WideAttention, WideProjection, names_taken
+from ..model.seam import WideAttention, WideProjection, names_taken, renumber
 from .attention import GrowableAttention
 from .folders import loading, replacing
-from .growths import GROWTH, Dims, attentions, growable_configs, is_grown, save_growth, set_dims
+from .growths import Dims, attentions, extra_parameters, growable_configs, is_grown, save_growth_beside, set_dims
 from .registration import auto_mappings
-from .training_state import find_living
+from .training_state import find_living, optimizers_of, remove_parameters
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -48,10 +48,10 @@ class GrowableModelMixin(WideModelMixin):
         hub_kwargs = {key: kwargs.pop(key) for key in list(kwargs) if key not in _SAVING}
         with replacing(target) as partial:
             super().save_pretrained(partial, is_main_process, **kwargs)
-        if getattr(self, "_hf_peft_config_loaded", False) and is_grown(self):  # those were its adapters alone
-            save_growth(self, target / GROWTH, kwargs.get("state_dict"))
+        if getattr(self, "_hf_peft_config_loaded", False):  # those were its adapters alone
+            save_growth_beside(self, target, kwargs.get("state_dict"))
         if push_to_hub:
-            self.push_to_hub(hub_kwargs.pop("repo_id", target.name), token=kwargs.get("token"), **hub_kwargs)
+            self.push_to_hub(hub_kwargs.pop("repo_id", target.name), **kwargs, **hub_kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -84,8 +84,8 @@ def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims | Non
         if not isinstance(attention, GrowableAttention):
             continue
         place = f"{prefix}{name}."
-        if not any(f"{place}{entry}" in state for entry in _stock_entries(attention)):
-            return None  # the state of something else, such as adapters alone
+        if not all(f"{place}{entry}" in state for entry in _stock_entries(attention)):
+            return None  # the state of something else, such as adapters, or one layer
         start, end, shape = f"{place}extra.parts.", ".inside.weight", attention.shape
         for part in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
             outside = state.get(f"{start}{part}.outside.weight")
@@ -118,7 +118,7 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
             that is the language model of a model that wraps one, and all of any other.
 
     Returns:
-        The same object. Patching it again changes nothing.
+        The same object. Patching it again changes nothing but layers that were added since.
 
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
@@ -135,6 +135,8 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
     if isinstance(model, GrowableModelMixin):
         if parts is not None and [*parts] != model.config.growable_parts:
             raise ValueError("This model is patched with other parts: unpatch_model(model) first.")
+        GrowableModelMixin.adopt(model)
+        renumber(model)
         return model
     holder = _find_holder(model)
     if holder is not None:
@@ -235,6 +237,7 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
             del config.auto_map
         del config.growable_parts, config.extra_dims
         config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
+    remove_parameters(optimizers_of(model), extra_parameters(model))
     modules: list[Any] = list(model.modules())
     for attention in attentions(model):
         attention._modules.pop("extra", None)

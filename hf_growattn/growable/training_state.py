@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, compress, takewhile
 from typing import Any
 
 import torch
@@ -55,29 +55,42 @@ def add_new_parameters(
 ) -> None:
     """Add parameters that no optimizer holds yet, in the order of the model, with a fresh state.
 
-    Each goes into a group whose parameters have the same number of axes, or into an empty one; among several, into the
-    first without weight decay. No group is added, since schedulers expect the number that they started with.
+    Each goes into the group that trains what is nearest to it in the model, among the parameters with as many axes, or
+    into an empty one; among several, into the first without weight decay. No group is added, since schedulers expect
+    the number that they started with.
     """
-    order = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    order = {parameter: place for place, parameter in enumerate(names)}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     known = {id(parameter) for group in groups for parameter in group["params"]}
     for new in (parameter for parameter in parameters if groups and id(parameter) not in known):
 
-        def choose_group(group: dict, axes: int = new.dim()) -> tuple[bool, ...]:
-            alike = any(parameter.dim() == axes for parameter in group["params"])
-            return not alike, bool(group["params"]), bool(group.get("weight_decay"))
+        def choose_group(group: dict, name: str = names[id(new)], axes: int = new.dim()) -> tuple:
+            alike = [names.get(id(each), "") for each in group["params"] if each.dim() == axes]
+            nearest = max((_count_modules_around(name, other) for other in alike), default=0)
+            return -nearest, not alike, bool(group["params"]), bool(group.get("weight_decay"))
 
-        inside = min(groups, key=choose_group)["params"]
-        later = (place for place, p in enumerate(inside) if order.get(id(p), -1) > order[id(new)])
-        inside.insert(next(later, len(inside)), new)
+        group = min(groups, key=choose_group)
+        later = (place for place, p in enumerate(group["params"]) if order.get(id(p), -1) > order[id(new)])
+        place = next(later, len(group["params"]))
+        group["params"].insert(place, new)
+        if "param_names" in group:
+            group["param_names"].insert(place, names[id(new)])
+
+
+def _count_modules_around(one: str, other: str) -> int:
+    """How many modules two parameters have around both, by their names."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split(".")))])
 
 
 def remove_parameters(optimizers: list[torch.optim.Optimizer], gone: Iterable[nn.Parameter]) -> None:
     """Take parameters out of the optimizers, with their state."""
     unwanted = {id(parameter) for parameter in gone}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:  # the list itself stays: LBFGS holds on to it
-            group["params"][:] = [parameter for parameter in group["params"] if id(parameter) not in unwanted]
+        for group in optimizer.param_groups:
+            stays = [id(parameter) not in unwanted for parameter in group["params"]]
+            for listed in ("params", "param_names") if "param_names" in group else ("params",):
+                group[listed][:] = compress(group[listed], stays)  # the list itself stays: LBFGS holds on to it
         for parameter in [parameter for parameter in optimizer.state if id(parameter) in unwanted]:
             del optimizer.state[parameter]
 

@@ -23,6 +23,7 @@ from ..growable.models import patch_model, unpatch_model
 from ..model.extra import ROLES
 
 MULTIPLE = 8  # of the head width that flash kernels take
+ZERO_TO_ALL = 1e-6  # weights of padded dims: no logit shows them, and DoRA divides by the norm of each row
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def empty_stock(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str | Non
         with contextlib.suppress(Exception):  # a config that refuses this width or this rotation
             ropes = _ropes(model, width)
             if ropes:
-                written = {layer_type: rope.parameters for layer_type, rope in ropes.items()}
+                written = _rope_parameters(model.config) | {kind: rope.parameters for kind, rope in ropes.items()}
                 values["rope_parameters"] = written.get(None, written)
                 values.pop("partial_rotary_factor", None)
             stock = _build(stock_class, values)
@@ -150,7 +151,8 @@ def _rope_parameters(config: PreTrainedConfig) -> dict[str | None, dict]:
 
 def _ropes(model: PreTrainedModel, width: int) -> dict[str | None, Rope]:
     """The exported rotation, by layer type as `_rope_parameters`."""
-    parameters = _rope_parameters(model.config)
+    used = {None, *(getattr(model.config, "layer_types", None) or ())}  # a short model may lack a type
+    parameters = {kind: of for kind, of in _rope_parameters(model.config).items() if kind in used}
     rotaries = [module.rotary_emb for module in model.modules() if hasattr(module, "rotary_emb")]
     return {kind: _rope(fresh_rotary(rotaries[0]), kind, of, width) for kind, of in parameters.items()}
 
@@ -240,7 +242,8 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
         for name in ("weight",) if carried else ("weight", "bias"):
             written = getattr(projection, name)
             if written is not None and written.is_meta:
-                setattr(projection, name, nn.Parameter(torch.zeros(written.shape, dtype=dtype), False))
+                padding = ZERO_TO_ALL if name == "weight" and role != "output" else 0.0
+                setattr(projection, name, nn.Parameter(torch.full(written.shape, padding, dtype=dtype), False))
     features = source.shape.in_features
     for role, positions in at.items():
         scaled = source.factors_of(role, exact, adapters=False).cpu() * factors.get(role, 1.0)

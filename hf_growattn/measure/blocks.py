@@ -215,6 +215,7 @@ def measure_moments(
         if not count > 0:
             continue  # the loss does not run this module
         size = (outputs[attention] / count.to(outputs[attention])).sqrt()
+        size = torch.where(size > 0, size, 1.0)  # a layer whose output weights are zero has no size of its own
         roots = _roots_of((of_layer / count).to(size), ridge, spread)
         source_roots = roots
         if attention in source_sums:

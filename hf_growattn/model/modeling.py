@@ -122,6 +122,13 @@ class WideModelMixin(_Model):
         kwargs.setdefault("use_safetensors", True)  # pickles may hold code
         return super().from_pretrained(*args, **kwargs)
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """Prepare it as the stock model does; a grown one is refused here, since its thread would only log why."""
+        for module in self.modules():
+            if isinstance(module, WideAttention) and module.extra is not None and module.extra.active_parts():
+                raise module.wider_than("Continuous batching")
+        return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore
+
     def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
         """Refuse what would leave a part of the model at random: transformers raises `loading_info.error_msgs`.
 
@@ -164,7 +171,7 @@ class WideModelMixin(_Model):
 def find_attentions(model: nn.Module, parts: Sequence[str] | None = None) -> list[tuple[Any, int, Any]]:
     """The stock attention modules that new dims can join, with their number and the sibling that projects the output.
 
-    The number is that of the layer where modules know it, each another one; otherwise their place in the model. The
+    The number is that of the layer where their names have one, each another; otherwise their place in the model. The
     sibling is None for modules with an output projection of their own.
     """
     found = []
@@ -172,9 +179,9 @@ def find_attentions(model: nn.Module, parts: Sequence[str] | None = None) -> lis
         for name, module in part.named_modules():
             sibling = part.get_submodule(name.rpartition(".")[0])._modules.get("output")
             if not isinstance(module, WideAttention) and not find_obstacle(module, sibling):
-                found.append((module, None if "output" in find_projections(module) else sibling))
-    numbers = number_layers([module for module, _ in found])
-    return [(module, number, sibling) for (module, sibling), number in zip(found, numbers)]
+                found.append((name, module, None if "output" in find_projections(module) else sibling))
+    numbers = number_layers([name for name, *_ in found])
+    return [(module, number, sibling) for (_, module, sibling), number in zip(found, numbers)]
 
 
 def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:

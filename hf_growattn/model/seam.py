@@ -148,11 +148,7 @@ class WideAttention(nn.Module):
         call.one_width = implementation not in UNEQUAL_WIDTHS
         cache = given.arguments.get(given.cache)
         if implementation == "vllm" or not isinstance(cache, (Cache, type(None))):
-            what = "vLLM" if cache is None else f"A {type(cache).__name__}"
-            raise ValueError(
-                f"{what} keeps keys and values of one width, and layer {self.layer} grew. Use model.generate instead "
-                "of continuous batching; for vLLM write the model by hf_growattn.export_model."
-            )
+            raise self.wider_than("vLLM" if cache is None else f"A {type(cache).__name__}")
         if cache is not None:
             given.arguments[given.cache] = widened(cache, call)
         self.call = call
@@ -173,6 +169,13 @@ class WideAttention(nn.Module):
         if isinstance(output, tuple):
             return output[0] + share.view(output[0].shape).to(output[0].dtype), *output[1:]
         return output + share.view(output.shape).to(output.dtype)
+
+    def wider_than(self, what: str) -> ValueError:
+        """The error of something that takes heads of one width."""
+        return ValueError(
+            f"{what} keeps keys and values of one width, and layer {self.layer} grew. Use model.generate instead of "
+            "continuous batching; for vLLM write the model by hf_growattn.export_model."
+        )
 
     def bind(self, args: tuple, kwargs: dict[str, Any]) -> Given:
         """Name what the forward was called with.
@@ -329,9 +332,9 @@ def _inner_model(model: nn.Module, name: str) -> nn.Module:
 
 def renumber(model: nn.Module) -> None:
     """Number the attention modules as loading will: layers may have been dropped, repeated or put in another order."""
-    modules = (module for part in growable_parts(model) for module in part.modules())
-    found = [module for module in modules if isinstance(module, WideAttention)]
-    for attention, number in zip(found, number_layers(found)):
+    modules = (named for part in growable_parts(model) for named in part.named_modules())
+    found = [(name, module) for name, module in modules if isinstance(module, WideAttention)]
+    for (_, attention), number in zip(found, number_layers([name for name, _ in found])):
         attention.layer = number
 
 
@@ -359,8 +362,8 @@ def dims_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def number_layers(attentions: list[Any]) -> list[int]:
-    """The number of the layer of each module, where they know different ones; otherwise their places."""
-    numbers = [getattr(attention, "layer_idx", None) for attention in attentions]
+def number_layers(names: list[str]) -> list[int]:
+    """The number of the layer of each module by its name, where those differ; otherwise their places."""
+    numbers = [next((int(part) for part in name.split(".") if part.isdecimal()), None) for name in names]
     is_clear = None not in numbers and len({*numbers}) == len(numbers)
     return numbers if is_clear else list(range(len(numbers)))  # pyright: ignore[reportReturnType]

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import math
 import random
+import shutil
 import traceback
 import warnings
 from collections import deque
@@ -18,13 +20,23 @@ from torch import nn
 from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
 from transformers import AutoConfig, Trainer, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig
 from ..growable.attention import is_adapted
-from ..growable.growths import GROWTH, growable_model, load_growth, name_kept, set_dims
+from ..growable.growths import (
+    DESCRIPTION,
+    GROWTH,
+    growable_model,
+    is_grown,
+    load_growth,
+    name_kept,
+    save_with_adapters,
+    set_dims,
+)
 from ..growable.training_state import sharded_modules
+from ..model.configuration import CODE_FOLDER
 from ..report.report import GrowthReport
 
 _MOMENTS = ("middle", "epoch", "plateau")
@@ -67,6 +79,8 @@ class GrowthCallback(TrainerCallback):
             raise ValueError('Say when to grow by one of steps=[500, 1000], at="epoch" and at="plateau".')
         if at not in _MOMENTS:
             raise ValueError(f"at must be one of {', '.join(map(repr, _MOMENTS))}; got {at!r}.")
+        if steps is not None and not (isinstance(steps, Sequence) and len(steps)):
+            raise ValueError(f"steps must be a list of at least one step, as in steps=[500]; got {steps!r}.")
         counts = {"batches": batches, "max_growths": max_growths}
         counts |= {f"steps[{index}]": step for index, step in enumerate(steps or ())}
         for name, value in counts.items():
@@ -74,6 +88,7 @@ class GrowthCallback(TrainerCallback):
                 raise ValueError(f"{name} must be a whole number, at least 1; got {value!r}.")
         self.config, self.steps, self.at, self.batches, self.max_growths = config, steps, at, batches, max_growths
         self.reports: list[GrowthReport] = []
+        self._made = self._made_before = 0  # growths of a training that did not end, and of one that was begun again
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
         """Let a checkpoint be resumed whose new dims do not come with its model: shards, or adapters alone."""
@@ -82,16 +97,27 @@ class GrowthCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Check that growth will be possible, before hours of training."""
-        if self.steps and max(self.steps) >= state.max_steps:
-            raise ValueError(
-                f"Growth is set for step {max(self.steps)}, but training ends at step {state.max_steps}. Choose an "
-                "earlier step, so that there is training after the growth."
-            )
+        self._trainer = _trainer_of(state)
         if self.at == "plateau" and args.eval_strategy == "no":
             raise ValueError('at="plateau" watches the evaluation loss: set eval_strategy and eval_dataset.')
-        self._trainer = _trainer_of(state)
+        due = self._last_due(args, state)
+        if due >= state.max_steps:
+            raise ValueError(
+                f"Growth is set for step {due}, but training ends at step {state.max_steps}. Choose an earlier step, "
+                "so that there is training after the growth."
+            )
+        if getattr(args, "sync_ref_model", False):
+            raise ValueError("sync_ref_model=True mixes the model into one that does not grow along: leave it out.")
         wrapped: Any = self._trainer.model_wrapped
         self._grower = Grower(wrapped, self.config, self._trainer.optimizer)
+        model = self._grower.model
+        if any(entry[_ADDED] for entry in _growths(state)) and not is_grown(model):
+            raise ValueError(
+                "This training had grown when it was saved, and its model has not: hand GrowthCallback over as "
+                "Trainer(callbacks=[...]), so that it can load the growth before the optimizer."
+            )
+        save_with_adapters(model)
+        self._made_before = self._made if is_grown(model) and not _growths(state) else 0
         if state.global_step == 0:
             self._grower.loss = loss_of(self._trainer)
             self._grower.check(self._growth_batches(args, state, 2))
@@ -107,6 +133,7 @@ class GrowthCallback(TrainerCallback):
             with name_kept(self._grower.model):  # Trainer's model card says what the run was started from
                 report = self._grower.grow(self._growth_batches(args, state, self.batches))
             self.reports.append(report)
+            self._made += 1
             if state.is_world_process_zero:
                 tqdm.write(f"Step {state.global_step}:\n{report}")
             due = control.should_log  # logging takes this back, and the step's own logs may still be due
@@ -119,17 +146,26 @@ class GrowthCallback(TrainerCallback):
         if state.is_world_process_zero and self._trainer.is_fsdp_enabled:
             self._grower.model.config.save_pretrained(Path(str(args.output_dir), f"checkpoint-{state.global_step}"))
 
+    def on_push_begin(self, args, state, control, **kwargs):
+        """Let a push amid training take along what a checkpoint keeps in folders: Trainer copies its files alone."""
+        checkpoint = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+        for name in (GROWTH, CODE_FOLDER) if state.is_world_process_zero else ():
+            if (checkpoint / name).is_dir():
+                shutil.copytree(checkpoint / name, checkpoint.with_name(name), dirs_exist_ok=True)
+
     def on_train_end(self, args, state, control, **kwargs):
         """Give the best model its own new dims, and warn if nothing ever grew."""
+        self._made = 0
         if args.load_best_model_at_end and state.best_model_checkpoint:  # of adapters, Trainer has loaded those alone
             _set_saved_dims(self._grower.model, Path(state.best_model_checkpoint))
-        if not _growths(state):
+        if not _growths(state) and not self._made_before:
             warnings.warn("GrowthCallback never fired: choose an earlier time to grow.", stacklevel=2)
 
     def is_time(self, state, epoch_ended: bool = False) -> bool:
         """Whether to grow after the optimizer step that was just taken."""
-        growths = _growths(state)
-        if state.global_step >= state.max_steps or (self.max_growths and len(growths) >= self.max_growths):
+        growths, most = _growths(state), self.max_growths or (len(self.steps) if self.steps else math.inf)
+        most = 1 if self.at == "middle" and not self.steps else most
+        if state.global_step >= state.max_steps or self._made_before + len(growths) >= most:
             return False
         if growths and growths[-1]["step"] == state.global_step:
             return False
@@ -145,6 +181,18 @@ class GrowthCallback(TrainerCallback):
         losses = _evaluation_losses(state, since)
         return len(losses) > 1 and losses[-1] >= min(losses[:-1])
 
+    def _last_due(self, args, state) -> int:
+        """The last of the steps to grow after, or the first one that `at` allows; 0 where that cannot be known."""
+        if self.steps:
+            return max(self.steps)
+        if self.at == "middle":
+            return max(state.max_steps // 2, 1)
+        loader = self._trainer.callback_handler.train_dataloader
+        epoch = math.ceil(len(loader) / args.gradient_accumulation_steps) if has_length(loader) else 0
+        if self.at == "epoch":
+            return epoch
+        return (epoch if args.eval_strategy == "epoch" else state.eval_steps) * (1 if args.eval_on_start else 2)
+
     def _growth_batches(self, args, state, count: int) -> list[dict]:
         """This rank's part of `count` batches for each rank, which are the same for any number of ranks."""
         loader: Any = self._trainer.callback_handler.train_dataloader
@@ -157,7 +205,13 @@ class GrowthCallback(TrainerCallback):
                 drawn = [rows for rows in drawn if len(rows) > (world - 1) * size] or drawn
                 parts = [[dataset[row] for row in rows[mine * size : (mine + 1) * size]] for rows in drawn]
             else:
-                rows = list(islice(dataset, count * world * size))
+                stream = iter(dataset)
+                if stream is dataset:
+                    raise ValueError(
+                        "The training data can be read once, so growth would take rows from the training. Let its "
+                        "__iter__ begin anew, as a generator function does."
+                    )
+                rows = list(islice(stream, count * world * size))
                 streamed = [rows[start : start + size] for start in range(0, len(rows), size)]
                 parts = streamed[: len(streamed) // world * world or None][mine::world]
             parts = [rows for rows in parts if rows]
@@ -169,13 +223,20 @@ class GrowthCallback(TrainerCallback):
                 f"{type(self._trainer).__name__} makes its batches while it trains, so growth cannot draw any. Call "
                 "Grower yourself, between two trainings, with batches and a loss= of your own."
             )
-        return [dict(batch) for batch in batches]
+        useful = [batch for batch in batches if not _is_ignored(batch.get("labels"))] or batches
+        # Each rank keeps its number of batches.
+        return [dict(useful[i % len(useful)] if _is_ignored(b.get("labels")) else b) for i, b in enumerate(batches)]
+
+
+def _is_ignored(labels: Any) -> bool:
+    """Whether a batch has no label that counts: its own loss is not a number, though training goes on."""
+    return isinstance(labels, torch.Tensor) and bool((labels == -100).all())
 
 
 def _set_saved_dims(model: nn.Module, checkpoint: Path) -> None:
     """Give a model the new dims of a checkpoint, with their weights where the checkpoint itself has adapters alone."""
     if any(map(is_adapted, model.modules())):
-        if (checkpoint / GROWTH).is_dir():
+        if (checkpoint / GROWTH / DESCRIPTION).is_file():
             load_growth(model, checkpoint / GROWTH)
         else:
             set_dims(model, {})

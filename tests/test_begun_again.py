@@ -1,0 +1,214 @@
+"""Trainings that are cut off, resumed or begun again keep what grew, before them too, and say early what cannot be."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from families import build, lm_batches, tokens
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from test_trainer import CONFIG, grown_at, trainer
+from torch.utils.data import IterableDataset
+from training import Rows
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from hf_growattn import Grower, GrowthCallback, GrowthConfig, load_growth, patch_model
+from hf_growattn.growable.growths import attentions, dims_of, extra_parameters, save_with_adapters
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+LORA = {"r": 2, "init_lora_weights": False, "target_modules": ["q_proj", "o_proj"]}
+
+
+def adapted(model, **options):
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(**LORA | options))
+
+
+@pytest.fixture
+def grown_base(tmp_path):
+    """A folder of a model that grew."""
+    model = patch_model(build("llama-2"))
+    assert Grower(model, CONFIG).grow(lm_batches(2)).applied
+    model.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("how", ["resumed from before", "best before"])
+def test_lora_on_a_grown_base_keeps_what_the_base_grew_before(how, grown_base, tmp_path):
+    growth, options = GrowthCallback(CONFIG, steps=[4], batches=4), dict(SAVING)
+    if how == "best before":
+        options |= dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, learning_rate=1e-3)
+    run = trainer(tmp_path / "run", growth, adapted(AutoModelForCausalLM.from_pretrained(grown_base)), **options)
+    before = [parameter.detach().clone() for parameter in extra_parameters(run.model)]
+    run.train()
+    if how == "best before":
+        run.state.best_model_checkpoint = str(tmp_path / "run" / "checkpoint-2")
+        run.callback_handler.on_train_end(run.args, run.state, run.control)
+        kept = run.model
+    else:
+        assert grown_at(run.state) == [4]
+        growth = GrowthCallback(CONFIG, steps=[4], batches=4)
+        again = trainer(tmp_path / "run", growth, adapted(AutoModelForCausalLM.from_pretrained(grown_base)), **SAVING)
+        again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+        kept = again.model
+        assert {name for parts in dims_of(kept).values() for name in parts} == {"growth_1", "growth_2"}
+    named = dict(kept.named_parameters())
+    found = [named[name] for name in named if ".parts.growth_1." in name]
+    assert len(found) == len(before)
+    for one, other in zip(found, before):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)  # LoRA froze them
+
+
+def test_a_growth_of_a_former_save_goes_with_a_save_that_has_none(tmp_path):
+    model = adapted(patch_model(build("llama-2")))
+    assert Grower(model, CONFIG).grow(lm_batches(2)).applied
+    model.save_pretrained(tmp_path)
+    (tmp_path / "growth" / "theirs.txt").write_text("stays")
+    other = adapted(patch_model(build("llama-2")))
+    save_with_adapters(other.get_base_model())
+    other.save_pretrained(tmp_path)
+    assert [path.name for path in (tmp_path / "growth").iterdir()] == ["theirs.txt"]
+    assert "its base grew" not in (tmp_path / "adapter_config.json").read_text()
+
+
+def test_adapters_on_a_base_that_grew_before_do_not_name_its_stock_checkpoint(tmp_path):
+    build("llama-2").save_pretrained(tmp_path / "stock")
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
+    assert Grower(model, CONFIG).grow(lm_batches(2)).applied
+    adapted(model, task_type="CAUSAL_LM").save_pretrained(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    with pytest.raises(RuntimeError, match="grew in memory"):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("part", ["one layer", "queries", "adapters with a copy"])
+def test_a_state_of_a_part_of_the_model_leaves_the_growth(part, tmp_path):
+    model = patch_model(build("llama-2"))
+    assert Grower(model, CONFIG).grow(lm_batches(2)).applied
+    dims = dims_of(model)
+    if part == "adapters with a copy":
+        adapted(patch_model(build("llama-2")), target_modules=["q_proj"], modules_to_save=["o_proj"]).save_pretrained(
+            tmp_path
+        )
+        model = PeftModel.from_pretrained(model, tmp_path)
+    else:
+        chosen = "layers.0." if part == "one layer" else "q_proj"
+        state = {name: value for name, value in build("llama-2").state_dict().items() if chosen in name}
+        model.load_state_dict(state, strict=False)
+    assert dims_of(model) == dims
+
+
+def test_a_callback_that_is_added_late_says_how_to_resume_adapters(tmp_path):
+    growth = GrowthCallback(CONFIG, steps=[2], batches=4)
+    options = dict(SAVING, save_only_model=True)
+    trainer(tmp_path, growth, adapted(patch_model(build("llama-2"))), **options).train()
+    again = trainer(tmp_path, None, adapted(patch_model(build("llama-2"))), **options)
+    again.add_callback(GrowthCallback(CONFIG, steps=[2], batches=4))
+    with pytest.raises(ValueError, match=r"had grown when it was saved.*callbacks=\[\.\.\.\]"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+class Fails(TrainerCallback):
+    """Ends the first training after a step, as a lack of memory does."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            self.at = 0
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", [{}, {"steps": [2, 5]}, {"at": "epoch", "max_growths": 1}])
+def test_a_training_that_is_begun_again_does_not_grow_again(when, tmp_path):
+    growth = GrowthCallback(CONFIG, batches=4, **when)
+    run = trainer(tmp_path, growth, num_train_epochs=3, max_steps=-1 if "at" in when else 6)
+    run.add_callback(Fails(8 if "at" in when else 4))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="GrowthCallback never fired")
+        run.train()
+    assert len(growth.reports) == (2 if "steps" in when else 1)
+    assert len(growth.reports) == len({name for parts in dims_of(run.model).values() for name in parts})
+
+
+NEVER = [
+    ({}, {"max_steps": 1}),
+    ({"at": "epoch"}, {"max_steps": -1, "num_train_epochs": 1}),
+    ({"at": "epoch"}, {"max_steps": 5}),
+    ({"at": "plateau"}, {"eval_strategy": "steps", "eval_steps": 4}),
+    ({"at": "plateau"}, {"eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}),
+]
+
+
+@pytest.mark.parametrize("when, options", NEVER)
+def test_a_growth_that_can_never_come_is_refused_before_training(when, options, tmp_path):
+    run = trainer(tmp_path, GrowthCallback(CONFIG, **when), **options)
+    with pytest.raises(ValueError, match=r"set for step \d+, but training ends at step \d+"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+@pytest.mark.parametrize("steps", [[], range(0), 5, iter([2])])
+def test_steps_are_a_list_of_some(steps):
+    with pytest.raises(ValueError, match=r"steps must be a list of at least one step"):
+        GrowthCallback(CONFIG, steps=steps)
+
+
+def test_a_reference_that_is_mixed_with_the_model_is_refused(tmp_path):
+    run = trainer(tmp_path, GrowthCallback(CONFIG))
+    run.args.sync_ref_model = True  # of TRL's DPO
+    with pytest.raises(ValueError, match="sync_ref_model=True"):
+        run.train()
+
+
+def test_batches_without_a_label_that_counts_are_passed_over(tmp_path):
+    """Such rows have no loss of their own; where steps accumulate, training goes on with the others."""
+
+    class Masked(Rows):
+        def __getitem__(self, row):
+            found = super().__getitem__(row)
+            return found if row % 3 else {**found, "labels": torch.full_like(found["labels"], -100)}
+
+    options = dict(per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    run = trainer(tmp_path, GrowthCallback(CONFIG, batches=6), data=Masked(24), **options)
+    run.train()
+    assert grown_at(run.state) == [3]
+
+
+def test_a_stream_that_is_read_once_is_refused_before_training(tmp_path):
+    class Once(IterableDataset):
+        def __init__(self):
+            self.rows = iter([Rows(24)[row] for row in range(24)])
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(self.rows)
+
+    run = trainer(tmp_path, GrowthCallback(CONFIG), data=Once())
+    with pytest.raises(ValueError, match=r"read once.*__iter__ begin anew"):
+        run.train()
+
+
+def test_a_push_amid_training_takes_folders_of_the_checkpoint_along(tmp_path):
+    run = trainer(tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), **SAVING)
+    run.train()
+    run.callback_handler.on_push_begin(run.args, run.state, run.control)
+    assert (tmp_path / "growattn" / "modeling.py").is_file()
+
+
+def test_a_growth_is_loaded_from_the_checkpoint_of_adapters(tmp_path, grown_base):
+    """Also that of a base which had grown before the training."""
+    model = adapted(AutoModelForCausalLM.from_pretrained(grown_base))
+    trainer(tmp_path / "run", GrowthCallback(GrowthConfig(qk_dims=1), steps=[5], batches=4), model, **SAVING).train()
+    fresh = patch_model(build("llama-2"))
+    load_growth(fresh, tmp_path / "run" / "checkpoint-2" / "growth")
+    assert dims_of(fresh) == dims_of(AutoModelForCausalLM.from_pretrained(grown_base))
+    assert load_file(tmp_path / "run" / "checkpoint-2" / "growth" / "growth.safetensors")
+    assert torch.isfinite(fresh(tokens()).logits).all() and attentions(fresh)[0].parts
