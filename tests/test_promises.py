@@ -1,0 +1,183 @@
+"""Small promises, each of a line or two of the package: what no larger test would notice if it broke."""
+
+import copy
+import json
+
+import numpy
+import peft
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from families import build, lm_batches, tokens
+from transformers import BertConfig, BertForMaskedLM
+from transformers.models.auto import tokenization_auto
+
+from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, patch_model
+from hf_growattn.grow import growth as growing
+from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
+from hf_growattn.interop.cards import write_card
+from hf_growattn.measure import functional as F
+from hf_growattn.measure.blocks import KINDS, measure_moments
+from hf_growattn.measure.passes import Objective, preserved_state
+from hf_growattn.model.configuration import register_type_names
+from hf_growattn.model.extra import in_order
+from hf_growattn.training.trainer import _random_states_kept
+
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+
+
+def widths(model) -> list[int]:
+    return [attention.width_of(role) for attention in attentions(model) for role in ("query", "value")]
+
+
+def test_growths_stand_in_the_order_in_which_they_came():
+    names = [f"growth_{number}" for number in range(1, 13)]
+    assert [name for name, _ in in_order(dict.fromkeys(sorted(names)))] == names
+
+
+def test_a_forward_that_fails_leaves_nothing_behind():
+    """Such as one that runs out of memory: activations would stay alive, and a model that holds them has no copy."""
+    model = patch_model(build("llama-2"))
+    Grower(model, CONFIG).grow(lm_batches(2))
+    before = model(tokens()).logits
+    attention = attentions(model)[0]
+    hook = attention.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens())
+    hook.remove()
+    assert attention.call is None
+    assert torch.equal(copy.deepcopy(model)(tokens()).logits, before)
+
+
+def test_what_accelerate_hooked_before_the_patch_adds_new_values():
+    """A hooked module keeps a bound forward, in BERT's family also the one that projects the output."""
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=97, hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=32)
+    model = BertForMaskedLM(config).eval()
+    hooked = copy.deepcopy(model)
+    for module in hooked.modules():
+        add_hook_to_module(module, ModelHook())
+    found = []
+    for each in (model, hooked):
+        part = attentions(patch_model(each))[0].add_part("growth_1", 2, 2)
+        torch.manual_seed(1)
+        for parameter in part.parameters():
+            torch.nn.init.normal_(parameter)
+        sync_config(each)
+        found.append(each(tokens()).logits)
+    assert torch.equal(*found)
+
+
+def test_types_whose_hub_names_another_tokenizer_are_known_by_our_name(monkeypatch):
+    monkeypatch.setattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", {"llama"})
+    register_type_names("llama")
+    assert "growattn_llama" in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+
+
+@pytest.mark.parametrize("listed", ["theirs.safetensors", "notes.txt", "../above.safetensors"])
+def test_a_save_removes_no_file_that_an_index_names_but_that_is_no_shard(listed, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / listed).write_text("theirs")
+    index = {"metadata": {}, "weight_map": {"some.weight": listed}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    patch_model(build("llama-2")).save_pretrained(folder)
+    assert (folder / listed).read_text() == "theirs"
+
+
+def test_padding_does_not_count_in_the_size_of_an_output():
+    model, (batch, *_) = patch_model(build("llama-2").double()), lm_batches(1)
+    plain = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+    plain["attention_mask"] = torch.ones_like(plain["input_ids"])
+    padded = {
+        name: torch.nn.functional.pad(value, (0, 7), value=-100 if name == "labels" else 0)
+        for name, value in plain.items()
+    }
+    sizes = []
+    for each in (plain, padded):
+        with preserved_state(model, []):
+            blocks, _ = measure_moments(Objective(model), attentions(model), [KINDS["messages"]], [each], 1e-9)
+        sizes.append(torch.stack([block.roots.stacked_root for block in blocks]))
+    torch.testing.assert_close(*sizes, rtol=1e-6, atol=0)  # the rotary angles are fp32
+
+
+def test_inputs_that_nearly_depend_on_each_other_give_no_direction_of_rounding():
+    torch.manual_seed(0)
+    matrix, clean = torch.randn(1, 12, 20), torch.randn(1, 20, 3)
+    twice = torch.cat((clean, clean + 1e-6 * torch.randn_like(clean)), -1)
+    noise = 1e-6 * torch.randn(1, 12, 6)  # as passes in fp32 leave
+    _, expected, *_ = F.directions_from_products(clean, matrix @ clean, 3)
+    _, found, *_ = F.directions_from_products(twice, matrix @ twice + noise, 6)
+    torch.testing.assert_close(found[..., :3], expected, rtol=1e-3, atol=1e-3)
+    assert (found[..., 3:] < 1e-3 * expected[..., :1]).all()
+
+
+def test_a_growth_is_kept_once():
+    model = patch_model(build("llama-2"))
+    found = Grower(model, CONFIG).find(lm_batches(4))
+    assert found.keep().applied
+    grown = widths(model), len(extra_parameters(model))
+    found.keep()
+    assert (widths(model), len(extra_parameters(model))) == grown and not found.parts
+
+
+def test_what_is_called_validated_is_measured_by_the_other_half(monkeypatch):
+    given, seen = lm_batches(4), []
+    half_of = {id(batch["input_ids"]): number % 2 for number, batch in enumerate(given)}
+    original = growing.losses_of
+
+    class Noted(growing.Trial):
+        def set_steps(self, steps, half=None):
+            self.half = seen_half[0] = half
+            super().set_steps(steps, half)
+
+    seen_half = [None]
+    monkeypatch.setattr(growing, "Trial", Noted)
+    monkeypatch.setattr(
+        growing,
+        "losses_of",
+        lambda objective, batches: (
+            seen.extend((seen_half[0], half_of[id(batch["input_ids"])]) for batch in batches)
+            or original(objective, batches)
+        ),
+    )
+    assert Grower(patch_model(build("llama-2")), CONFIG).find(given).report.validated_loss
+    assert seen and all(found == 1 - measured for found, measured in seen)
+
+
+def test_a_limit_and_a_multiple_hold_together():
+    (attention, *_) = attentions(patch_model(build("llama-2")))
+    width = attention.width_of("query")
+    config = GrowthConfig(qk_dims=20, max_qk_head_dim=width + 13, multiple_of=8)
+    dims = config.most_dims(attention, KINDS["patterns"])
+    assert 0 < dims <= 13 and (width + dims) % 8 == 0
+
+
+def test_a_folder_that_looks_like_a_hub_id_is_not_published_as_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build("llama-2").save_pretrained("my/llama")
+    model = patch_model(type(build("llama-2")).from_pretrained("my/llama"))
+    Grower(model, CONFIG).grow(lm_batches(2))
+    for there, named in ((True, False), (False, True)):
+        if not there:
+            (tmp_path / "my").rename(tmp_path / "elsewhere")
+        write_card(model, tmp_path / "card")
+        assert ("base_model: my/llama" in (tmp_path / "card" / "README.md").read_text()) == named
+
+
+def test_a_stock_model_is_stock_again_after_several_adapters():
+    base = build("llama-2")
+    kind, expected = type(base), base(tokens()).logits
+    model = peft.get_peft_model(base, GrowAttnConfig(qk_dims=1))
+    model.add_adapter("other", GrowAttnConfig(v_dims=1))
+    model.unload()
+    assert type(base) is kind and torch.equal(base(tokens()).logits, expected)
+
+
+def test_what_growth_draws_leaves_all_random_states():
+    torch.manual_seed(0), numpy.random.seed(0)
+    expected = torch.rand(2), numpy.random.rand(2)
+    torch.manual_seed(0), numpy.random.seed(0)
+    with _random_states_kept():
+        torch.rand(5), numpy.random.rand(5)
+    assert torch.equal(torch.rand(2), expected[0]) and (numpy.random.rand(2) == expected[1]).all()
