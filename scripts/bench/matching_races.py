@@ -84,8 +84,11 @@ def make_page(rows: list[dict]) -> page.Page:
     of = {steps: [row for row in rows if row["steps"] == steps] for steps in sorted({row["steps"] for row in rows})}
     right = {steps: sum(map(is_right, several)) for steps, several in of.items()}
     parts = [f"{count} of {len(of[steps])} with {steps} steps" for steps, count in right.items()]
-    misled = [steps for steps, several in of.items() if right[steps] < len(several)]
-    verdict = f"The longest length that misleads is {max(misled)} steps." if misled else "No length misleads."
+    verdict, wrong = "None misleads.", [row for row in rows if not is_right(row)]
+    if wrong:
+        tasks = " and ".join(dict.fromkeys(row["task"] for row in wrong))
+        most = max(abs(row["long"] or 0.0) for row in wrong)
+        verdict = f"Those that mislead are on {tasks}, where their winners end at most {most:.3f} nats higher."
     return page.Page(
         title="Matching records in races",
         claim=f"Races on tasks of the matching page are right in {', '.join(parts)}. {verdict} The default of "
@@ -103,7 +106,7 @@ spends the whole budget, with no LoRA on read-in and head. Seconds are processor
             page.Reach(
                 f"Races of {DEFAULT} steps on matching and classifying: all right",
                 f"{right[DEFAULT]} of {len(of[DEFAULT])}",
-                "missed" if DEFAULT in misled else "reached",
+                "missed" if right[DEFAULT] < len(of[DEFAULT]) else "reached",
             )
         ]
         if DEFAULT in of
