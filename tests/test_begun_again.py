@@ -1,6 +1,5 @@
 """Trainings that are cut off, resumed or begun again keep what grew, before them too, and say early what cannot be."""
 
-import json
 import warnings
 
 import pytest
@@ -78,8 +77,8 @@ def test_adapters_on_a_base_that_grew_before_do_not_name_its_stock_checkpoint(tm
     model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
     assert Grower(model, CONFIG).grow(lm_batches(2)).applied
     adapted(model, task_type="CAUSAL_LM").save_pretrained(tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
-    with pytest.raises(RuntimeError, match="grew in memory"):
+    assert {path.name for path in (tmp_path / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
+    with pytest.raises(Exception, match="grew in memory: save it whole"):  # the Hub's client has an error of its own
         AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
 
 

@@ -127,11 +127,8 @@ def test_reports_say_what_was_written(reloaded):
         assert f"Width of all heads: {width}" in str(report)
         assert f"KV cache: {report.cache_bytes[1]:,} bytes a token" in str(report)
         weights = load_file(folder / name / "model.safetensors")
-        rows = [
-            weight.norm(dim=1) for key, weight in weights.items() if key.endswith(("q_proj.weight", "k_proj.weight"))
-        ]
-        if rows:  # DoRA divides by them
-            assert ("DoRA" in str(report)) == any((norms == 0).any() for norms in rows), name
+        ends = ("q_proj.weight", "k_proj.weight", "v_proj.weight")  # DoRA divides by the norms of rows
+        assert all((weight.norm(dim=1) > 0).all() for key, weight in weights.items() if key.endswith(ends)), name
 
 
 def test_default_rotation_is_read_alike_by_other_engines(reloaded):

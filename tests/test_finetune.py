@@ -101,7 +101,7 @@ def test_two_processes_train_as_one(given, forks, tmp_path):
 
 
 @pytest.mark.parametrize("options, said", [
-    ("--grow_at plateau --eval_steps 2", "no growth was due before the end"),
+    ("--grow_at plateau --eval_steps 1 --max_steps 4", "no growth was due before the end"),
     ("--max_growths 0", ""),
 ])  # fmt: skip
 def test_a_training_that_did_not_grow_is_saved_as_a_stock_model(given, tmp_path, options, said):

@@ -71,7 +71,9 @@ def test_pushing_passes_every_wish_on(tmp_path, monkeypatch):
     wishes = {"token": "secret", "private": True, "commit_message": "grown"}
     assert calls == [(("m",), wishes)] and (tmp_path / "m" / "model.safetensors").exists()
     grown(4).save_pretrained(tmp_path / "m", push_to_hub=True, repo_id="me/grown")
-    assert calls[1] == (("me/grown",), {"token": None})
+    assert calls[1] == (("me/grown",), {})
+    grown(4).save_pretrained(tmp_path / "m", push_to_hub=True, variant="fp16", max_shard_size="20KB")
+    assert calls[2] == (("m",), {"variant": "fp16", "max_shard_size": "20KB"})  # what is pushed is what was saved
 
 
 @pytest.mark.parametrize("way", WAYS)

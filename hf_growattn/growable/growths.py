@@ -35,6 +35,7 @@ _DESCRIBED = ("model_type", "extra_dims")
 GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
 _ADAPTER = "adapter_config.json"
 _REMINDER = "its base grew: call hf_growattn.load_growth(model, folder + '/growth')"  # peft quotes unknown fields
+_UNSAVED = "a model that grew in memory: save it whole, and load its adapters onto that"
 _NOWHERE = str(Path(__file__).parent / "grown_in_memory")
 
 Parts = dict[GrowableAttention, dict[str, Part]]  # of each attention module by name
@@ -291,7 +292,7 @@ AutoConfig.register(GrownInMemoryConfig.model_type, GrownInMemoryConfig, exist_o
 def leave_checkpoint(model: PreTrainedModel) -> None:
     """Note that no checkpoint holds a model any more; `origin_of` still knows the one it came from."""
     vars(model)["grown_from"] = origin_of(model)
-    model.name_or_path = _NOWHERE  # which peft notes as the base of its adapters
+    model.name_or_path = _UNSAVED  # which peft notes as the base of its adapters, and quotes
     for config in growable_configs(model):
         config._name_or_path = _NOWHERE
 

@@ -44,15 +44,14 @@ class ExportReport:
     parameters: tuple[int, int]
 
     def __str__(self) -> str:
-        lines = [
-            f"A stock {self.model_type} with {self.parameters[1]:,} parameters in {self.path}.",
-            f"Width of all heads: {self.head_dim}.",
-            "KV cache: {:,} bytes a token, {:,} before the export.".format(*reversed(self.cache_bytes)),
-            f"Largest difference of the logits: {self.difference:.1e} of the largest logit.",
-        ]
-        if self.parameters[1] > self.parameters[0]:
-            lines.append("Rows of zeros fill up the heads. DoRA divides by the norm of each: train with plain LoRA.")
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                f"A stock {self.model_type} with {self.parameters[1]:,} parameters in {self.path}.",
+                f"Width of all heads: {self.head_dim}.",
+                "KV cache: {:,} bytes a token, {:,} before the export.".format(*reversed(self.cache_bytes)),
+                f"Largest difference of the logits: {self.difference:.1e} of the largest logit.",
+            ]
+        )
 
 
 def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportReport:
