@@ -18,7 +18,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.growths import origin_of
 
 LORA = dict(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -239,6 +239,8 @@ def test_a_model_that_grew_is_not_taken_for_its_checkpoint(tmp_path):
     assert origin_of(model) == origin_of(copy.deepcopy(model)) == str(tmp_path / "stock")
     Grower(model, GrowthConfig(qk_dims=1)).grow(lm_batches())
     assert origin_of(model) == str(tmp_path / "stock")
+    stock = unpatch_model(copy.deepcopy(model), drop_growth=True)
+    assert stock.name_or_path == stock.config.name_or_path == str(tmp_path / "stock")
     model.save_pretrained(tmp_path / "grown")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "grown").config.name_or_path == str(tmp_path / "grown")
     Grower(patched := patch_model(build("llama-2")), GrowthConfig(qk_dims=1)).measure(lm_batches())

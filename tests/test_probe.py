@@ -342,7 +342,7 @@ def test_memory_of_the_sketch_stays_near_a_training_step(forks):
 
 def test_padding_does_not_count_in_the_size_of_outputs():
     """By it the steps of messages are measured."""
-    model, batch = patch_model(build("llama-2")), padded()
+    model, batch = patch_model(build("llama-2")), padded(left=False)
     batch["labels"] = batch["input_ids"]
     outputs: dict = {}
     for attention in attentions(model):

@@ -13,12 +13,12 @@ from transformers import BertConfig, BertForMaskedLM
 from transformers.models.auto import tokenization_auto
 
 from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, patch_model
+from hf_growattn.cli.commands import main
 from hf_growattn.grow import growth as growing
 from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
 from hf_growattn.interop.cards import write_card
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.blocks import KINDS, measure_moments
-from hf_growattn.measure.passes import Objective, preserved_state
+from hf_growattn.measure.blocks import KINDS
 from hf_growattn.model.configuration import register_type_names
 from hf_growattn.model.extra import in_order
 from hf_growattn.training.trainer import _random_states_kept
@@ -83,22 +83,6 @@ def test_a_save_removes_no_file_that_an_index_names_but_that_is_no_shard(listed,
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     patch_model(build("llama-2")).save_pretrained(folder)
     assert (folder / listed).read_text() == "theirs"
-
-
-def test_padding_does_not_count_in_the_size_of_an_output():
-    model, (batch, *_) = patch_model(build("llama-2").double()), lm_batches(1)
-    plain = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
-    plain["attention_mask"] = torch.ones_like(plain["input_ids"])
-    padded = {
-        name: torch.nn.functional.pad(value, (0, 7), value=-100 if name == "labels" else 0)
-        for name, value in plain.items()
-    }
-    sizes = []
-    for each in (plain, padded):
-        with preserved_state(model, []):
-            blocks, _ = measure_moments(Objective(model), attentions(model), [KINDS["messages"]], [each], 1e-9)
-        sizes.append(torch.stack([block.roots.stacked_root for block in blocks]))
-    torch.testing.assert_close(*sizes, rtol=1e-6, atol=0)  # the rotary angles are fp32
 
 
 def test_inputs_that_nearly_depend_on_each_other_give_no_direction_of_rounding():
@@ -181,3 +165,11 @@ def test_what_growth_draws_leaves_all_random_states():
     with _random_states_kept():
         torch.rand(5), numpy.random.rand(5)
     assert torch.equal(torch.rand(2), expected[0]) and (numpy.random.rand(2) == expected[1]).all()
+
+
+def test_one_process_of_several_prints(tmp_path, monkeypatch, capsys):
+    build("llama-2").save_pretrained(tmp_path)
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert main(["inspect", str(tmp_path)]) == 0
+        assert bool(capsys.readouterr().out) == (rank == "0")

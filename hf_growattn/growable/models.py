@@ -232,7 +232,12 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
             "model.save_pretrained, write a stock checkpoint of it with hf_growattn.export_model, or lose the new dims "
             "with unpatch_model(model, drop_growth=True)."
         )
-    for config in growable_configs(model):
+    configs, own = growable_configs(model), vars(model)
+    if "grown_from" in own:  # no checkpoint held the grown model, and this one is its origin's again
+        for named in (model, *configs):
+            named.name_or_path = own["grown_from"]
+        del own["grown_from"]
+    for config in configs:
         if getattr(config, "auto_map", None) == auto_map(config.model_type):
             del config.auto_map
         del config.growable_parts, config.extra_dims
