@@ -46,10 +46,11 @@ class GrowableModelMixin(WideModelMixin):
                 return super().save_pretrained(discarded, is_main_process, **kwargs)
         target = Path(save_directory).resolve()
         hub_kwargs = {key: kwargs.pop(key) for key in list(kwargs) if key not in _SAVING}
-        with replacing(target) as partial:
-            super().save_pretrained(partial, is_main_process, **kwargs)
+        state = kwargs.get("state_dict")
+        with replacing(target) as partial:  # saving empties the state that it is given, and a push saves anew
+            super().save_pretrained(partial, is_main_process, **kwargs | {"state_dict": state and dict(state)})
         if getattr(self, "_hf_peft_config_loaded", False):  # those were its adapters alone
-            save_growth_beside(self, target, kwargs.get("state_dict"))
+            save_growth_beside(self, target, state)
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), **kwargs, **hub_kwargs)
 

@@ -1,5 +1,6 @@
 """Model cards of grown models, and pushes to the Hub in one commit."""
 
+import inspect
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -129,10 +130,11 @@ def push_model(
     repo_id: str,
     *,
     reports: Iterable[GrowthReport] = (),
-    max_shard_size: int | str = "50GB",
     **options,
 ) -> CommitInfo:
     """Push a grown model with a card, in one commit; this is `model.push_to_hub`, whose other options work, too.
+
+    Options that `push_folder` does not know, such as `variant` and `state_dict`, are those of `save_pretrained`.
 
     With `reports` of the growths the card is written again; without them a card in the repository stays.
 
@@ -142,8 +144,10 @@ def push_model(
     """
     refuse_sharded(model, [])  # every process would push
     reports = list(reports)
+    known, pushing = (inspect.signature(each).parameters for each in (PreTrainedModel.save_pretrained, push_folder))
+    saving = {"max_shard_size": "50GB"} | {name: options.pop(name) for name in {*options} & {*known} - {*pushing}}
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        model.save_pretrained(folder, **saving)
         if reports:
             write_card(model, folder, reports)
         return push_folder(model, Path(folder), repo_id, **options)
@@ -185,7 +189,9 @@ def push_folder(
     complete_card(model, folder, repo_id)
     if tags:
         metadata = metadata_load(card) or {}
-        metadata_save(card, metadata | {"tags": list(dict.fromkeys([*metadata.get("tags", []), *tags]))})
+        former = metadata.get("tags") or []
+        former = [former] if isinstance(former, str) else former
+        metadata_save(card, metadata | {"tags": list(dict.fromkeys([*former, *tags]))})
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     index = Path(api.hf_hub_download(repo_id, INDEX, revision=revision)).read_bytes() if INDEX in there else None
     replaced = find_replaced_weights(set(files), index) & there

@@ -5,12 +5,14 @@ import tempfile
 from pathlib import Path
 
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from huggingface_hub.constants import HF_HUB_CACHE
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..model.configuration import PREFIX
 from .cards import CARD, PICTURE, push_folder, task_of
 
 _CAUSAL = "AutoModelForCausalLM"
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # of images and speech
 
 
 def load_config(name: str, revision: str = "main") -> PreTrainedConfig:
@@ -52,7 +54,7 @@ def _load(auto_class: type, name: str, what: str, **options):
         return auto_class.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # of transformers, safetensors, or the Hub's client: damage has many names
         reason = f"{type(error).__name__}: {error}".partition("Model type should be one of")[0]  # hundreds follow
-        if "trust_remote_code" in reason:
+        if "contains custom code" in reason:
             reason = "It comes with code of its own, which is not run here."
         elif not Path(name).exists():
             reason = (
@@ -80,9 +82,12 @@ def write_publication(checkpoint: Path, folder: Path) -> PreTrainedModel:
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    for name in (CARD, PICTURE):
-        if (checkpoint / name).is_file():
-            shutil.copy(checkpoint / name, folder)
+    if any((checkpoint / name).is_file() for name in _PROCESSORS):
+        _load(AutoProcessor, str(checkpoint), "processor").save_pretrained(folder)
+    within = checkpoint.resolve(), Path(HF_HUB_CACHE).resolve()  # whose folders are links
+    for path in (checkpoint / CARD, checkpoint / PICTURE):
+        if path.is_file() and any(path.resolve().is_relative_to(place) for place in within):
+            shutil.copy(path, folder)
     return model
 
 
