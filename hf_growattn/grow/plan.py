@@ -64,11 +64,11 @@ class GrowthConfig:
     seed: int = 0
 
     def __post_init__(self):
-        least = {"qk_dims": 0, "v_dims": 0, "oversampling": 0, "multiple_of": 1}
+        least = {"qk_dims": 0, "v_dims": 0, "oversampling": 0, "multiple_of": 1, "seed": -(2**63)}
         limits = {name: 1 for name in ("max_qk_head_dim", "max_v_head_dim") if getattr(self, name) is not None}
         for name, smallest in (least | limits).items():
             value = getattr(self, name)
-            if type(value) is not int or value < smallest:
+            if type(value) is not int or not smallest <= value < 2**63:
                 raise ValueError(f"{name} must be a whole number, at least {smallest}; got {value!r}.")
         if self.budget is None and not self.qk_dims and not self.v_dims:
             raise ValueError("Nothing to grow: give qk_dims, v_dims or both, at least 1, or a budget such as 0.01.")
@@ -83,13 +83,14 @@ class GrowthConfig:
                 )
         if isinstance(self.kinds, str) or not self.kinds or not set(self.kinds) <= set(KINDS):
             raise ValueError(f"kinds must be a list of {', '.join(map(repr, KINDS))}; got {self.kinds!r}.")
-        if self.layers is not None and not (isinstance(self.layers, Sequence) and len(self.layers)):
+        listed = isinstance(self.layers, Sequence) and not isinstance(self.layers, str) and len(self.layers)
+        if self.layers is not None and not listed:
             raise ValueError(f"layers must be a list of at least one index, or None for all; got {self.layers!r}.")
         if self.method not in ("append", "refactor"):
             raise ValueError(f"method must be one of append, refactor; got {self.method!r}.")
         if self.update_existing and self.old_dims_train is False:
             raise ValueError("update_existing=True moves the old dims, and old_dims_train=False keeps them. Drop one.")
-        if not self.ridge > 0:
+        if not (isinstance(self.ridge, (int, float)) and self.ridge > 0):
             raise ValueError(f"ridge must be positive, such as 0.05; got {self.ridge!r}.")
 
     @property

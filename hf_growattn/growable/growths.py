@@ -196,7 +196,7 @@ def load_growth(model: nn.Module, folder: str | Path) -> None:
         state = load_file(Path(folder) / WEIGHTS)
         model_type, extra_dims = (description.get(name, {}) for name in _DESCRIBED)
         check_extra_dims(extra_dims)
-    except (AttributeError, OSError, SafetensorError, ValueError) as error:
+    except (AttributeError, OSError, RecursionError, SafetensorError, ValueError) as error:
         what = "no growth" if isinstance(error, FileNotFoundError) else "a damaged growth"
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(

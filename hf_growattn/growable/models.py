@@ -133,6 +133,7 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
             f"patch_model needs a transformers model, not {type(model).__name__}. Pass the model inside the wrapper: "
             "accelerator.unwrap_model(model), model.get_base_model() for peft, model._orig_mod for torch.compile."
         )
+    parts = [parts] if isinstance(parts, str) else parts
     if isinstance(model, GrowableModelMixin):
         if parts is not None and [*parts] != model.config.growable_parts:
             raise ValueError("This model is patched with other parts: unpatch_model(model) first.")

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import (
     CommitInfo,
@@ -145,7 +146,9 @@ def push_model(
     refuse_sharded(model, [])  # every process would push
     reports = list(reports)
     known, pushing = (inspect.signature(each).parameters for each in (PreTrainedModel.save_pretrained, push_folder))
-    saving = {"max_shard_size": "50GB"} | {name: options.pop(name) for name in {*options} & {*known} - {*pushing}}
+    saving: dict[str, Any] = {"max_shard_size": "50GB"} | {
+        name: options.pop(name) for name in {*options} & {*known} - {*pushing}
+    }
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, **saving)
         if reports:

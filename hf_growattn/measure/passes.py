@@ -184,8 +184,9 @@ def mean_of(losses: list[float]) -> float:
 
 def _check_loss(value: Any, index: int) -> Tensor:
     if not torch.is_tensor(value) or value.numel() != 1:
-        found = f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else repr(value)
-        raise ValueError(f"A loss must be a tensor of one number, and that of batch {index} is {found}.")
+        found = f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
+        fix = "pass labels along, and return outputs.loss, or its mean"
+        raise ValueError(f"A loss must be a tensor of one number, and that of batch {index} is {found}: {fix}.")
     return value
 
 
@@ -342,7 +343,7 @@ def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
     listed = []
     for index, batch in enumerate(read_once(batches)):
         if torch.is_tensor(batch):
-            batch = {"input_ids": batch, "labels": batch}
+            batch = dict.fromkeys(("input_ids", "labels"), batch if batch.is_floating_point() else batch.long())
         if not hasattr(batch, "keys"):
             raise ValueError(
                 f"Batch {index} is a {type(batch).__name__}; growth takes dicts for model(**batch), or tensors of "

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.configuration_utils import strict  # pyright: ignore[reportPrivateImportUsage]
 from transformers.models.auto import modeling_auto, tokenization_auto
@@ -44,6 +45,9 @@ class WideConfigMixin(_Config):
         super().__post_init__(**kwargs)
         self.growable_parts, self.extra_dims = growable_parts, extra_dims
         check_extra_dims(extra_dims)
+        listed = isinstance(growable_parts, (list, tuple)) and all(isinstance(name, str) for name in growable_parts)
+        if growable_parts is not None and not listed:
+            raise ValueError(f"growable_parts in config.json must be a list of names, and is {growable_parts!r}.")
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """Return the text of config.json, marked if the model has grown: a stock class would drop the new dims.
@@ -90,6 +94,7 @@ def check_extra_dims(extra_dims: Any) -> None:
     good = isinstance(extra_dims, dict)
     for layer, parts in extra_dims.items() if good else ():
         good = good and str(layer).isdecimal() and isinstance(parts, dict)
+        good = good and all(name.isidentifier() and not hasattr(nn.ModuleDict(), name) for name in parts)
         for dims in parts.values() if good else ():
             good = good and isinstance(dims, list) and len(dims) == 2
             good = good and all(type(number) is int and number >= 0 for number in dims) and sum(dims) > 0
