@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python scripts/bench/growth_cost.py --model stories260K smollm2-135m --text a.txt
 
-A model with random weights comes without files; `--model` adds pretrained ones. Those grow with fewer passes over the
-batches, too: time against loss. Seconds are those of the processor, or of the clock where there is a GPU. Runs are kept
+A model with random weights comes without files; `--model` adds pretrained ones. One of them grows with fewer passes
+and columns, too: time against loss. Seconds are those of the processor, or of the clock where there is a GPU. Runs are kept
 as they end; the same command goes on with those that are missing.
 """
 
@@ -32,7 +32,8 @@ STEPS = 4  # before the growth and after it; the first makes the optimizer's sta
 MEMORY_BATCHES = 2  # need no less memory than more of them
 USUAL = " + ".join(f"{part:g}" for part in gradients.SKETCH_PASSES)
 LOSSES = ["model", "loss of the growth batches", "after the growth", "held out", "held out, over the usual", "seeds"]
-FEWER = ((1 / 2, 1.0), (1 / 4, 1.0))  # passes of a sketch, each over a part of the batches
+# What a sketch could save time by: fewer passes, each over a part of the batches, or fewer columns in all of them.
+CHEAPER = ({"passes": (1 / 2, 1.0)}, {"passes": (1 / 4, 1.0)}, {"oversampling": 24}, {"oversampling": 16})
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Setting:
         budget: share of the weights.
         frozen: whether the base does not train.
         passes: of the sketch, each over a part of the batches.
+        oversampling: of `GrowthConfig`.
     """
 
     model: str = ""
@@ -57,13 +59,13 @@ class Setting:
     budget: float = 0.025
     frozen: bool = False
     passes: tuple[float, ...] = gradients.SKETCH_PASSES
+    oversampling: int = GrowthConfig.oversampling
 
     @property
     def name(self) -> str:
         """What tables call it."""
-        read = (
-            "" if self.passes == Setting.passes else f", passes over {' + '.join(f'{part:g}' for part in self.passes)}"
-        )
+        read = "" if self.passes == Setting.passes else f"; passes {' + '.join(f'{part:g}' for part in self.passes)}"
+        read += "" if self.oversampling == Setting.oversampling else f"; oversampling {self.oversampling}"
         if not self.model:
             return RANDOM + read
         base = "frozen" if self.frozen else "training"
@@ -74,8 +76,11 @@ def settings_of(model: str, text: str) -> list[Setting]:
     """Sizes for a pretrained model: small ones get more, and larger batches; their whole gradient takes one pass."""
     if "stories260K" in model:
         return [Setting(model, text, batches=16, rows=8, tokens=128, budget=0.05, frozen=True)]
-    usual = Setting(model, text, batches=12, rows=4, tokens=128, budget=0.006, frozen=True)
-    return [usual, *(replace(usual, passes=fewer) for fewer in FEWER)]
+    sizes = {"batches": 12, "rows": 4, "tokens": 128, "frozen": True}
+    if "tinystories-3M" not in model:  # a larger one would take hours
+        return [Setting(model, text, budget=0.006, **sizes)]
+    usual = Setting(model, text, budget=0.02, **sizes)
+    return [usual, *(replace(usual, **cheaper) for cheaper in CHEAPER)]
 
 
 def random_llama(width: int, tokens: int) -> LlamaForCausalLM:
@@ -131,7 +136,7 @@ def measure(job: GrowthJob) -> dict:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     grown, optimizer, growing, fresh = prepare(setting, seed)
-    config = GrowthConfig(budget=setting.budget, old_dims_train=not setting.frozen)
+    config = GrowthConfig(budget=setting.budget, old_dims_train=not setting.frozen, oversampling=setting.oversampling)
     steps = seconds_of_steps(grown, optimizer, growing)[1:]
     start = now()
     report = Grower(grown, config, optimizer).grow(growing)
@@ -217,7 +222,7 @@ def draw(groups: dict[str, list[dict]], plt):
 
 def _more_than_usual(rows: list[dict], groups: dict[str, list[dict]]) -> str:
     """The held-out loss less that with the usual passes, seed by seed; empty for these."""
-    usual = {row["seed"]: row["held_out"] for row in groups[rows[0]["name"].partition(", passes")[0]]}
+    usual = {row["seed"]: row["held_out"] for row in groups[rows[0]["name"].partition(";")[0]]}
     if usual[rows[0]["seed"]] == rows[0]["held_out"]:
         return ""
     return spread([row["held_out"] - usual[row["seed"]] for row in rows], 4)
@@ -239,7 +244,8 @@ def page_of(groups: dict[str, list[dict]]) -> page.Page:
             "Times of a growth with its optimizer, in training steps (median of seven around it, in the same process, "
             "in seconds of the processor); median (range) over the seeds. "
             "Memory is what torch allocates in a growth over that of a training step. A sketch reads a part of the "
-            f"batches in each pass, {USUAL} of them unless the name says otherwise; a growth also reads all of "
+            f"batches in each pass, {USUAL} of them unless the name says otherwise, and as many columns more than dims "
+            f"as its oversampling says, {GrowthConfig.oversampling} by default; a growth also reads all of "
             "them once for the moments, and a few for the line search and the check.\n\n" + page.table(LOSSES, losses)
         ),
         draw=partial(draw, groups),
