@@ -49,7 +49,8 @@ class GrowthCallback(TrainerCallback):
     What growth lowers is the trainer's own loss, its `compute_loss`, of which its metrics keep no trace. The growth
     batches are drawn with a seed of their own and made by the training data loader's collator, so the order of the
     training data and all random states stay as they are. What a resumed run must know is in the Trainer's log history.
-    A checkpoint of a peft model has the new dims of its base in the folder `growth`.
+    A checkpoint of a peft model has the new dims of its base in the folder `growth`. To resume one, hand the callback
+    over as `Trainer(callbacks=[...])`: added later, it comes after the optimizer.
 
     Args:
         config: what to grow each time.

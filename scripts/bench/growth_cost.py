@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python scripts/bench/growth_cost.py --model stories260K smollm2-135m --text a.txt
 
 A model with random weights comes without files; `--model` adds pretrained ones. One of them grows with fewer passes
-and columns, too: time against loss. Seconds are those of the processor, or of the clock where there is a GPU. Runs are kept
-as they end; the same command goes on with those that are missing.
+and columns, too: time against loss. Seconds are those of the processor, or of the clock where there is a GPU. Runs are
+kept as they end; the same command goes on with those that are missing.
 """
 
 import json
