@@ -27,7 +27,7 @@ def save_report(
         ImportError: matplotlib is not installed.
         ValueError: the list of reports is empty.
     """
-    if not reports:
+    if not isinstance(reports, Sequence) or not reports:
         raise ValueError("No growth to show: pass what Grower.grow returned, or GrowthCallback.reports.")
     figure, picture = pictures.draw_growth(reports, log_history), io.BytesIO()
     figure.savefig(picture, format="svg", transparent=True)
