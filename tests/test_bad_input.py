@@ -6,8 +6,9 @@ from families import HEADS, build, lm_batches, padded, tokens
 from test_growth import fingerprint, same
 from transformers import AlbertConfig, AlbertModel, AutoModel
 
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, attention_views, patch_model
 from hf_growattn.growable.growths import attentions
+from hf_growattn.measure.passes import as_dicts
 
 BATCH = lm_batches(1)[0]
 
@@ -53,12 +54,24 @@ def test_batches_of_the_wrong_kind():
         (None, "was given a NoneType"),
         (BATCH["input_ids"], r"int64 of shape \(17,\).*list of batches, \[batch\]"),
         ([{"input_ids": [[3, 4, 5]]}], "are a list, not a tensor"),
+        ([{"input_ids": tokens(), "labels": tokens().tolist()}], "labels of batch 0 are a list: make them a tensor"),
+        ([{"input_ids": tokens(), "labels": tokens().numpy()}], "labels of batch 0 are a ndarray: make them a tensor"),
         ([tokens().float()], "float32 of shape"),
         ([tokens()[:0]], r"shape \(0, 17\)"),
     ],
 )
 def test_what_is_no_list_of_batches(batches, match):
     refused(patch_model(build("llama-2")), batches, match)
+
+
+def test_labels_of_detection_are_a_list_of_dicts():
+    batch = {"pixel_values": torch.zeros(1, 3, 4, 4), "labels": [{"boxes": torch.zeros(1, 4)}]}
+    assert as_dicts([batch], patch_model(build("llama-2"))) == [batch]
+
+
+def test_views_of_what_is_no_model():
+    with pytest.raises(TypeError, match="needs a transformers model, not NoneType"):
+        attention_views(None)
 
 
 def test_a_config_and_an_optimizer_of_the_wrong_kind():

@@ -177,6 +177,7 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
         ("measure", "no/such-model", given / "text.txt"): "Check the name and the network",
         ("export", given / "model", "-o", tmp_path / "out"): "which did not grow",
         ("push", tmp_path / "nowhere", "me/grown"): "Check the name",
+        ("push", tmp_path / "nowhere", "a b/..", "--dry-run", tmp_path / "out"): "Repo id must use",
     }.items():
         assert fix in only_line(call(*options)), options
 
@@ -193,6 +194,8 @@ def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
         "push m a/b/c": "you/your-model",
         "finetune m d": "--output",
         "finetune --budget 0.02 m d -o out": "Name MODEL and DATA first",
+        "finetune m d -o out --resume_from_checkpoint True": "No such file or directory: 'out'. See --help",
+        "measure m d --config nowhere.yaml": "No such file or directory: 'nowhere.yaml'. See --help",
         "inspect": "required: MODEL",
         "finetune m d -o out --learning_rat 1": "'--learning_rat'",
         "export m --outpt out": "unrecognized arguments: --outpt",

@@ -219,6 +219,15 @@ def test_an_edited_card_is_pushed_as_it_is_and_a_missing_one_is_written(here, ch
     assert "| Base model | not recorded |" in card.text and 'from_pretrained("me/other")' in card.text
 
 
+@pytest.mark.parametrize("tags, expected", [(None, []), ("mine", ["mine"])])
+def test_a_card_without_metadata_is_pushed_with_some(tags, expected, here, grown):
+    HfApi().create_repo("me/plain")
+    here.files("me/plain")["README.md"] = b"\xef\xbb\xbf# My own words"
+    grown[0].push_to_hub("me/plain", tags=tags)
+    card = card_of(here, "me/plain")
+    assert card.data.tags == expected and card.text == "# My own words"
+
+
 def test_a_push_that_fails_half_way_leaves_nothing(here, checkpoint, monkeypatch):
     here.broken = "commit"
     done = push(checkpoint, "me/grown")

@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from families import build, lm_batches
+from families import build, lm_batches, word_tokenizer
 from modalities import build as build_other
-from transformers import AutoImageProcessor, ViTImageProcessor
+from transformers import AutoFeatureExtractor, AutoImageProcessor, ViTImageProcessor, WhisperFeatureExtractor
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.growths import attentions, sync_config
@@ -57,6 +57,28 @@ def test_a_processor_goes_along_and_a_link_out_of_the_folder_does_not(tmp_path):
     write_publication(tmp_path / "model", tmp_path / "out")
     assert AutoImageProcessor.from_pretrained(tmp_path / "out").size["height"] == 7
     assert not (tmp_path / "out" / "README.md").exists()
+
+
+def test_a_feature_extractor_goes_along_with_a_tokenizer(tmp_path):
+    model = patch_model(build_other("whisper"))
+    attentions(model)[0].add_part("growth_1", 1, 1)
+    sync_config(model)
+    for each in (model, word_tokenizer(), WhisperFeatureExtractor(hop_length=7)):
+        each.save_pretrained(tmp_path / "model")
+    (tmp_path / "out").mkdir()
+    write_publication(tmp_path / "model", tmp_path / "out")
+    assert AutoFeatureExtractor.from_pretrained(tmp_path / "out").hop_length == 7
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_a_chat_template_is_no_link_out_of_the_folder(grown, tmp_path):
+    grown.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "model" / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is a link out of the folder: put the file itself"):
+        write_publication(tmp_path / "model", tmp_path / "out")
 
 
 @pytest.mark.parametrize("former, expected", [("null", []), ("mine", ["mine"]), ("[a, b]", ["a", "b"])])

@@ -18,7 +18,8 @@ CONFIG = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4)
         ({"layers": "01"}, "layers must be a list"),
         ({"ridge": "a"}, "ridge must be positive"),
         ({"seed": "x"}, "seed must be a whole number"),
-        ({"seed": 2**70}, "seed must be a whole number"),
+        ({"ridge": float("inf")}, "ridge must be positive"),
+        ({"seed": 2**70}, r"seed must be a whole number, .*below 2\*\*63"),
     ],
 )
 def test_a_config_says_what_it_takes(options, said):
@@ -60,6 +61,12 @@ def test_growths_have_names_that_modules_can_have(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"extra_dims in config\.json must have a form"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_name_of_a_growth_is_a_text():
+    config = patch_model(build("llama-2")).config
+    with pytest.raises(ValueError, match=r"extra_dims in config\.json must have a form"):
+        type(config)(extra_dims={"0": {1: [1, 1]}})
 
 
 @pytest.mark.parametrize("value", [5, "language_model", [1]])

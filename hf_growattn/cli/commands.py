@@ -158,6 +158,8 @@ def run_push(options: argparse.Namespace) -> Result:
     The card is the README.md in the folder, which finetune writes. You may edit it first. The push replaces
     you/your-model in it with the name of the repository. --dry-run writes the files and the card into a folder instead.
     """
+    from huggingface_hub.utils import validate_repo_id
+
     from ..growable.folders import replacing
     from ..interop.cards import complete_card
     from ..interop.checkpoints import publish, write_publication
@@ -165,6 +167,7 @@ def run_push(options: argparse.Namespace) -> Result:
     checkpoint, repo, folder = Path(options.folder), options.repo, options.dry_run
     if repo.count("/") != 1:
         raise UsageError(f"{repo} is no name on the Hub: give the owner and the model, as in you/your-model.")
+    validate_repo_id(repo)
     if not folder:
         url = publish(checkpoint, repo, options.private)
         return Result({"repo": repo, "commit": url}, f"Pushed: {url}")

@@ -97,7 +97,9 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
     options = list(words[len(names) :])
     try:
         growth, script, training, model, mixture = parser.parse_args_and_config(options)
-    except (ValueError, OSError) as error:
+    except OSError as error:  # no YAML file, or no folder to resume from
+        raise UsageError(f"{error}.") from error
+    except ValueError as error:
         raise UsageError(f"{error}. Name MODEL and DATA first, then the options.") from error
     model.model_name_or_path = names[0] if names else model.model_name_or_path
     datasets = names[1:] or [script.dataset_name] * bool(script.dataset_name)

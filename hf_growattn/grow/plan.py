@@ -69,7 +69,7 @@ class GrowthConfig:
         for name, smallest in (least | limits).items():
             value = getattr(self, name)
             if type(value) is not int or not smallest <= value < 2**63:
-                raise ValueError(f"{name} must be a whole number, at least {smallest}; got {value!r}.")
+                raise ValueError(f"{name} must be a whole number, at least {smallest}, below 2**63; got {value!r}.")
         if self.budget is None and not self.qk_dims and not self.v_dims:
             raise ValueError("Nothing to grow: give qk_dims, v_dims or both, at least 1, or a budget such as 0.01.")
         if self.budget is not None:
@@ -90,7 +90,7 @@ class GrowthConfig:
             raise ValueError(f"method must be one of append, refactor; got {self.method!r}.")
         if self.update_existing and self.old_dims_train is False:
             raise ValueError("update_existing=True moves the old dims, and old_dims_train=False keeps them. Drop one.")
-        if not (isinstance(self.ridge, (int, float)) and self.ridge > 0):
+        if not (isinstance(self.ridge, (int, float)) and 0 < self.ridge < math.inf):
             raise ValueError(f"ridge must be positive, such as 0.05; got {self.ridge!r}.")
 
     @property

@@ -54,6 +54,7 @@ class Row:
         return "query" in self.names and self.names["query"] == self.names.get("key")
 
 
+_SCALED_BEFORE = ("esm", "evolla")  # families that scale queries before they rotate, and call that a scale of 1
 # Families of which some layers do not rotate.
 _ROTATES: dict[str, Callable[[Any], bool]] = {
     "cohere2": lambda attention: attention.sliding_window is not None,
@@ -222,7 +223,8 @@ class GrowableAttention(WideAttention):
     def softmax_scale(self) -> float:
         """What logits are scaled by, in the queries or in the attention function: 1 in T5."""
         scale = getattr(self, "scaling", None)
-        return self.shape.qk_head_dim**-0.5 if scale is None else float(scale)
+        is_usual = scale is None or self.config.model_type.removeprefix(PREFIX) in _SCALED_BEFORE
+        return self.shape.qk_head_dim**-0.5 if is_usual else float(scale)
 
     @property
     def normalizes(self) -> bool:

@@ -190,11 +190,10 @@ def push_folder(
     if not card.exists() and CARD in there:
         shutil.copy(api.hf_hub_download(repo_id, CARD, revision=revision), card)
     complete_card(model, folder, repo_id)
-    if tags:
+    if tags or not card.read_text(encoding="utf-8-sig").startswith("---"):  # no metadata
         metadata = metadata_load(card) or {}
-        former = metadata.get("tags") or []
-        former = [former] if isinstance(former, str) else former
-        metadata_save(card, metadata | {"tags": list(dict.fromkeys([*former, *tags]))})
+        former, more = ([given] if isinstance(given, str) else given or [] for given in (metadata.get("tags"), tags))
+        metadata_save(card, metadata | {"tags": list(dict.fromkeys([*former, *more]))})
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     index = Path(api.hf_hub_download(repo_id, INDEX, revision=revision)).read_bytes() if INDEX in there else None
     replaced = find_replaced_weights(set(files), index) & there

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import transformers
 from huggingface_hub.constants import HF_HUB_CACHE
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..model.configuration import PREFIX
 from .cards import CARD, PICTURE, push_folder, task_of
 
 _CAUSAL = "AutoModelForCausalLM"
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # of images and speech
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def load_config(name: str, revision: str = "main") -> PreTrainedConfig:
@@ -77,17 +77,24 @@ def load_grown(checkpoint: Path):
 
 
 def write_publication(checkpoint: Path, folder: Path) -> PreTrainedModel:
-    """Write what is pushed into an empty folder, the checkpoint's card and picture too; returns the model."""
+    """Write what is pushed into an empty folder, the card, picture and processor too; returns the model."""
     model, tokenizer = load_grown(checkpoint)
     model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    if any((checkpoint / name).is_file() for name in _PROCESSORS):
-        _load(AutoProcessor, str(checkpoint), "processor").save_pretrained(folder)
     within = checkpoint.resolve(), Path(HF_HUB_CACHE).resolve()  # whose folders are links
-    for path in (checkpoint / CARD, checkpoint / PICTURE):
-        if path.is_file() and any(path.resolve().is_relative_to(place) for place in within):
+
+    def is_inside(path: Path) -> bool:
+        return any(path.resolve().is_relative_to(place) for place in within)
+
+    # AutoProcessor would load no more than the tokenizer where a feature extractor was saved next to it.
+    for path in (checkpoint / name for name in (CARD, PICTURE, *_PROCESSORS)):
+        if path.is_file() and is_inside(path):
             shutil.copy(path, folder)
+    for path in folder.rglob("*.jinja"):  # a chat template is whatever text the tokenizer found there
+        source = checkpoint / path.relative_to(folder)
+        if not is_inside(source):
+            raise ValueError(f"{source} is a link out of the folder: put the file itself there.")
     return model
 
 

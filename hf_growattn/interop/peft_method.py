@@ -80,9 +80,9 @@ class GrowAttnConfig(PeftConfig):
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = GROWATTN
+        _ = self.growth  # the same bounds
         self.layers = self.layers if self.layers is None else list(self.layers)
         self.target_modules = frozenset()  # peft asks for them; known once there is a model, and not saved
-        _ = self.growth  # the same bounds
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, for `adapter_config.json`."""

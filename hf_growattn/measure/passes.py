@@ -327,11 +327,8 @@ def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
 
 def read_once(batches: Any) -> list:
     """The batches as a list; a ValueError for what is a single batch, or holds none."""
-    if (
-        hasattr(batches, "keys")
-        or isinstance(batches, str)
-        or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__"))
-    ):
+    listed = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if hasattr(batches, "keys") or isinstance(batches, str) or not listed:
         raise ValueError(
             f"Growth takes a list of batches, and was given a {type(batches).__name__}: pass [batch] for a single one."
         )
@@ -350,14 +347,17 @@ def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
                 "input_ids."
             )
         ids: Any = batch.get("input_ids")
-        if ids is not None and not (
-            torch.is_tensor(ids) and ids.dim() > 1 and ids.numel() and not ids.is_floating_point()
-        ):
+        good = torch.is_tensor(ids) and ids.dim() > 1 and ids.numel() and not ids.is_floating_point()
+        if ids is not None and not good:
             found = f"{ids.dtype} of shape {tuple(ids.shape)}" if torch.is_tensor(ids) else f"a {type(ids).__name__}"
             raise ValueError(
                 f"The input_ids of batch {index} are {found}, not a tensor of whole numbers (batch, tokens). Pass a "
                 "list of batches, [batch] for a single one; a DataLoader makes them of the rows of a data set."
             )
+        labels: Any = batch.get("labels")
+        of_objects = isinstance(labels, list) and any(isinstance(label, Mapping) for label in labels)  # detection
+        if not (labels is None or of_objects or isinstance(labels, (Tensor, Mapping))):
+            raise ValueError(f"The labels of batch {index} are a {type(labels).__name__}: make them a tensor.")
         _check_tokens(index, batch, model)
         listed.append(dict(batch))
     if not listed and not several():

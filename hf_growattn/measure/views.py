@@ -175,6 +175,8 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
     Raises:
         ValueError: it has no attention module that passes transformers' table of attention functions.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"attention_views needs a transformers model, not {type(model).__name__}.")
     rotary = next((module for name, module in model.named_modules() if name.endswith(ROTARY)), None)
     pairs: list[tuple[Any, Any]] = [(attention, attention) for attention in attentions(model)]
     for module, number, sibling in [] if pairs else find_attentions(model):

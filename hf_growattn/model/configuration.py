@@ -94,7 +94,7 @@ def check_extra_dims(extra_dims: Any) -> None:
     good = isinstance(extra_dims, dict)
     for layer, parts in extra_dims.items() if good else ():
         good = good and str(layer).isdecimal() and isinstance(parts, dict)
-        good = good and all(name.isidentifier() and not hasattr(nn.ModuleDict(), name) for name in parts)
+        good = good and all(str(name).isidentifier() and not hasattr(nn.ModuleDict(), name) for name in parts)
         for dims in parts.values() if good else ():
             good = good and isinstance(dims, list) and len(dims) == 2
             good = good and all(type(number) is int and number >= 0 for number in dims) and sum(dims) > 0

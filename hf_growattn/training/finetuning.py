@@ -64,9 +64,7 @@ def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTr
     if training.max_length == type(training).max_length:  # TRL's default: nobody chose it
         training.max_length = min(training.max_length or longest, longest)
     if training.max_length is not None and not 2 <= training.max_length <= longest:
-        raise ValueError(
-            f"This model reads {longest:,} tokens at once: choose --max_length {longest} or less, at least 2."
-        )
+        raise ValueError(f"This model reads {longest:,} tokens at once: choose --max_length from 2 to {longest}.")
     try:
         data, test = load_data(recipe)
         if count:
