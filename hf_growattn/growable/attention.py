@@ -222,9 +222,9 @@ class GrowableAttention(WideAttention):
     @property
     def softmax_scale(self) -> float:
         """What logits are scaled by, in the queries or in the attention function: 1 in T5."""
-        scale: Any = getattr(self, "scaling", None)
-        is_usual = scale is None or self.config.model_type.removeprefix(PREFIX) in _SCALED_BEFORE
-        return self.shape.qk_head_dim**-0.5 if is_usual else float(scale)
+        scale = getattr(self, "scaling", None)
+        is_before = self.config.model_type.removeprefix(PREFIX) in _SCALED_BEFORE
+        return self.shape.qk_head_dim**-0.5 if scale is None or is_before else float(scale)
 
     @property
     def normalizes(self) -> bool:
