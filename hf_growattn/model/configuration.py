@@ -91,10 +91,10 @@ class WideConfigMixin(_Config):
 
 def check_extra_dims(extra_dims: Any) -> None:
     """Raise a ValueError if `extra_dims` of a config.json has not the form that a save gives it."""
-    good = isinstance(extra_dims, dict)
+    good, taken = isinstance(extra_dims, dict), {*dir(nn.ModuleDict())}
     for layer, parts in extra_dims.items() if good else ():
         good = good and str(layer).isdecimal() and isinstance(parts, dict)
-        good = good and all(str(name).isidentifier() and not hasattr(nn.ModuleDict(), name) for name in parts)
+        good = good and all(str(name).isidentifier() and name not in taken for name in parts)
         for dims in parts.values() if good else ():
             good = good and isinstance(dims, list) and len(dims) == 2
             good = good and all(type(number) is int and number >= 0 for number in dims) and sum(dims) > 0

@@ -17,7 +17,7 @@ import page
 from harness import Job, Task
 from matching_task import CLASSIFY, EMBEDDINGS, MATCH, Records
 from methods import NOTHING, Method
-from races import LONGER, is_right, lead_of, wins
+from races import LONGER, OUTCOME, is_right, lead_of, outcome
 from results import make_parser, parse
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -116,15 +116,8 @@ spends the whole budget, with no LoRA on read-in and head. Seconds are processor
 
 def table_of(rows: list[dict]) -> str:
     """A line for each race."""
-    lines = []
-    for row in rows:
-        title = METHODS[row["challenger"]].title if row["challenger"] else "nothing grew"
-        leads = [(row["lead"], row["error"]), (row["long"], row["long_error"])]
-        shown = ["" if lead is None else f"{lead:+.3f} ± {error:.3f}" for lead, error in leads]
-        verdict = [title if wins(row) else "LoRA", "right" if is_right(row) else "wrong"]
-        lines.append([row["task"], row["steps"], title, *shown, *verdict, f"{row['seconds']:.0f}"])
-    head = ["task", "steps", "against LoRA", "lead in the race", "lead in the long race", "winner", "right or wrong"]
-    return page.table([*head, "seconds"], lines)
+    lines = [[row["task"], row["steps"], *outcome(row), f"{row['seconds']:.0f}"] for row in rows]
+    return page.table(["task", "steps", *OUTCOME, "seconds"], lines)
 
 
 def draw(rows: list[dict], plt):

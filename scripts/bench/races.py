@@ -38,6 +38,7 @@ from hf_growattn.training.race import run_race
 LONGER = 5  # times as many steps
 RANK = 3  # of LoRA on all linear layers, whose weights are the budget
 WIDTHS = (6, 10, 24)  # of the heads of small Llamas
+OUTCOME = ("against LoRA", "lead in the race", "lead in the long race", "winner", "right or wrong")
 
 
 @dataclass(frozen=True)
@@ -227,19 +228,29 @@ a phone book, and "nearest of 30 tokens" a search among points.
     )
 
 
+def outcome(pair: dict) -> list[str]:
+    """What a race says and whether it is right, under `OUTCOME`."""
+    title = METHODS[pair["challenger"]].title if pair["challenger"] else "nothing grew"
+    leads = [(pair["lead"], pair["error"]), (pair["long"], pair["long_error"])]
+    shown = ["" if lead is None else f"{lead:+.3f} ± {error:.3f}" for lead, error in leads]
+    return [title, *shown, title if wins(pair) else "LoRA", "right" if is_right(pair) else "wrong"]
+
+
 def new_table(pairs: list[dict]) -> str:
     """A row for each new pair, the largest lead after the long trainings first."""
     rows = []
     for pair in sorted(pairs, key=lambda pair: pair["long"] or 0.0, reverse=True):
-        title = METHODS[pair["challenger"]].title if pair["challenger"] else "nothing grew"
-        leads = [(pair["lead"], pair["error"]), (pair["long"], pair["long_error"])]
-        shown = ["" if lead is None else f"{lead:+.3f} ± {error:.3f}" for lead, error in leads]
-        verdict = [title if wins(pair) else "LoRA", "right" if is_right(pair) else "wrong"]
         rates = f"{pair['rates']['lora']:.2g}, {pair['long_rates']['lora']:.2g}"
         share = f"{pair['seconds'] / pair['long_seconds']:.2f}"
-        rows.append([pair["pair"], title, *shown, *verdict, rates, f"{pair['seconds']:.0f}", share, pair["commit"]])
-    head = ["model and data", "against LoRA", "lead in the race", "lead in the long race", "winner", "right or wrong"]
-    head += ["LoRA's learning rate in both", "seconds", "share of the long race's seconds", "commit"]
+        rows.append([pair["pair"], *outcome(pair), rates, f"{pair['seconds']:.0f}", share, pair["commit"]])
+    head = [
+        "model and data",
+        *OUTCOME,
+        "LoRA's learning rate in both",
+        "seconds",
+        "share of the long race's seconds",
+        "commit",
+    ]
     return page.table(head, rows)
 
 
