@@ -61,6 +61,7 @@ VARIANTS = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "granite": _of("granite", GROUPED, attention_multiplier=0.4, attention_bias=True),
+    "granite-unscaled": _of("granite", GROUPED, attention_multiplier=1.0, attention_bias=True),
     "cohere2": _of(
         "cohere2", GROUPED, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], logit_scale=1.0
     ),

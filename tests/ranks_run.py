@@ -104,6 +104,13 @@ def in_the_middle_of_an_accumulation():
     assert_alike(model)
 
 
+def a_single_sequence_on_each_rank():
+    model, ddp, optimizer = wrapped()
+    batch = {name: value[:1] for name, value in mine(1)[0].items()}
+    assert Grower(ddp, CONFIG, optimizer).find([batch]).report.loss_before > 0
+    assert_alike(model)
+
+
 def uneven_batches():
     for share in (mine(3)[: 3 if dist.get_rank() == 0 else 1], mine(4) if dist.get_rank() else []):
         model, ddp, optimizer = wrapped()

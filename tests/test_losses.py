@@ -229,7 +229,8 @@ def test_a_growth_in_training_leaves_trainers_model_card_the_checkpoint(tmp_path
     model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
     growth = GrowthCallback(GrowthConfig(qk_dims=2, v_dims=2, oversampling=4), steps=[1], batches=4)
     losses(model, tmp_path, callbacks=[growth])
-    assert growth.reports[0].applied and model.config.name_or_path == str(tmp_path / "stock")
+    assert growth.reports[0].applied
+    assert model.name_or_path == model.config.name_or_path == str(tmp_path / "stock")
 
 
 def test_a_model_that_grew_is_not_taken_for_its_checkpoint(tmp_path):

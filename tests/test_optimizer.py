@@ -166,6 +166,20 @@ def test_an_empty_group_is_taken_where_no_group_is_alike(decays):
     assert {*optimizer.param_groups[0]["params"]} == {*norms}
 
 
+@pytest.mark.parametrize("decays", [(0.1, 0.0), (0.0, 0.1)])
+def test_of_two_groups_as_near_the_one_without_weight_decay_is_taken(decays):
+    model = patch_model(build("llama-2"))
+    names = {"q_proj", "k_proj"}, {"v_proj", "o_proj"}
+    groups = [
+        {"params": [getattr(a, name).weight for a in attentions(model) for name in own], "weight_decay": decay}
+        for own, decay in zip(names, decays)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR)
+    Grower(model, CONFIG, optimizer).grow(lm_batches())
+    kept = optimizer.param_groups[decays.index(0.0)]["params"]
+    assert extra_parameters(model) and {*extra_parameters(model)} <= {*kept}
+
+
 def learning_rates(name, grow_at=None):
     model = patch_model(build("llama-2"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)

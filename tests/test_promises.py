@@ -131,10 +131,13 @@ def test_what_is_called_validated_is_measured_by_the_other_half(monkeypatch):
 
 def test_a_limit_and_a_multiple_hold_together():
     (attention, *_) = attentions(patch_model(build("llama-2")))
-    width = attention.width_of("query")
-    config = GrowthConfig(qk_dims=20, max_qk_head_dim=width + 13, multiple_of=8)
-    dims = config.most_dims(attention, KINDS["patterns"])
-    assert 0 < dims <= 13 and (width + dims) % 8 == 0
+    for former in (0, 3):
+        if former:
+            attention.add_part("growth_1", former, 0)
+        width = attention.width_of("query")
+        config = GrowthConfig(qk_dims=20, max_qk_head_dim=width + 13, multiple_of=8)
+        dims = config.most_dims(attention, KINDS["patterns"])
+        assert 0 < dims <= 13 and (width + dims) % 8 == 0
 
 
 def test_a_folder_that_looks_like_a_hub_id_is_not_published_as_one(tmp_path, monkeypatch):

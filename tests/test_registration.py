@@ -1,5 +1,6 @@
 """Classes of grown models are made when they are needed, and found wherever a config, a name or a pickle asks."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -92,6 +93,15 @@ def test_a_grown_model_made_from_its_config_is_drawn_as_the_stock_one_is(variant
             assert (ours.weight_of(role).std() - deviation).abs() < 0.1 * deviation, role
         for weight in (weight for part in ours.parts for weight in (part.inside.weight, part.outside.weight)):
             assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.2)
+
+
+def test_a_config_is_marked_where_its_model_grew_and_saved_as_often_as_one_likes(tmp_path):
+    for model, is_marked in ((patch_model(build("llama-2")), False), (grown("llama-2"), True)):
+        model.save_pretrained(tmp_path)
+        for _ in range(2):
+            model.config.save_pretrained(tmp_path)
+            assert ("stock_values" in json.loads((tmp_path / "config.json").read_text())) == is_marked
+            assert type(model.config).from_pretrained(tmp_path).to_dict() == model.config.to_dict()
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

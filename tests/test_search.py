@@ -34,6 +34,20 @@ def test_ten_evaluations_of_four_batches_are_the_most(config, batches, monkeypat
     assert 4 <= len(evaluated) <= 10 and max(evaluated) <= 4
 
 
+def test_what_pricing_leaves_of_the_evaluations_is_there_for_what_was_bought(monkeypatch):
+    losses, left, loss_at, run = [], [], trial.StepSearch.loss_at, trial.StepSearch.run
+
+    def noting(self, spare=0):
+        found = run(self, spare)
+        left.append((self.left, trial.MOST_EVALUATIONS - len(losses)))
+        return found
+
+    monkeypatch.setattr(trial.StepSearch, "loss_at", lambda *args: losses.append(args) or loss_at(*args))
+    monkeypatch.setattr(trial.StepSearch, "run", noting)
+    assert Grower(patch_model(build("llama-2")), CONFIGS[0]).grow(lm_batches(4)).applied
+    assert len(left) == 2 and all(noted == expected for noted, expected in left)
+
+
 class _Bar:
     """Stands for tqdm: notes what it was told."""
 

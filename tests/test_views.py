@@ -59,7 +59,7 @@ def recorded(model, **inputs):
 
 @torch.no_grad()
 @GROWN
-@pytest.mark.parametrize("variant", [*EVERY.args[1], "cohere2"])  # whose windows do not matter to logits
+@pytest.mark.parametrize("variant", [*EVERY.args[1], "cohere2", "granite-unscaled"])  # windows do not matter to logits
 def test_patterns_give_the_logits_of_the_module(variant, grown, monkeypatch):
     """Those of the queries and keys that it hands to its attention function, at all offsets, negative ones too."""
     model, handed = built(variant, grown), {}

@@ -8,6 +8,8 @@ from transformers import (
     Blip2QFormerModel,
     CLIPConfig,
     CLIPModel,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     LlamaModel,
     Trainer,
     TrainingArguments,
@@ -16,7 +18,7 @@ from wrappers import WRAPPERS, batch, build
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.growths import attentions, sync_config
-from hf_growattn.model.seam import WideAttention
+from hf_growattn.model.seam import WideAttention, growable_parts
 
 GROWTH = GrowthConfig(qk_dims=2, v_dims=2)
 
@@ -75,6 +77,14 @@ def test_the_parts_that_are_named_grow_and_travel_with_the_config(tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(logits(loaded, "llava"), logits(model, "llava"))
     assert loaded.config.growable_parts == ["vision_tower"]
+
+
+def test_of_two_parts_of_a_name_the_outer_one_is_meant():
+    small = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_hidden_layers=1)
+    bart = dict(model_type="bart", d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
+    config = EncoderDecoderConfig(encoder=small | {"model_type": "bert"}, decoder=bart | {"is_encoder_decoder": False})
+    model = EncoderDecoderModel(config)
+    assert growable_parts(model, ["decoder"]) == [model.decoder] != [model.decoder.model.decoder]
 
 
 def test_two_towers_grow_both():

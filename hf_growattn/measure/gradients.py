@@ -94,6 +94,8 @@ def _nothing(inputs: Tensor, zeros: Tensor) -> Tensor:
 class Probe(nn.Module):
     """A part that probes an attention module's patterns, its messages, or both, in the statistics' precision."""
 
+    recomputes = True  # a probe is wider than most heads
+
     def __init__(self, shape: HeadShape, patterns: KindProbe | None = None, messages: KindProbe | None = None):
         super().__init__()
         self.shape, self.patterns, self.messages = shape, patterns, messages
@@ -296,9 +298,10 @@ def sketched_gradients(
     starvations = []
     for sweep, part in enumerate(SKETCH_PASSES[:-1]):
         thinned = [half[:: round(1 / part)] if len(half) > 2 else half for half in halves]
-        measured = _measure(objective, blocks, _install(blocks, inputs), thinned)
-        for index, block in enumerate(blocks):
-            trains, whole = block.old_dims_train, [*zip(*measured[index])]
+        probes, inputs = _install(blocks, inputs), []  # the pass needs the memory
+        measured = _measure(objective, blocks, probes, thinned)
+        for block in blocks:
+            trains, whole = block.old_dims_train, [*zip(*measured.pop(0))]
             residual = _products_beyond_old_dims(block, *whole) if trains or sweep == 0 else whole
             if sweep == 0:
                 (first, second), (one, other) = residual[1], whole[0]
@@ -309,7 +312,7 @@ def sketched_gradients(
                 for side in (residual if trains else whole)
             )
             broadcast_from_rank0(right, left)
-            inputs[index] = right, left
+            inputs.append((right, left))
     inputs = [(stacked[..., :0], shared) for stacked, shared in inputs]
     gradients, weights, measured = [], shares(halves), _measure(objective, blocks, _install(blocks, inputs), halves)
     for block, (_, columns), products, starvation in zip(blocks, inputs, measured, starvations):

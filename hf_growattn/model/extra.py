@@ -15,11 +15,12 @@ whose value or output weights are zero.
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import EncoderDecoderCache
 
 ROLES = ("query", "key", "value", "output")
@@ -111,7 +112,13 @@ class Outside(nn.Module):
 
 
 class Part(nn.Module):
-    """The new dims of one growth or one adapter, zeros at first: `qk_dims` of queries and keys, `v_dims` of values."""
+    """The new dims of one growth or one adapter, zeros at first: `qk_dims` of queries and keys, `v_dims` of values.
+
+    Attributes:
+        recomputes: whether a backward pass computes what new dims have read again, instead of keeping it.
+    """
+
+    recomputes = False
 
     def __init__(self, shape: HeadShape, qk_dims: int, v_dims: int, **factory):
         super().__init__()
@@ -179,47 +186,65 @@ class Call:
     """One forward call of a module with new dims.
 
     Attributes:
-        query, key, value: the new ones, (batch, heads, tokens, new dims).
+        parts: the new dims in use.
+        source: what cross-attention reads.
         one_width: whether keys and values are padded to one width.
-        crosses: whether keys and values are of another input than the queries.
+        new: the new queries, keys and values, where a cache has asked for them.
         stored: keys and values as the cache holds them, old and new dims.
         shown: the old dims of these, which are all that the stock forward sees.
-        read: what the heads have read through the new values, (batch, tokens, heads, new dims).
+        attended: whether the attention function was called.
+        share: what the new values add to the output, (batch, tokens, out_features); None without any.
     """
 
     one_width = False
+    new: Sequence[Tensor] | None = None
     stored: tuple[Tensor, Tensor] | None = None
     shown: tuple[Tensor, Tensor] | None = None
-    read: Tensor | None = None
+    attended = False
+    share: Tensor | None = None
 
-    def __init__(self, parts, hidden_states: Tensor, source: Tensor | None):
-        self.crosses = source is not None
-        first, *others = [part.inside(hidden_states, source) for part in parts]
-        self.query, self.key, self.value = (
-            [torch.cat(states, -1) for states in zip(first, *others)] if others else first
-        )
+    def __init__(self, parts: list[Any], hidden_states: Tensor, source: Tensor | None):
+        self.parts, self.hidden_states, self.source = parts, hidden_states, source
+
+    def project(self) -> Sequence[Tensor]:
+        """The new queries, keys and values of all parts, (batch, heads, tokens, new dims) each."""
+        if self.new is not None:
+            return self.new
+        first, *others = [part.inside(self.hidden_states, self.source) for part in self.parts]
+        return [torch.cat(states, -1) for states in zip(first, *others)] if others else first
+
+    def gather(self, read: Tensor) -> Tensor | None:
+        """Bring back what the heads have read through new values, (batch, tokens, heads, new dims), as the share."""
+        share = None
+        reads = read.split_with_sizes([part.v_dims for part in self.parts], -1) if len(self.parts) > 1 else [read]
+        for part, own in zip(self.parts, reads):
+            if part.v_dims:
+                added = part.outside(own)
+                share = added if share is None else share + added
+        return share
 
     def store(self, cache: Any, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Let the cache keep old and new dims, and return the old ones of what it holds."""
-        is_latent = key.shape[1] != self.key.shape[1]  # one for all heads, as multi-head latent attention keeps it
+        self.new = _, new_key, new_value = self.project()
+        is_latent = key.shape[1] != new_key.shape[1]  # one for all heads, as multi-head latent attention keeps it
         if is_latent:
-            joined = append(key, _fold(self.key)), append(value, _fold(self.value))
+            joined = append(key, _fold(new_key)), append(value, _fold(new_value))
         else:
-            joined = self._joined(key, self.key, value, self.value)
+            joined = self._joined(key, new_key, value, new_value)
         _check_cache(cache, joined[0].shape[-1], *args)
         self.stored = keys, values = cache.update(*joined, *args, **kwargs)
         self.shown = keys.narrow(-1, 0, key.shape[-1]), values.narrow(-1, 0, value.shape[-1])
         return self.shown
 
-    def join(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, key: Tensor, new_key: Tensor, value: Tensor, new_value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new keys and values to the old ones that the attention function was called with."""
         if self.stored is None or self.shown is None:
-            return self._joined(key, self.key, value, self.value)
+            return self._joined(key, new_key, value, new_value)
         if key is self.shown[0] and value is self.shown[1]:
             return self.stored
         new_key, new_value = (
             _unfold(stored[..., shown.shape[-1] :], like)
-            for stored, shown, like in zip(self.stored, self.shown, (self.key, self.value))
+            for stored, shown, like in zip(self.stored, self.shown, (new_key, new_value))
         )
         return self._joined(key, new_key, value, new_value)
 
@@ -313,23 +338,33 @@ class AttentionFunctions:
 def _attend(function: Callable, module: Any, query, key, value, *args, **kwargs):
     """Call an attention function with old and new dims, and give back what it reads through the old ones."""
     call: Call = module.call
-    if call.read is not None:
+    if call.attended:
         raise ValueError(f"New dims cannot join {stock_name(module)}: it calls its attention function twice.")
+    call.attended = True
+    attend = functools.partial(_attend_wide, function, module, call)
+    if any(part.recomputes for part in call.parts):
+        attend = functools.partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+    old, call.share, weights = attend(query, key, value, *args, **kwargs)
+    return old, weights
+
+
+def _attend_wide(function: Callable, module: Any, call: Call, query, key, value, *args, **kwargs):
+    """What is read through the old dims, the share of the new ones, and the attention weights."""
     shape, v_head_dim = module.shape, module.shape.v_head_dim
+    new_query, new_key, new_value = call.project()
     # Cross-attention reads a cache that was filled before without `update`.
-    is_filled = call.crosses and value.shape[-1] + key.shape[-1] > shape.qk_head_dim + v_head_dim
-    new_query = call.query
+    is_filled = call.source is not None and value.shape[-1] + key.shape[-1] > shape.qk_head_dim + v_head_dim
     if kwargs.get("scaling") == 1.0:  # the family scales its queries before, by the usual factor if by any
         new_query = new_query * shape.qk_head_dim**-0.5
     if not is_filled:
         _check_shapes(module, query, key, value)
-        key, value = call.join(key, value)
+        key, value = call.join(key, new_key, value, new_value)
     output, weights = function(module, append(query, new_query, key.shape[-1]), key, value, *args, **kwargs)
     output = output.reshape(*output.shape[:2], -1, value.shape[-1])
-    new = call.value.shape[-1]
+    new = new_value.shape[-1]
     # The backward pass of one split is one `cat`; each slice would fill a tensor of zeros, and add it to the others.
-    old, call.read, _ = output.split_with_sizes((v_head_dim, new, value.shape[-1] - v_head_dim - new), -1)
-    return old.contiguous(), weights
+    old, read, _ = output.split_with_sizes((v_head_dim, new, value.shape[-1] - v_head_dim - new), -1)
+    return old.contiguous(), call.gather(read), weights
 
 
 def _check_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -156,9 +156,9 @@ class WideAttention(nn.Module):
             output = self._stock_forward(self, **given.arguments)
         finally:
             self.call = None
-        if call.read is None:
+        if not call.attended:
             raise RuntimeError(f"{type(self).__name__} did not call its attention function, so its new dims are lost.")
-        share = _share(parts, call.read)
+        share, call.share = call.share, None  # a backward pass that computes it again keeps the call
         if share is None:
             return output
         if self.output_sibling:
@@ -195,17 +195,6 @@ class WideAttention(nn.Module):
                 "instead of (batch, tokens, features). Leave it out of layers= or parts=."
             )
         return Given(hidden_states, source, arguments, keyword)
-
-
-def _share(parts, read: Tensor) -> Tensor | None:
-    """What new values add to the output, (batch, tokens, out_features); None without new values."""
-    share = None
-    reads = read.split_with_sizes([part.v_dims for part in parts], -1) if len(parts) > 1 else [read]
-    for part, own in zip(parts, reads):
-        if part.v_dims:
-            added = part.outside(own)
-            share = added if share is None else share + added
-    return share
 
 
 def _without_init(mixin: Any, stock: type[nn.Module]) -> nn.Module:
