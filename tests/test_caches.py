@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from hf_growattn import patch_model
 from hf_growattn.growable.growths import attentions, cache_bytes
-from hf_growattn.model.extra import common_width
+from hf_growattn.model.extra import Call, common_width
 
 CACHE = ("cache", "past_key_values")  # the output's name, the second before transformers 5.24
 
@@ -51,6 +51,22 @@ def test_a_layer_takes_its_cache_by_either_name(keyword):
         positions = model.model.rotary_emb(states, torch.arange(start, start + 4)[None])
         layer(states, position_embeddings=positions, **{keyword: cache})
     assert cache.layers[0].keys.shape == (1, 2, 8, layer.width_of("key"))
+
+
+@pytest.mark.parametrize("one_width", [False, True])
+@torch.no_grad()
+def test_keys_that_a_forward_changes_after_the_cache_keep_their_new_dims(one_width):
+    """As a norm behind the cache does."""
+    layer = attentions(widened(build("llama-2"), qk_dims=3, v_dims=1))[0]
+    call = Call(layer.parts, torch.randn(1, 5, 48), None)
+    call.one_width = one_width
+    key, value = torch.randn(2, 1, 2, 5, 16)
+    _, new_key, new_value = call.project()
+    shown, _ = call.store(DynamicCache(), key, value, 0)
+    keys, values = call.join(2 * shown, new_key, value, new_value)
+    assert torch.equal(keys, torch.cat((2 * key, new_key), -1))
+    assert torch.equal(values[..., :17], torch.cat((value, new_value), -1))
+    assert values.shape[-1] == (19 if one_width else 17) and not values[..., 17:].any()
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

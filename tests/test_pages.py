@@ -4,6 +4,7 @@ import base64
 import json
 import statistics
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -205,6 +206,15 @@ def test_two_pictures_of_a_growth(grown, rolled_back, history):
     assert [line.get_xdata()[0] for line in growths] == [4, 8]
     assert len(draw_growth([grown], [{"step": 1, "loss": 3.0}]).axes) == 2  # of a loop of one's own
     assert draw_growth([EMPTY]).axes == []
+
+
+def test_the_picture_of_several_growths_adds_their_gains(grown):
+    layers = [replace(layer, step_size=1.0, gain=index + 1.0) for index, layer in enumerate(grown.layers)]
+    first, second = replace(grown, layers=layers), replace(grown, layers=layers[:1])
+    shares = [1 / sum(range(len(layers) + 1)), 2 / (1 + sum(range(len(layers) + 1)))]
+    for reports, share in zip(([first], [first, second]), shares):
+        (places,) = draw_growth(reports).axes
+        assert places.texts[0].get_text() == f"{share:.0%}"
 
 
 def test_a_card_comes_with_the_picture(grown, tmp_path):

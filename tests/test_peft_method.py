@@ -161,6 +161,19 @@ torch.save(found, sys.argv[1] + "/found.pt")
         assert torch.equal(bare, logits(build(variant)))
 
 
+def test_one_adapter_after_the_other_is_merged_for_a_while():
+    model = adapted("llama-2")
+    model.add_adapter("other", GrowAttnConfig(qk_dims=1))
+    stir(model, seed=6)
+    for name in ("default", "other", "default"):
+        model.set_adapter(name)
+        alone = logits(model)
+        model.merge_adapter([name])
+        near(logits(model), alone)
+        model.unmerge_adapter()
+        assert torch.equal(logits(model), alone)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_adapters(variant, tmp_path):
     base = logits(build(variant))

@@ -8,14 +8,24 @@ import peft
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from families import build, lm_batches, tokens
-from transformers import BertConfig, BertForMaskedLM
+from families import build, lm_batches, tokens, word_tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.models.auto import tokenization_auto
 
-from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, patch_model
+from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.cli.commands import main
+from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing
 from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
+from hf_growattn.interop import checkpoints
 from hf_growattn.interop.cards import write_card
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import KINDS
@@ -176,3 +186,41 @@ def test_one_process_of_several_prints(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         assert main(["inspect", str(tmp_path)]) == 0
         assert bool(capsys.readouterr().out) == (rank == "0")
+
+
+def test_a_revision_is_that_of_config_model_and_tokenizer(tmp_path, monkeypatch):
+    build("llama-2").save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    asked = []
+    for auto_class in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
+
+        def noting(name, *args, read=auto_class.from_pretrained, kind=auto_class, revision=None, **options):
+            asked.append((kind, revision))
+            return read(name, *args, **options)
+
+        monkeypatch.setattr(auto_class, "from_pretrained", noting)
+    checkpoints.load_model(str(tmp_path), revision="v2")
+    checkpoints.load_tokenizer(str(tmp_path), revision="v2")
+    assert {(AutoConfig, "v2"), (AutoModelForCausalLM, "v2"), (AutoTokenizer, "v2")} <= {*asked}
+
+
+def test_each_growth_of_a_training_draws_rows_of_its_own(tmp_path, monkeypatch):
+    drawn, find = [], Grower.find
+
+    def noting(self, batches):
+        drawn.append(torch.cat([batch["input_ids"] for batch in batches]))
+        return find(self, batches)
+
+    monkeypatch.setattr(Grower, "find", noting)
+    rows = [dict.fromkeys(("input_ids", "labels"), row) for row in tokens(40, 9, seed=3)]
+    options = TrainingArguments(tmp_path, max_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True)
+    growth = GrowthCallback(CONFIG, steps=[1, 2], batches=4)
+    Trainer(patch_model(build("llama-2")), options, train_dataset=rows, callbacks=[growth]).train()
+    assert len(drawn) == 2 and drawn[0].shape == drawn[1].shape and not torch.equal(*drawn)
+
+
+def test_a_rate_that_nobody_named_is_chosen_by_the_method():
+    pytest.importorskip("trl")
+    words = ["model", "data", "--output_dir", "out"]
+    assert read_recipe("finetune", words).training.learning_rate is None
+    assert read_recipe("finetune", [*words, "--learning_rate", "0.5"]).training.learning_rate == 0.5
