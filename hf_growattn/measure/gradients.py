@@ -267,6 +267,26 @@ def whole_gradients(objective: Objective, blocks: list[Block], halves: tuple[lis
     return [[whole for whole, _ in products] for products in _measure(objective, blocks, probes, halves)]
 
 
+def _next_inputs(
+    block: Block, products: list[tuple[Tensor, Tensor]], of_gaussians: bool
+) -> tuple[tuple[Tensor, Tensor], float | None]:
+    """Return inputs that lie where the products do, beyond old dims that train; each half keeps to its own columns.
+
+    Products of Gaussians also give the starvation.
+    """
+    trains, starvation, whole = block.old_dims_train, None, [*zip(*products)]
+    residual = _products_beyond_old_dims(block, *whole) if trains or of_gaussians else whole
+    if of_gaussians:
+        (first, second), (one, other) = residual[1], whole[0]
+        starvation = starvation_of((first * second).sum(), (one * other).sum())
+    right, left = (
+        torch.cat([F.column_basis(side[half].chunk(2, -1)[half]) for half in (0, 1)], dim=-1)
+        for side in (residual if trains else whole)
+    )
+    broadcast_from_rank0(right, left)
+    return (right, left), starvation
+
+
 def sketched_gradients(
     objective: Objective,
     blocks: list[Block],
@@ -295,26 +315,18 @@ def sketched_gradients(
         )
         (stacked,), _ = _products_beyond_old_dims(block, (stacked,), ())
         inputs.append((stacked, shared))
-    starvations = []
+    starvations: list[float] = []
     for sweep, part in enumerate(SKETCH_PASSES[:-1]):
         thinned = [half[:: round(1 / part)] if len(half) > 2 else half for half in halves]
         probes, inputs = _install(blocks, inputs), []  # the pass needs the memory
         measured = _measure(objective, blocks, probes, thinned)
         for block in blocks:
-            trains, whole = block.old_dims_train, [*zip(*measured.pop(0))]
-            residual = _products_beyond_old_dims(block, *whole) if trains or sweep == 0 else whole
-            if sweep == 0:
-                (first, second), (one, other) = residual[1], whole[0]
-                starvations.append(starvation_of((first * second).sum(), (one * other).sum()))
-            # The next inputs lie where the products do, beyond old dims that train; each half keeps to its own columns.
-            right, left = (
-                torch.cat([F.column_basis(side[half].chunk(2, -1)[half]) for half in (0, 1)], dim=-1)
-                for side in (residual if trains else whole)
-            )
-            broadcast_from_rank0(right, left)
-            inputs.append((right, left))
-    inputs = [(stacked[..., :0], shared) for stacked, shared in inputs]
-    gradients, weights, measured = [], shares(halves), _measure(objective, blocks, _install(blocks, inputs), halves)
+            found, starvation = _next_inputs(block, measured.pop(0), sweep == 0)
+            starvations += [] if starvation is None else [starvation]
+            inputs.append(found)
+    inputs = [(stacked.new_empty(*stacked.shape[:-1], 0), shared) for stacked, shared in inputs]
+    probes = _install(blocks, inputs)
+    gradients, weights, measured = [], shares(halves), _measure(objective, blocks, probes, halves)
     for block, (_, columns), products, starvation in zip(blocks, inputs, measured, starvations):
         right = [product for product, _ in products]
         right = _products_beyond_old_dims(block, right, ())[0] if block.old_dims_train else right

@@ -29,7 +29,7 @@ from hf_growattn.measure import gradients
 
 RANDOM = "Llama with random weights"
 STEPS = 4  # before the growth and after it; the first makes the optimizer's state
-MEMORY_BATCHES = 2  # need no less memory than more of them
+MEMORY_BATCHES = 4  # of which each half has two, need no less memory than more of them
 USUAL = " + ".join(f"{part:g}" for part in gradients.SKETCH_PASSES)
 LOSSES = ["model", "loss of the growth batches", "after the growth", "held out", "held out, over the usual", "seeds"]
 # What a sketch could save time by: fewer passes, each over a part of the batches, or fewer columns in all of them.
