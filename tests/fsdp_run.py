@@ -196,6 +196,7 @@ def saved_and_resumed(folder: Path):
     dist.barrier()
     noted = torch.load(folder / "loss.pt", weights_only=True)
     ordinary = AutoModelForCausalLM.from_pretrained(folder / "ordinary")
+    assert ordinary.config.auto_map and (folder / "ordinary" / "growattn" / "modeling.py").is_file()
     config = copy.deepcopy(ordinary.config)
     resumed = sharded(AutoModelForCausalLM.from_config(config))
     optimizer = torch.optim.AdamW(resumed.parameters(), lr=1e-3)

@@ -1,5 +1,6 @@
 """Model cards, and pushing to the Hub: huggingface_hub's real client against a local server that stands for the Hub."""
 
+import json
 import os
 import re
 import shutil
@@ -192,6 +193,22 @@ def test_a_card_that_is_there_is_kept_unless_there_is_more_to_tell(here, grown):
     model.push_to_hub("me/grown", reports=[report])
     text = card_of(here, "me/grown").text
     assert "My own words." not in text and summary_of(report)[0] in text
+
+
+def test_a_branch_loses_its_own_former_weights_alone(here, grown):
+    model, _ = grown
+    HfApi().create_repo("me/weights")
+    HfApi().create_branch("me/weights", branch="aside")
+    repository, shard = here.repositories["me/weights"], "model-00001-of-00001.safetensors"
+    index = json.dumps({"metadata": {}, "weight_map": {"some.weight": shard}}).encode()
+    shards = {"model.safetensors.index.json": index, shard: b"former"}
+    repository.commit("aside", here.files("me/weights") | shards)
+    model.push_to_hub("me/weights", revision="aside")
+    pushed = repository.commits[repository.branches["aside"]]
+    assert not {*shards} & {*pushed} and "model.safetensors" in pushed
+    here.files("me/weights")["model.safetensors.index.json"] = index
+    model.push_to_hub("me/weights", revision="aside")  # where no such file is
+    assert "model.safetensors.index.json" in here.files("me/weights")
 
 
 def test_a_branch_keeps_its_own_card(here, grown):
