@@ -182,6 +182,7 @@ if __name__ == "__main__":
         existing_weights_move_too,
         a_frozen_base,
         in_the_middle_of_an_accumulation,
+        a_single_sequence_on_each_rank,
         uneven_batches,
         trimming_together,
         a_failure_on_one_rank_is_one_on_both,
