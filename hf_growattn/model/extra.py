@@ -260,7 +260,7 @@ def _check_cache(cache: Any, width: int, layer: int = 0, *_) -> None:
     """Raise a ValueError if a layer of a cache holds keys of before the growth, or of an adapter."""
     layers = getattr(cache, "layers", ())
     held = getattr(layers[layer], "keys", None) if layer < len(layers) else None
-    if held is not None and held.dim() == 4 and held.shape[-2] and held.shape[-1] < width:
+    if held is not None and held.dim() == 4 and held.shape[-1] < width:
         raise ValueError(
             f"The cache holds keys {held.shape[-1]} wide, and layer {layer} now makes them {width} wide. Begin with an "
             "empty cache. Prefix tuning fills it with stock widths: use LoRA instead."
