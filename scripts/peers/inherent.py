@@ -17,6 +17,6 @@ INHERENT = {
         "^peft methods grown test_prefix_tuning_",
     ],
     "ShadowConfig makes a model with fewer layers out of the same config, which names the new dims of all layers.": [
-        r"^peft methods grown .*\[ShadowConfig-",
+        r"^peft methods grown .*[\[-]ShadowConfig-",
     ],
 }
