@@ -89,6 +89,29 @@ def test_refactored_weights_start_with_a_fresh_optimizer_state():
     optimizer.step()
 
 
+def test_where_no_dims_join_old_weights_are_not_refactored_and_keep_their_optimizer_state():
+    model, batches = patch_model(build("gpt2-2")), lm_batches(6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    report = grow(model, batches, optimizer, budget=0.1, method="refactor", max_v_head_dim=STOCK)
+    assert report.added_parameters and {layer.width[1] for layer in report.layers if layer.kind == "messages"} == {
+        STOCK
+    }
+    assert all(attention.c_proj.weight in optimizer.state for attention in attentions(model))
+
+
+def test_old_weights_that_moved_within_autocast_are_cast_anew():
+    """Autocast keeps the casts of weights until its outermost region ends."""
+    model, batches = patch_model(build("gpt2-2")), lm_batches(6)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(**batches[0]).loss.item()
+        assert grow(model, batches, budget=0.1, update_existing=True).applied
+        within = model(**batches[0]).loss.item()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(**batches[0]).loss.item() == within != before
+
+
 @pytest.mark.parametrize("variant, reason", [("llama-2", "rotates"), ("stablelm-norms", "rotates")])
 def test_patterns_that_are_no_product_are_not_refactored(variant, reason):
     model = patch_model(build(variant))

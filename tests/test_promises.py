@@ -20,7 +20,17 @@ from transformers import (
 )
 from transformers.models.auto import tokenization_auto
 
-from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, patch_model
+from hf_growattn import (
+    GrowAttnConfig,
+    Grower,
+    GrowthCallback,
+    GrowthConfig,
+    load_growth,
+    patch_model,
+    save_growth,
+    trim_model,
+    unpatch_model,
+)
 from hf_growattn.cli.commands import main
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing
@@ -224,3 +234,20 @@ def test_a_rate_that_nobody_named_is_chosen_by_the_method():
     words = ["model", "data", "--output_dir", "out"]
     assert read_recipe("finetune", words).training.learning_rate is None
     assert read_recipe("finetune", [*words, "--learning_rate", "0.5"]).training.learning_rate == 0.5
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_new_dims_are_in_the_mode_of_their_model(training, tmp_path):
+    model = patch_model(build("llama-2")).train(training)
+    assert Grower(model, CONFIG).grow(lm_batches(4)).applied
+    assert {module.training for module in model.modules()} == {training}
+    with torch.no_grad():
+        for attention in attentions(model):
+            for part in attention.parts:
+                part.weight_of("query")[:, 0] = 0.0  # one dim is dead
+    trim_model(model)
+    assert {module.training for module in model.modules()} == {training} and widths(model) == 2 * [16 + 1, 16 + 2]
+    save_growth(model, tmp_path)
+    unpatch_model(model, drop_growth=True)
+    load_growth(patch_model(model), tmp_path)
+    assert {module.training for module in model.modules()} == {training}

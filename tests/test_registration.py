@@ -93,6 +93,7 @@ def test_a_grown_model_made_from_its_config_is_drawn_as_the_stock_one_is(variant
             assert (ours.weight_of(role).std() - deviation).abs() < 0.1 * deviation, role
         for weight in (weight for part in ours.parts for weight in (part.inside.weight, part.outside.weight)):
             assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.2)
+        assert not any(part.inside.bias.any() for part in ours.parts if part.inside.bias is not None)
 
 
 def test_a_config_is_marked_where_its_model_grew_and_saved_as_often_as_one_likes(tmp_path):
