@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import numpy
 import peft
@@ -237,9 +238,10 @@ def test_a_rate_that_nobody_named_is_chosen_by_the_method():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_new_dims_are_in_the_mode_of_their_model(training, tmp_path):
+@pytest.mark.parametrize("update_existing", [True, False])
+def test_new_dims_are_in_the_mode_of_their_model(update_existing, training, tmp_path):
     model = patch_model(build("llama-2")).train(training)
-    assert Grower(model, CONFIG).grow(lm_batches(4)).applied
+    assert Grower(model, replace(CONFIG, update_existing=update_existing)).grow(lm_batches(4)).applied
     assert {module.training for module in model.modules()} == {training}
     with torch.no_grad():
         for attention in attentions(model):
