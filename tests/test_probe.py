@@ -16,6 +16,7 @@ from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import set_trial
 from hf_growattn.growable.growths import attentions
 from hf_growattn.measure import functional as F
+from hf_growattn.measure import gradients
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.gradients import KindProbe, Probe, exact_gradients, sketched_gradients, whole_gradients
 from hf_growattn.measure.passes import Objective, batch_loss, evaluation_mode, halves_of
@@ -353,6 +354,29 @@ def test_halves_of_unequal_size_weigh_as_many_batches_as_they_hold():
         expected = torch.linalg.svdvals(whole)[..., :dims]
         # fp32: three batches are summed in another order.
         torch.testing.assert_close(gradient.sigma, expected, rtol=1e-4, atol=1e-5 * expected.max().item())
+
+
+def test_a_half_chooses_its_columns_without_the_other(monkeypatch):
+    """So what one half chose, the other can judge unseen."""
+    model, seen, solve = patch_model(build("llama-2")), [], gradients._gradient
+    batches, others = lm_batches(4), lm_batches(2, seed=5)
+
+    def noting(block, inputs, products, owned, *rest):
+        seen[-1].append([inputs[..., own] for own in owned])
+        return solve(block, inputs, products, owned, *rest)
+
+    monkeypatch.setattr(gradients, "_gradient", noting)
+    with evaluation_mode(model):
+        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, ridge=0.05)
+        for halves in ((batches[:2], batches[2:]), (batches[:2], others), (others, batches[2:])):
+            seen.append([])
+            sketched_gradients(Objective(model), blocks, halves, dims=4, oversampling=4, seed=0)
+    for usual, other_second, other_first in zip(*seen):
+        # fp32: kernels may sum the same columns in another order.
+        torch.testing.assert_close(usual[0], other_second[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(usual[1], other_first[1], rtol=1e-3, atol=1e-3)
+        assert not torch.allclose(usual[1], other_second[1], atol=1e-2)
+        assert not torch.allclose(usual[0], other_first[0], atol=1e-2)
 
 
 def test_a_sketch_without_more_columns_than_dims_finds_as_many():

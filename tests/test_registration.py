@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 from families import FAMILIES, add_dims, build, tokens
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_growattn import patch_model
 from hf_growattn.growable import models as modeling
@@ -65,6 +65,12 @@ def test_classes_have_one_identity():
     for absent in ("GrowAttnNothing", "GrowAttnPreTrainedModel", "LlamaModel"):
         with pytest.raises(AttributeError, match=absent):
             getattr(modeling, absent)
+
+
+@pytest.mark.skipif(not hasattr(PreTrainedModel, "is_custom_code"), reason="of newer versions of transformers")
+def test_classes_of_ours_are_no_custom_code_and_those_derived_from_them_are():
+    ours = type(patch_model(build("llama-2")))
+    assert not ours.is_custom_code() and type("Derived", (ours,), {}).is_custom_code()
 
 
 def test_the_class_of_a_patched_model_reads_its_base_without_a_warning(tmp_path, caplog, monkeypatch):
