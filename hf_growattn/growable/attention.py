@@ -284,7 +284,7 @@ class GrowableAttention(WideAttention):
     def new_part(self, qk_dims: int, v_dims: int) -> Part:
         """A part for this module that it does not have yet, zeros, in the precision of its weights."""
         like = self.empty_like()
-        return Part(self.shape, qk_dims, v_dims, dtype=like.dtype, device=like.device).train(self.training)
+        return Part(self.shape, qk_dims, v_dims, dtype=like.dtype, device=like.device)
 
     def weight_of(self, role: str) -> Tensor:
         """A role's old weight, (heads, stock width, features); for "output" that is `W_O` itself per head.

@@ -129,7 +129,7 @@ class WideAttention(nn.Module):
 
     def make_extra(self) -> ExtraDims:
         """The module of new dims, which is made at the first call."""
-        return self._modules.setdefault("extra", ExtraDims().train(self.training))  # pyright: ignore[reportReturnType]
+        return self._modules.setdefault("extra", ExtraDims())  # pyright: ignore[reportReturnType]
 
     def forward(self, *args, **kwargs) -> Any:
         """Attend, as the stock module does.
