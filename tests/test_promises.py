@@ -21,14 +21,7 @@ from transformers import (
 )
 from transformers.models.auto import tokenization_auto
 
-from hf_growattn import (
-    GrowAttnConfig,
-    Grower,
-    GrowthCallback,
-    GrowthConfig,
-    patch_model,
-    trim_model,
-)
+from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, patch_model, trim_model
 from hf_growattn.cli.commands import main
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing

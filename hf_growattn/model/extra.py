@@ -341,10 +341,10 @@ def _attend(function: Callable, module: Any, query, key, value, *args, **kwargs)
     if call.attended:
         raise ValueError(f"New dims cannot join {stock_name(module)}: it calls its attention function twice.")
     call.attended = True
-    attend = functools.partial(_attend_wide, function, module, call)
+    attend = _attend_wide
     if any(part.recomputes for part in call.parts):
-        attend = functools.partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
-    old, call.share, weights = attend(query, key, value, *args, **kwargs)
+        attend = functools.partial(checkpoint, _attend_wide, use_reentrant=False, preserve_rng_state=False)
+    old, call.share, weights = attend(function, module, call, query, key, value, *args, **kwargs)
     return old, weights
 
 
