@@ -215,6 +215,10 @@ def test_lbfgs_follows():
     before = [p.detach().clone() for p in extra_parameters(model)]
     optimizer.step(closure)
     assert all(not torch.equal(p, former) for p, former in zip(extra_parameters(model), before))
+    with pytest.raises(ValueError, match="make a new LBFGS afterwards"):  # it keeps directions of all parameters
+        Grower(model, CONFIG, optimizer).grow(lm_batches())
+    assert Grower(model, CONFIG).grow(lm_batches()).applied
+    torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=2).step(closure)
 
 
 def test_several_optimizers_and_those_of_another_model():

@@ -41,6 +41,11 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], model: nn.Module) 
     for each in optimizers:
         if not hasattr(each, "param_groups"):
             raise TypeError(f"optimizer must be an optimizer of torch, or a list of them; got {each!r:.80}.")
+        if isinstance(each, torch.optim.LBFGS) and each.state:
+            raise ValueError(
+                "LBFGS has stepped, and keeps what it knows of all parameters together, where new ones have no place. "
+                "Leave optimizer= out, and make a new LBFGS afterwards."
+            )
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     known = {id(parameter) for optimizer in optimizers for parameter in held(optimizer)}
     if optimizers and trained and not trained & known:

@@ -1,0 +1,99 @@
+"""Small promises of what is around the engine: training, adapters, cards, reports and the command line."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import peft
+import pytest
+from datasets import Dataset
+from families import build, lm_batches
+from transformers import Trainer, TrainingArguments
+
+from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, GrowthReport, patch_model, write_card
+from hf_growattn.cli.commands import COMMANDS, main
+from hf_growattn.cli.options import UsageError, check_new_folder
+from hf_growattn.grow.trial import StepSearch
+from hf_growattn.growable.growths import is_grown
+from hf_growattn.measure.blocks import KINDS
+from hf_growattn.report import words
+from hf_growattn.report.report import LayerGrowth
+from hf_growattn.training.data import _drop_unpredicted
+from hf_growattn.training.methods import weights_of_rank_one
+from hf_growattn.training.trainer import loss_of
+
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+
+
+def test_what_a_command_prints_amid_its_work_is_not_its_result(tmp_path, monkeypatch, capsys):
+    build("llama-2").save_pretrained(tmp_path)
+
+    def talkative(options, inspect=COMMANDS["inspect"]):
+        print("a library says this")
+        return inspect(options)
+
+    talkative.__doc__ = COMMANDS["inspect"].__doc__
+    monkeypatch.setitem(COMMANDS, "inspect", talkative)
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["family"] == "llama" and "a library says this" in printed.err
+
+
+def test_an_empty_folder_is_as_good_as_a_new_one(tmp_path):
+    check_new_folder(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("theirs")
+    with pytest.raises(UsageError, match="not empty"):
+        check_new_folder(str(tmp_path))
+
+
+def test_a_starvation_of_zero_is_known():
+    layer = LayerGrowth(0, "patterns", (8, 9), 1.0, 0.1, 0.0)
+    rows = words.rows_of(GrowthReport(2.0, 1.9, [layer, replace(layer, starvation=None)], 8))
+    assert [row[3] for row in rows] == ["0.00", "unknown"]
+
+
+def test_a_search_of_a_loss_below_zero_steps_downhill():
+    """Such as a reward with its sign turned: a step is counted by the size of the loss."""
+    gradient = SimpleNamespace(block=SimpleNamespace(kind=KINDS["patterns"]))
+    tried: list[float] = []
+    trial = SimpleNamespace(changes=[SimpleNamespace(gradient=gradient, slope=2.0)])
+    trial.set_steps = lambda steps, half: tried.append(steps[0])
+    (step,), loss = StepSearch(trial, lambda half: 2 * tried[-1] ** 2 - 2 * tried[-1] - 5, -5.0).run()
+    assert min(tried) > 0 and 0 < step < 1 and loss < -5.3
+
+
+def test_a_card_lists_one_evaluation_once(tmp_path):
+    write_card(patch_model(build("llama-2")), tmp_path, log_history=[{"step": 3, "eval_loss": 2.5}])
+    assert (tmp_path / "README.md").read_text().count("| step 3 | 2.5000 |") == 1
+
+
+def test_an_adapter_notes_its_dims_in_a_config_of_its_own():
+    config = GrowAttnConfig(budget=0.08)
+    model = peft.get_peft_model(build("llama-2"), config)
+    assert config.dims is None and model.peft_config["default"].dims
+
+
+def test_a_rank_counts_what_lora_goes_around():
+    model = build("llama-2")
+    expected = weights_of_rank_one(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert adapted.num_parameters(only_trainable=True) == expected
+
+
+def test_the_loss_of_a_trainer_leaves_its_arguments(tmp_path):
+    options = TrainingArguments(tmp_path, report_to=[], use_cpu=True)
+    trainer = Trainer(patch_model(build("llama-2")), options)
+    assert options.average_tokens_across_devices
+    loss_of(trainer)(trainer.model, lm_batches(1)[0])
+    assert trainer.args.average_tokens_across_devices
+
+
+def test_rows_whose_first_token_alone_has_a_label_predict_nothing():
+    rows = Dataset.from_list([{"labels": [5, -100, -100]}, {"labels": [-100, -100, 7]}])
+    assert [*_drop_unpredicted(rows)["labels"]] == [[-100, -100, 7]]
+
+
+def test_what_was_measured_alone_has_not_grown():
+    model = patch_model(build("llama-2"))
+    report = Grower(model, CONFIG).measure(lm_batches(4))
+    assert report.found and not report.applied and not is_grown(model)
