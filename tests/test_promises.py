@@ -25,6 +25,7 @@ from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, pa
 from hf_growattn.cli.commands import main
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing
+from hf_growattn.growable import folders
 from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
 from hf_growattn.interop import checkpoints
 from hf_growattn.interop.cards import write_card
@@ -243,3 +244,48 @@ def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
                 part.weight_of("query")[:, 0] = 0.0  # one dim is dead
     trim_model(model)
     assert modes() == {training} and widths(model) == 2 * [16 + 1, 16 + 2]
+
+
+def test_new_dims_of_another_precision_read_both_inputs():
+    """As beside quantized weights: new dims are fp32 there, and what comes in is not."""
+    model = patch_model(build("llama-2"))
+    part = attentions(model)[0].new_part(2, 3)
+    with torch.no_grad():
+        part.inside.weight.normal_()
+    inputs, source = torch.randn(2, 1, 5, model.config.hidden_size).bfloat16()
+    for found, expected in zip(part.inside(inputs, source), part.inside(inputs.float(), source.float())):
+        assert torch.equal(found, expected)
+
+
+def test_merged_adapters_count_once():
+    model = patch_model(build("llama-2"))
+    options = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted, attention = peft.get_peft_model(model, options), attentions(model)[0]
+    plain, expected = (attention.factors_of("query", torch.float64, adapters=on) for on in (False, True))
+    assert (expected - plain).abs().max() > 0.01
+    adapted.merge_adapter()
+    torch.testing.assert_close(attention.factors_of("query", torch.float64), expected, rtol=0, atol=1e-6)
+
+
+def test_an_adapter_of_ours_takes_no_continuous_batching():
+    model = peft.get_peft_model(build("llama-2"), GrowAttnConfig(qk_dims=2)).get_base_model()
+    with pytest.raises(ValueError, match="Continuous batching keeps"):
+        model.init_continuous_batching()
+
+
+def test_a_disk_without_locks_takes_a_save(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(folders.fcntl, "flock", refuse)
+    patch_model(build("llama-2")).save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_a_damaged_checkpoint_in_a_subfolder_is_told_of(tmp_path):
+    model = patch_model(build("llama-2"))
+    model.save_pretrained(tmp_path / "inner", max_shard_size="20kB")
+    index = tmp_path / "inner" / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="is not an index of weights. Copy, download or save it again"):
+        type(model).from_pretrained(tmp_path, subfolder="inner")
