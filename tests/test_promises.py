@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import peft
@@ -287,5 +289,20 @@ def test_a_damaged_checkpoint_in_a_subfolder_is_told_of(tmp_path):
     model.save_pretrained(tmp_path / "inner", max_shard_size="20kB")
     index = tmp_path / "inner" / "model.safetensors.index.json"
     index.write_text("{}")
-    with pytest.raises(ValueError, match="is not an index of weights. Copy, download or save it again"):
+    with pytest.raises(ValueError, match=r"is not an index of weights\. Copy, download or save it again"):
         type(model).from_pretrained(tmp_path, subfolder="inner")
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "20kB"}])
+def test_a_config_replaces_the_former_one_when_its_weights_are_there(options, tmp_path, monkeypatch):
+    """Until then the former checkpoint loads from there, should the process be killed."""
+    moved = []
+
+    def noting(source, target, replace=os.replace):
+        moved.append(Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr(folders.os, "replace", noting)
+    patch_model(build("llama-2")).save_pretrained(tmp_path / "model", **options)
+    index = ["model.safetensors.index.json"] if options else []
+    assert moved[-1 - len(index) :] == [*index, "config.json"] and len(moved) > 2

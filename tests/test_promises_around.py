@@ -7,19 +7,25 @@ from types import SimpleNamespace
 import peft
 import pytest
 from datasets import Dataset
-from families import build, lm_batches
-from transformers import Trainer, TrainingArguments
+from every_type import build as build_type
+from families import build, lm_batches, tokens, word_tokenizer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import SFTConfig
 
-from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, GrowthReport, patch_model, write_card
+from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, GrowthReport, export_model, patch_model, write_card
 from hf_growattn.cli.commands import COMMANDS, main
+from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.cli.options import UsageError, check_new_folder
 from hf_growattn.grow.trial import StepSearch
 from hf_growattn.growable.growths import is_grown
+from hf_growattn.interop import checkpoints
 from hf_growattn.measure.blocks import KINDS
 from hf_growattn.report import words
-from hf_growattn.report.report import LayerGrowth
-from hf_growattn.training.data import _drop_unpredicted
+from hf_growattn.report.report import LayerGrowth, LayerTrim, TrimReport
+from hf_growattn.training.data import _drop_unpredicted, prepare_rows
 from hf_growattn.training.methods import weights_of_rank_one
+from hf_growattn.training.options import RaceOptions
+from hf_growattn.training.race import _Trainings
 from hf_growattn.training.trainer import loss_of
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
@@ -97,3 +103,43 @@ def test_what_was_measured_alone_has_not_grown():
     model = patch_model(build("llama-2"))
     report = Grower(model, CONFIG).measure(lm_batches(4))
     assert report.found and not report.applied and not is_grown(model)
+
+
+def test_a_loss_of_zero_was_measured():
+    layer = LayerTrim(0, "patterns", (9, 8), 0.0, 0.0, 64)
+    assert "Loss 0.0000 -> 0.0000" in str(TrimReport(0.0, 0.0, 1e-3, [layer]))
+    assert "Loss" not in str(TrimReport(None, None, 1e-3, [layer]))
+
+
+def test_inspection_knows_the_stock_width_of_either_kind():
+    layer = inspect_model(patch_model(build_type("deepseek_v3")))["layers"][0]
+    assert layer["stock_widths"] == [layer["patterns"]["width"], layer["messages"]["width"]] == [24, 16]
+
+
+def test_each_seed_of_a_race_has_a_growth_of_its_own(tmp_path):
+    training = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=16)
+    rows = Dataset.from_dict(dict.fromkeys(("input_ids", "labels"), tokens(64, 12, seed=1).tolist()))
+    prepared = prepare_rows(rows, None, word_tokenizer(), training)
+    trainings = _Trainings(lambda: patch_model(build("llama-2")), prepared, RaceOptions(0.2, 4, 8, 2))
+    reports = [trainings._prepare("growth", seed)[1] for seed in (0, 0, 1)]
+    assert reports[0] is reports[1] and reports[2].loss_before != reports[0].loss_before
+
+
+@pytest.mark.parametrize("private, asked", [(False, None), (True, True)])
+def test_whether_a_repository_is_private_is_left_to_the_hub_unless_told(private, asked, tmp_path, monkeypatch):
+    """False would make it public where an organisation's are private by default."""
+    patch_model(build("llama-2")).save_pretrained(tmp_path)
+    told = []
+    commit = SimpleNamespace(commit_url="there")
+    monkeypatch.setattr(checkpoints, "push_folder", lambda *args, **options: told.append(options) or commit)
+    assert checkpoints.publish(tmp_path, "me/grown", private) == "there"
+    assert told[0]["private"] is asked
+
+
+def test_a_stock_checkpoint_names_no_code(tmp_path):
+    model = patch_model(build("llama-2"))
+    assert Grower(model, CONFIG).grow(lm_batches(4)).applied
+    model.save_pretrained(tmp_path / "grown")
+    assert "auto_map" in json.loads((tmp_path / "grown" / "config.json").read_text())
+    export_model(AutoModelForCausalLM.from_pretrained(tmp_path / "grown"), tmp_path / "stock")
+    assert "auto_map" not in json.loads((tmp_path / "stock" / "config.json").read_text())

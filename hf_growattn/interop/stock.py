@@ -72,7 +72,7 @@ def empty_stock(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str | Non
         if problem:
             raise ValueError(f"{name} is {problem}")
     stock_class: Any = type(model).__bases__[1]
-    ours = ("model_type", "growable_parts", "extra_dims", "architectures", "auto_map")
+    ours = ("model_type", "growable_parts", "extra_dims", "architectures")
     fields = stock_class.config_class.to_dict(model.config)
     values = {name: value for name, value in fields.items() if name not in ours}
     if not is_grown(model):
