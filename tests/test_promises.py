@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +28,9 @@ from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, pa
 from hf_growattn.cli.commands import main
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing
+from hf_growattn.grow.trial import Trial
 from hf_growattn.growable import folders
-from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
+from hf_growattn.growable.growths import attentions, extra_parameters, origin_of, sync_config
 from hf_growattn.interop import checkpoints
 from hf_growattn.interop.cards import write_card
 from hf_growattn.measure import functional as F
@@ -306,3 +308,69 @@ def test_a_config_replaces_the_former_one_when_its_weights_are_there(options, tm
     patch_model(build("llama-2")).save_pretrained(tmp_path / "model", **options)
     index = ["model.safetensors.index.json"] if options else []
     assert moved[-1 - len(index) :] == [*index, "config.json"] and len(moved) > 2
+
+
+def test_of_offers_that_are_worth_as_much_the_first_is_taken():
+    assert F.allocate([[2.0], [2.0], [2.0]], [[4], [4], [4]], 9) == [1, 1, 0]
+
+
+def test_a_config_that_was_passed_on_stays_as_it_was():
+    """Other models may hold it."""
+    stock = build("llama-2")
+    given, before = stock.config, copy.deepcopy(stock.config.to_dict())
+    patch_model(stock).config.rope_parameters["rope_theta"] = 5.0
+    assert given.to_dict() == before
+
+
+def test_a_model_that_grew_twice_knows_where_it_came_from():
+    model = patch_model(build("llama-2"))
+    model.config.name_or_path = "someone/base"
+    for _ in range(2):
+        assert Grower(model, CONFIG).grow(lm_batches(4)).applied
+    assert origin_of(model) == "someone/base"
+
+
+def test_a_layer_that_is_named_twice_grows_once():
+    reports = [
+        Grower(patch_model(build("llama-2")), replace(CONFIG, layers=layers)).measure(lm_batches(4))
+        for layers in ([1], [1, 1])
+    ]
+    assert reports[0] == replace(reports[1], decoding=reports[0].decoding)
+
+
+def test_a_frozen_bias_is_not_rewritten():
+    model = patch_model(build("llama-5-bias"))
+    attentions(model)[0].q_proj.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="q_proj of layer 0 is frozen"):
+        Grower(model, replace(CONFIG, update_existing=True)).find(lm_batches(4))
+
+
+def test_what_a_loss_trains_outside_the_model_gets_no_gradients():
+    model, head = patch_model(build("llama-2")), torch.nn.Linear(97, 1)
+    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+
+    def loss(model, batch):
+        assert not any(parameter.requires_grad for parameter in head.parameters())
+        return head(model(batch["input_ids"]).logits).square().mean()
+
+    assert Grower(model, CONFIG, optimizer, loss).measure(lm_batches(4)).found
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in head.parameters())
+
+
+def test_a_slower_token_is_told_as_slower():
+    model = patch_model(build("llama-2"))
+    attention = attentions(model)[0]
+    part = attention.new_part(1, 1)
+    part.inside.register_forward_pre_hook(lambda *_: time.sleep(0.03))
+    trial = Trial([])
+    trial.parts = {attention: part}
+    ratio, error, count = trial.time_decoding(model, tokens(1, 70))
+    assert ratio > 1.5 and error < ratio and count == 70
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    model = patch_model(build("llama-2"))
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        type(model).from_pretrained(tmp_path)

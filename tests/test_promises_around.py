@@ -1,20 +1,25 @@
 """Small promises of what is around the engine: training, adapters, cards, reports and the command line."""
 
 import json
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import peft
 import pytest
+import torch
 from datasets import Dataset
 from every_type import build as build_type
 from families import build, lm_batches, tokens, word_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig
 
+import hf_growattn
 from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, GrowthReport, export_model, patch_model, write_card
 from hf_growattn.cli.commands import COMMANDS, main
-from hf_growattn.cli.inspection import inspect_model
+from hf_growattn.cli.inspection import format_inspection, inspect_model
 from hf_growattn.cli.options import UsageError, check_new_folder
 from hf_growattn.grow.trial import StepSearch
 from hf_growattn.growable.growths import is_grown
@@ -23,7 +28,7 @@ from hf_growattn.measure.blocks import KINDS
 from hf_growattn.report import words
 from hf_growattn.report.report import LayerGrowth, LayerTrim, TrimReport
 from hf_growattn.training.data import _drop_unpredicted, prepare_rows
-from hf_growattn.training.methods import weights_of_rank_one
+from hf_growattn.training.methods import METHODS, prepare_model, weights_of_rank_one
 from hf_growattn.training.options import RaceOptions
 from hf_growattn.training.race import _Trainings
 from hf_growattn.training.trainer import loss_of
@@ -143,3 +148,35 @@ def test_a_stock_checkpoint_names_no_code(tmp_path):
     assert "auto_map" in json.loads((tmp_path / "grown" / "config.json").read_text())
     export_model(AutoModelForCausalLM.from_pretrained(tmp_path / "grown"), tmp_path / "stock")
     assert "auto_map" not in json.loads((tmp_path / "stock" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("method", ["lora", "both"])
+def test_each_seed_begins_with_adapters_of_its_own(method):
+    def first(seed: int) -> torch.Tensor:
+        model, _ = prepare_model(patch_model(build("llama-2")), METHODS[method], 6, lm_batches(4), seed)
+        return next(parameter for name, parameter in model.named_parameters() if "lora_A" in name)
+
+    assert torch.equal(first(1), first(1)) and not torch.equal(first(1), first(2))
+
+
+def test_a_peft_that_was_imported_before_knows_the_method():
+    script = "import peft, hf_growattn; print(peft.PeftType('GROWATTN') in peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_what_is_public_is_listed_before_it_is_used(monkeypatch):
+    monkeypatch.delitem(vars(hf_growattn), "export_model", raising=False)
+    assert {*hf_growattn.__all__} <= {*dir(hf_growattn)}
+
+
+def test_a_mean_over_heads_counts_all_of_them():
+    figures = inspect_model(patch_model(build("llama-5-bias")))
+    used = figures["layers"][0]["patterns"]["effective_rank"]
+    assert figures["layers"][0]["key_value_heads"] < len(used)
+    assert f"{sum(used) / len(used):.1f} ({min(used):.1f} to {max(used):.1f})" in format_inspection(figures)
+
+
+def test_a_command_to_copy_is_one():
+    command = words.race_command("my models/one", "it's here.txt")
+    assert shlex.split(command) == ["growattn", "race", "my models/one", "it's here.txt", "-o", "race"]

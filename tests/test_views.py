@@ -255,3 +255,12 @@ def test_unknown_and_partial_models_are_refused():
         attention_views(stock)
     with pytest.raises(ValueError, match="has no rotary_emb"):
         attention_views(patch_model(build("llama-2")).model.layers[0])[0].pattern(0)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_a_sequence_is_as_long_for_a_query_before_its_key(rope_type):
+    """Such a rotation chooses its frequencies by the largest position."""
+    arguments = LLAMA | dict(num_hidden_layers=2, max_position_embeddings=64, rope_parameters=ROPE[rope_type])
+    view = attention_views(AutoModelForCausalLM.from_config(LlamaConfig(**arguments)))[0]
+    found, *others = (view.pattern(0, -200, length=length).dense() for length in (None, 201, 20))
+    assert torch.equal(found, others[0]) and not torch.allclose(found, others[1], atol=1e-3)

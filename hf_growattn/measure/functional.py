@@ -211,6 +211,6 @@ def allocate(gains: list[list[float]], costs: list[list[int]], budget: int) -> l
         ]
         if not offers:
             return taken
-        best = max(offers, key=lambda offer: (offer[0], -offer[1]))[1]
+        best = max(offers, key=lambda offer: offer[0])[1]  # of equal ones the first
         budget -= costs[best][taken[best]]
         taken[best] += 1
