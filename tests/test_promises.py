@@ -345,18 +345,6 @@ def test_a_frozen_bias_is_not_rewritten():
         Grower(model, replace(CONFIG, update_existing=True)).find(lm_batches(4))
 
 
-def test_what_a_loss_trains_outside_the_model_gets_no_gradients():
-    model, head = patch_model(build("llama-2")), torch.nn.Linear(97, 1)
-    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
-
-    def loss(model, batch):
-        assert not any(parameter.requires_grad for parameter in head.parameters())
-        return head(model(batch["input_ids"]).logits).square().mean()
-
-    assert Grower(model, CONFIG, optimizer, loss).measure(lm_batches(4)).found
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in head.parameters())
-
-
 def test_a_slower_token_is_told_as_slower():
     model = patch_model(build("llama-2"))
     attention = attentions(model)[0]
