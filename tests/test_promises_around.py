@@ -2,7 +2,7 @@
 
 import json
 import shlex
-import subprocess
+import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,24 +11,26 @@ import pytest
 import torch
 from datasets import Dataset
 from every_type import build as build_type
-from families import build, lm_batches, tokens, word_tokenizer
+from families import build, lm_batches, save_with_text, tokens, word_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig
 
 import hf_growattn
-from hf_growattn import Grower, GrowthConfig, GrowthReport, export_model, patch_model, write_card
+from hf_growattn import Grower, GrowthCallback, GrowthConfig, GrowthReport, export_model, patch_model, write_card
 from hf_growattn.cli.commands import COMMANDS, main
 from hf_growattn.cli.inspection import format_inspection, inspect_model
-from hf_growattn.cli.options import UsageError, check_new_folder
+from hf_growattn.cli.options import UsageError, check_new_folder, read_recipe
 from hf_growattn.grow.trial import StepSearch
+from hf_growattn.growable.registration import register_when_imported
 from hf_growattn.interop import checkpoints
 from hf_growattn.measure.blocks import KINDS
 from hf_growattn.report import words
 from hf_growattn.report.report import LayerGrowth, LayerTrim, TrimReport
 from hf_growattn.training.data import prepare_rows
+from hf_growattn.training.finetuning import finetune
 from hf_growattn.training.methods import METHODS, prepare_model
 from hf_growattn.training.options import RaceOptions
-from hf_growattn.training.race import _Trainings
+from hf_growattn.training.race import _Trainings, measure_rows
 from hf_growattn.training.trainer import loss_of
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
@@ -133,15 +135,19 @@ def test_each_seed_begins_with_adapters_of_its_own(method):
     assert torch.equal(first(1), first(1)) and not torch.equal(first(1), first(2))
 
 
-@pytest.mark.parametrize("order", ["peft, hf_growattn", "hf_growattn, peft"])
-def test_peft_knows_the_method_and_our_types_whichever_is_imported_first(order):
-    script = f"""
-import {order}, transformers
+def test_peft_knows_the_method_and_our_types_whichever_is_imported_first(forks, tmp_path, monkeypatch):
+    script = tmp_path / "after.py"  # where peft is imported by this library
+    script.write_text("""
+import peft
 assert peft.PeftType("GROWATTN") in peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING
 assert "growattn_llama" in peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+""")
+    done = forks.run(script)
     assert done.returncode == 0, done.stderr
+    called = []
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    register_when_imported(lambda: called.append("peft"))  # which was imported before
+    assert called == ["peft"]
 
 
 def test_what_is_public_is_listed_before_it_is_used(monkeypatch):
@@ -159,3 +165,54 @@ def test_a_mean_over_heads_counts_all_of_them():
 def test_a_command_to_copy_is_one():
     command = words.race_command("my models/one", "it's here.txt")
     assert shlex.split(command) == ["growattn", "race", "my models/one", "it's here.txt", "-o", "race"]
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, ImportError])
+def test_an_error_that_names_its_fix_is_one_line(error, tmp_path, monkeypatch, capsys):
+    def fail(options):
+        raise error("install it")
+
+    fail.__doc__ = COMMANDS["inspect"].__doc__
+    monkeypatch.setitem(COMMANDS, "inspect", fail)
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "Error: install it\n"
+
+
+def test_a_race_has_two_seeds_unless_told():
+    """One says nothing about chance."""
+    assert RaceOptions().seeds == 2
+
+
+def test_a_race_measures_without_dropout(tmp_path):
+    training = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=16)
+    rows = Dataset.from_dict(dict.fromkeys(("input_ids", "labels"), tokens(64, 12, seed=1).tolist()))
+    model = build("gpt2-2")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    prepared = prepare_rows(rows, None, word_tokenizer(), training)
+    assert measure_rows(model.train(), prepared) == measure_rows(model.train(), prepared)
+
+
+def test_a_resumed_training_finds_its_last_checkpoint_itself(tmp_path):
+    options = TrainingArguments(tmp_path, max_steps=4, save_steps=2, report_to=[], use_cpu=True)
+    rows = [dict.fromkeys(("input_ids", "labels"), row) for row in tokens(40, 9, seed=3)]
+    expected = None
+    for latest in (None, True):
+        model, growth = patch_model(build("llama-2")), GrowthCallback(CONFIG, steps=[1], batches=4)
+        trainer = Trainer(model, options, train_dataset=rows, callbacks=[growth])
+        trainer.train(resume_from_checkpoint=latest)
+        state = model.state_dict()
+        assert expected is None or all(torch.equal(state[name], expected[name]) for name in expected)
+        expected = state
+        if latest is None:
+            shutil.rmtree(tmp_path / "checkpoint-4")
+
+
+def test_a_growth_that_added_nothing_is_not_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(StepSearch, "run", lambda self, spare=0: ([0.0] * len(self.trial.changes), self.loss_before))
+    save_with_text(tmp_path, words=600)
+    options = "--max_length 16 --growth_batches 4 --v-dims 2 --max_steps 2 --save_strategy no --use_cpu".split()
+    words = [str(tmp_path / "model"), str(tmp_path / "text.txt"), "-o", str(tmp_path / "out"), *options]
+    figures = finetune(read_recipe("finetune", words))
+    assert len(figures["growths"]) == 1 and figures["grown_at"] == [] and "Nothing grew" in figures["summary"]
