@@ -1,6 +1,7 @@
 """Small promises of what is around the engine: training, adapters, cards, reports and the command line."""
 
 import json
+import math
 import shlex
 import shutil
 import sys
@@ -11,7 +12,8 @@ import pytest
 import torch
 from datasets import Dataset
 from every_type import build as build_type
-from families import build, lm_batches, save_with_text, tokens, word_tokenizer
+from families import LLAMA, build, lm_batches, save_with_text, tokens, word_tokenizer
+from peft.utils import constants
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig
 
@@ -22,10 +24,12 @@ from hf_growattn.cli.inspection import format_inspection, inspect_model
 from hf_growattn.cli.options import UsageError, check_new_folder, read_recipe
 from hf_growattn.grow.trial import StepSearch
 from hf_growattn.growable.registration import register_when_imported
-from hf_growattn.interop import checkpoints
+from hf_growattn.interop import checkpoints, export
 from hf_growattn.measure.blocks import KINDS
 from hf_growattn.report import words
+from hf_growattn.report.pictures import draw_growth
 from hf_growattn.report.report import LayerGrowth, LayerTrim, TrimReport
+from hf_growattn.training import methods
 from hf_growattn.training.data import prepare_rows
 from hf_growattn.training.finetuning import finetune
 from hf_growattn.training.methods import METHODS, prepare_model
@@ -135,19 +139,17 @@ def test_each_seed_begins_with_adapters_of_its_own(method):
     assert torch.equal(first(1), first(1)) and not torch.equal(first(1), first(2))
 
 
-def test_peft_knows_the_method_and_our_types_whichever_is_imported_first(forks, tmp_path, monkeypatch):
-    script = tmp_path / "after.py"  # where peft is imported by this library
-    script.write_text("""
-import peft
-assert peft.PeftType("GROWATTN") in peft.mapping.PEFT_TYPE_TO_TUNER_MAPPING
-assert "growattn_llama" in peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-""")
-    done = forks.run(script)
-    assert done.returncode == 0, done.stderr
+def test_the_method_is_made_known_to_a_peft_that_was_imported_before(monkeypatch):
     called = []
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    register_when_imported(lambda: called.append("peft"))  # which was imported before
+    register_when_imported(lambda: called.append("peft"))
     assert called == ["peft"]
+
+
+def test_every_method_of_peft_knows_the_targets_of_our_types():
+    named = {name: table for name, table in vars(constants).items() if name.startswith("TRANSFORMERS_MODELS_TO_")}
+    known = [table for table in named.values() if "llama" in table]
+    assert len(known) > 5 and all(table["growattn_llama"] == table["llama"] for table in known)
 
 
 def test_what_is_public_is_listed_before_it_is_used(monkeypatch):
@@ -216,3 +218,31 @@ def test_a_growth_that_added_nothing_is_not_listed(tmp_path, monkeypatch):
     words = [str(tmp_path / "model"), str(tmp_path / "text.txt"), "-o", str(tmp_path / "out"), *options]
     figures = finetune(read_recipe("finetune", words))
     assert len(figures["growths"]) == 1 and figures["grown_at"] == [] and "Nothing grew" in figures["summary"]
+
+
+def test_a_picture_has_a_row_for_each_layer_that_was_looked_at():
+    """Of layers 4 and 7 alone, the second row is that of layer 7."""
+    layers = [LayerGrowth(number, "patterns", (8, 9), 1.0, gain, 0.5) for number, gain in ((4, 0.1), (7, 0.3))]
+    axes = draw_growth([GrowthReport(2.0, 1.9, layers, 8)]).axes[0]
+    assert [(text.get_position()[1], text.get_text()) for text in axes.texts] == [(0, "25%"), (1, "75%")]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["4", "7"]
+
+
+def test_a_rate_that_nobody_named_lies_between_those_of_a_race(tmp_path, monkeypatch):
+    save_with_text(tmp_path, words=600)
+    words = [str(tmp_path / "model"), str(tmp_path / "text.txt"), "-o", str(tmp_path / "out"), "--method", "lora"]
+    recipe = read_recipe("finetune", [*words, *"--budget 0.1 --max_length 16 --use_cpu".split()])
+    monkeypatch.setattr(methods, "make_trainer", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        finetune(recipe)
+    low, high = (rate / LLAMA["hidden_size"] for rate in methods.RATES)
+    assert recipe.training.learning_rate / low == pytest.approx(high / recipe.training.learning_rate)
+
+
+def test_an_export_of_what_is_not_finite_is_refused(tmp_path, monkeypatch):
+    """Neither is it near the model's own outputs."""
+    model = patch_model(build("llama-2"))
+    monkeypatch.setattr(export, "_difference", lambda *_: math.nan)
+    with pytest.raises(RuntimeError, match="differs from the model by nan"):
+        export_model(model, tmp_path / "stock")
+    assert not (tmp_path / "stock").exists()

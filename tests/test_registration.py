@@ -41,6 +41,8 @@ assert families() == ["gpt2", "llama"], families()
 torch.save(model(tokens()).logits, f"{{folder}}/gpt2.logits")
 config = torch.load(f"{{folder}}/mistral.config", weights_only=False)
 print(type(transformers.AutoModelForCausalLM.from_config(config)).__name__)
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as targets
+assert targets["growattn_llama"] == targets["llama"]  # of a peft that was imported afterwards
 """
 
 
