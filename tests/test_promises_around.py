@@ -23,6 +23,7 @@ from hf_growattn.cli.commands import COMMANDS, main
 from hf_growattn.cli.inspection import format_inspection, inspect_model
 from hf_growattn.cli.options import UsageError, check_new_folder, read_recipe
 from hf_growattn.grow.trial import StepSearch
+from hf_growattn.growable.growths import load_growth, save_growth
 from hf_growattn.growable.registration import register_when_imported
 from hf_growattn.interop import checkpoints, export
 from hf_growattn.measure.blocks import KINDS
@@ -246,3 +247,21 @@ def test_an_export_of_what_is_not_finite_is_refused(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="differs from the model by nan"):
         export_model(model, tmp_path / "stock")
     assert not (tmp_path / "stock").exists()
+
+
+def test_a_plateau_is_a_loss_that_is_not_the_lowest():
+    state = SimpleNamespace(global_step=9, max_steps=20, epoch=0.5)
+    growth = GrowthCallback(CONFIG, at="plateau")
+    for losses, expected in (([3.0, 2.0, 1.9], False), ([2.0, 3.0, 2.5], True)):
+        state.log_history = [{"step": step, "eval_loss": loss} for step, loss in enumerate(losses)]
+        assert growth.is_time(state) is expected
+
+
+def test_a_growth_of_the_same_name_and_another_size_takes_the_place_of_the_former(tmp_path):
+    models = [patch_model(build("llama-2")) for _ in range(2)]
+    for model, dims in zip(models, (3, 1)):
+        assert Grower(model, GrowthConfig(qk_dims=dims, v_dims=2, oversampling=4)).grow(lm_batches(4)).applied
+    save_growth(models[0], tmp_path)
+    load_growth(models[1], tmp_path)
+    one, other = (model(tokens()).logits for model in models)
+    assert torch.equal(one, other)
