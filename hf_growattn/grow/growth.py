@@ -173,9 +173,9 @@ class Grower:
         Raises:
             RuntimeError: under torch.distributed, the search failed in another process, whose own error says why.
             ValueError: no batches or a single sequence, a loss or gradients that are not finite, weights on the meta
-                device or made under `inference_mode`, an optimizer without the model's parameters, tokens that the
-                model does not know, a budget that buys nothing, or a layer that does not exist or is as wide as it can
-                be. The message names the fix.
+                device or made under `inference_mode`, an optimizer without the model's parameters, an LBFGS that has
+                stepped, tokens that the model does not know, a budget that buys nothing, or a layer that does not exist
+                or is as wide as it can be. The message names the fix.
         """
         with self._run(batches) as run:
             changes, pricing = self._plan(run, self._measure(run))

@@ -37,7 +37,12 @@ def held(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
 
 
 def check_optimizers(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Make sure that the optimizers train this model, where it trains at all; a ValueError or TypeError otherwise."""
+    """Make sure that the optimizers train this model, where it trains at all, and can take new parameters.
+
+    Raises:
+        TypeError: one is no optimizer.
+        ValueError: they hold nothing of the model, or one is an LBFGS that has stepped.
+    """
     for each in optimizers:
         if not hasattr(each, "param_groups"):
             raise TypeError(f"optimizer must be an optimizer of torch, or a list of them; got {each!r:.80}.")
