@@ -4,11 +4,11 @@ import pytest
 import torch
 from encoders import build as build_encoder
 from every_type import build as build_type
-from families import VARIANTS, add_dims, build, tokens
+from families import VARIANTS, add_dims, build, lm_batches, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 from wrappers import build as build_wrapper
 
-from hf_growattn import load_growth, patch_model, save_growth
+from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_growth
 from hf_growattn.growable.growths import attentions, is_grown, sync_config
 
 BUILD = {"bert": build_encoder, "vit": build_encoder, "gemma4_text": build_type, "llava": build_wrapper}
@@ -69,3 +69,13 @@ def test_parts_load_in_the_order_in_which_they_grew(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert [*loaded.state_dict()] == [*model.state_dict()]
+
+
+def test_a_growth_of_the_same_name_and_another_size_takes_the_place_of_the_former(tmp_path):
+    models = [patch_model(build("llama-2")) for _ in range(2)]
+    for model, dims in zip(models, (3, 1)):
+        assert Grower(model, GrowthConfig(qk_dims=dims, v_dims=2, oversampling=4)).grow(lm_batches(4)).applied
+    save_growth(models[0], tmp_path)
+    load_growth(models[1], tmp_path)
+    one, other = (model(tokens()).logits for model in models)
+    assert torch.equal(one, other)

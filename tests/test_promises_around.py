@@ -1,5 +1,6 @@
 """Small promises of what is around the engine: training, adapters, cards, reports and the command line."""
 
+import functools
 import json
 import math
 import shlex
@@ -23,10 +24,8 @@ from hf_growattn.cli.commands import COMMANDS, main
 from hf_growattn.cli.inspection import format_inspection, inspect_model
 from hf_growattn.cli.options import UsageError, check_new_folder, read_recipe
 from hf_growattn.grow.trial import StepSearch
-from hf_growattn.growable.growths import load_growth, save_growth
 from hf_growattn.growable.registration import register_when_imported
 from hf_growattn.interop import checkpoints, export
-from hf_growattn.measure.blocks import KINDS
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
 from hf_growattn.report.report import LayerGrowth, LayerTrim, TrimReport
@@ -41,14 +40,29 @@ from hf_growattn.training.trainer import loss_of
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 
 
+@pytest.fixture
+def prepared(tmp_path):
+    """Rows of tokens at random, as a training reads them."""
+    training = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=16)
+    rows = Dataset.from_dict(dict.fromkeys(("input_ids", "labels"), tokens(64, 12, seed=1).tolist()))
+    return prepare_rows(rows, None, word_tokenizer(), training)
+
+
+def recipe_of(folder, options: str):
+    """What `growattn finetune` is told by these options and a tiny model and text, which are written there."""
+    save_with_text(folder, words=600)
+    words = [str(folder / "model"), str(folder / "text.txt"), "-o", str(folder / "out")]
+    return read_recipe("finetune", [*words, *"--max_length 16 --use_cpu".split(), *options.split()])
+
+
 def test_what_a_command_prints_amid_its_work_is_not_its_result(tmp_path, monkeypatch, capsys):
     build("llama-2").save_pretrained(tmp_path)
 
+    @functools.wraps(COMMANDS["inspect"])  # whose help its docstring is
     def talkative(options, inspect=COMMANDS["inspect"]):
         print("a library says this")
         return inspect(options)
 
-    talkative.__doc__ = COMMANDS["inspect"].__doc__
     monkeypatch.setitem(COMMANDS, "inspect", talkative)
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     printed = capsys.readouterr()
@@ -66,16 +80,6 @@ def test_a_starvation_of_zero_is_known():
     layer = LayerGrowth(0, "patterns", (8, 9), 1.0, 0.1, 0.0)
     rows = words.rows_of(GrowthReport(2.0, 1.9, [layer, replace(layer, starvation=None)], 8))
     assert [row[3] for row in rows] == ["0.00", "unknown"]
-
-
-def test_a_search_of_a_loss_below_zero_steps_downhill():
-    """Such as a reward with its sign turned: a step is counted by the size of the loss."""
-    gradient = SimpleNamespace(block=SimpleNamespace(kind=KINDS["patterns"]))
-    tried: list[float] = []
-    trial = SimpleNamespace(changes=[SimpleNamespace(gradient=gradient, slope=2.0)])
-    trial.set_steps = lambda steps, half: tried.append(steps[0])
-    (step,), loss = StepSearch(trial, lambda half: 2 * tried[-1] ** 2 - 2 * tried[-1] - 5, -5.0).run()
-    assert min(tried) > 0 and 0 < step < 1 and loss < -5.3
 
 
 def test_a_card_lists_one_evaluation_once(tmp_path):
@@ -102,10 +106,7 @@ def test_inspection_knows_the_stock_width_of_either_kind():
     assert layer["stock_widths"] == [layer["patterns"]["width"], layer["messages"]["width"]] == [24, 16]
 
 
-def test_each_seed_of_a_race_has_a_growth_of_its_own(tmp_path):
-    training = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=16)
-    rows = Dataset.from_dict(dict.fromkeys(("input_ids", "labels"), tokens(64, 12, seed=1).tolist()))
-    prepared = prepare_rows(rows, None, word_tokenizer(), training)
+def test_each_seed_of_a_race_has_a_growth_of_its_own(prepared):
     trainings = _Trainings(lambda: patch_model(build("llama-2")), prepared, RaceOptions(0.2, 4, 8, 2))
     reports = [trainings._prepare("growth", seed)[1] for seed in (0, 0, 1)]
     assert reports[0] is reports[1] and reports[2].loss_before != reports[0].loss_before
@@ -172,10 +173,10 @@ def test_a_command_to_copy_is_one():
 
 @pytest.mark.parametrize("error", [ValueError, OSError, ImportError])
 def test_an_error_that_names_its_fix_is_one_line(error, tmp_path, monkeypatch, capsys):
+    @functools.wraps(COMMANDS["inspect"])
     def fail(options):
         raise error("install it")
 
-    fail.__doc__ = COMMANDS["inspect"].__doc__
     monkeypatch.setitem(COMMANDS, "inspect", fail)
     assert main(["inspect", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "Error: install it\n"
@@ -186,14 +187,11 @@ def test_a_race_has_two_seeds_unless_told():
     assert RaceOptions().seeds == 2
 
 
-def test_a_race_measures_without_dropout(tmp_path):
-    training = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=16)
-    rows = Dataset.from_dict(dict.fromkeys(("input_ids", "labels"), tokens(64, 12, seed=1).tolist()))
+def test_a_race_measures_without_dropout(prepared):
     model = build("gpt2-2")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
-    prepared = prepare_rows(rows, None, word_tokenizer(), training)
     assert measure_rows(model.train(), prepared) == measure_rows(model.train(), prepared)
 
 
@@ -214,10 +212,7 @@ def test_a_resumed_training_finds_its_last_checkpoint_itself(tmp_path):
 
 def test_a_growth_that_added_nothing_is_not_listed(tmp_path, monkeypatch):
     monkeypatch.setattr(StepSearch, "run", lambda self, spare=0: ([0.0] * len(self.trial.changes), self.loss_before))
-    save_with_text(tmp_path, words=600)
-    options = "--max_length 16 --growth_batches 4 --v-dims 2 --max_steps 2 --save_strategy no --use_cpu".split()
-    words = [str(tmp_path / "model"), str(tmp_path / "text.txt"), "-o", str(tmp_path / "out"), *options]
-    figures = finetune(read_recipe("finetune", words))
+    figures = finetune(recipe_of(tmp_path, "--growth_batches 4 --v-dims 2 --max_steps 2 --save_strategy no"))
     assert len(figures["growths"]) == 1 and figures["grown_at"] == [] and "Nothing grew" in figures["summary"]
 
 
@@ -230,9 +225,7 @@ def test_a_picture_has_a_row_for_each_layer_that_was_looked_at():
 
 
 def test_a_rate_that_nobody_named_lies_between_those_of_a_race(tmp_path, monkeypatch):
-    save_with_text(tmp_path, words=600)
-    words = [str(tmp_path / "model"), str(tmp_path / "text.txt"), "-o", str(tmp_path / "out"), "--method", "lora"]
-    recipe = read_recipe("finetune", [*words, *"--budget 0.1 --max_length 16 --use_cpu".split()])
+    recipe = recipe_of(tmp_path, "--method lora --budget 0.1")
     monkeypatch.setattr(methods, "make_trainer", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         finetune(recipe)
@@ -255,13 +248,3 @@ def test_a_plateau_is_a_loss_that_is_not_the_lowest():
     for losses, expected in (([3.0, 2.0, 1.9], False), ([2.0, 3.0, 2.5], True)):
         state.log_history = [{"step": step, "eval_loss": loss} for step, loss in enumerate(losses)]
         assert growth.is_time(state) is expected
-
-
-def test_a_growth_of_the_same_name_and_another_size_takes_the_place_of_the_former(tmp_path):
-    models = [patch_model(build("llama-2")) for _ in range(2)]
-    for model, dims in zip(models, (3, 1)):
-        assert Grower(model, GrowthConfig(qk_dims=dims, v_dims=2, oversampling=4)).grow(lm_batches(4)).applied
-    save_growth(models[0], tmp_path)
-    load_growth(models[1], tmp_path)
-    one, other = (model(tokens()).logits for model in models)
-    assert torch.equal(one, other)

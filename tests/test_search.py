@@ -1,5 +1,7 @@
 """A growth is short: few evaluations of few batches, passes over parts of them, and a bar that knows its end."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from families import build, lm_batches
@@ -7,6 +9,7 @@ from families import build, lm_batches
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import growth, trial
 from hf_growattn.measure import gradients
+from hf_growattn.measure.blocks import KINDS
 
 CONFIGS = [GrowthConfig(budget=0.05, oversampling=4), GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)]
 
@@ -95,3 +98,13 @@ def test_a_sketch_looks_at_part_of_the_batches_and_what_does_not_hold_is_not_gro
     report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(8))
     assert passes == [1, 1, 2, 2, 4, 4] and not report.applied
     assert "Nothing was grown" in str(report)
+
+
+def test_a_search_of_a_loss_below_zero_steps_downhill():
+    """Such as a reward with its sign turned: a step is counted by the size of the loss."""
+    gradient = SimpleNamespace(block=SimpleNamespace(kind=KINDS["patterns"]))
+    tried: list[float] = []
+    changing = SimpleNamespace(changes=[SimpleNamespace(gradient=gradient, slope=2.0)])
+    changing.set_steps = lambda steps, half: tried.append(steps[0])
+    (step,), loss = trial.StepSearch(changing, lambda half: 2 * tried[-1] ** 2 - 2 * tried[-1] - 5, -5.0).run()
+    assert min(tried) > 0 and 0 < step < 1 and loss < -5.3
