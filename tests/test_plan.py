@@ -249,7 +249,7 @@ def test_a_kind_is_priced_by_what_it_adds_first_and_last(monkeypatch):
     alone = {PATTERNS: 0.8, MESSAGES: 0.1}
 
     class Search:
-        def __init__(self, trial, measure, loss_before):
+        def __init__(self, trial, measure, loss_before, widen):
             self.promises, self.loss_before = alone, loss_before
 
         def run(self, spare):
@@ -263,7 +263,7 @@ def test_a_kind_is_priced_by_what_it_adds_first_and_last(monkeypatch):
     monkeypatch.setattr(plan, "Trial", lambda kept: SimpleNamespace(drop=lambda: None))
     monkeypatch.setattr(plan, "StepSearch", Search)
     monkeypatch.setattr(plan, "worth_of", lambda gradient: torch.tensor([2.0]))
-    prices, _ = prices_of(changes, lambda half: 0.0, 5.0)
+    prices, _ = prices_of(changes, lambda half: 0.0, 5.0, lambda: 5.0)
     assert prices == pytest.approx([0.85 / 2, 0.15 / 2])
 
 

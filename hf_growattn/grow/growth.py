@@ -25,7 +25,7 @@ from ..growable.training_state import (
     total,
 )
 from ..measure.blocks import Block, measure_moments
-from ..measure.gradients import SKETCH_PASSES, Gradient, exact_gradients, sketched_gradients
+from ..measure.gradients import Gradient, exact_gradients, passes_over, sketched_gradients
 from ..measure.passes import Objective, as_dicts, halves_of, losses_of, lowering, mean_loss, preserved_state, read_once
 from ..model.extra import Part
 from ..report.report import GrowthReport
@@ -42,7 +42,7 @@ from .plan import (
 )
 from .trial import MOST_EVALUATIONS, SMALLEST_FALL, Change, StepSearch, Trial
 
-_SEARCH_BATCHES = 4  # enough to find a step on; what it gains is then measured on all batches
+_FEW = 2  # batches of each half that a step is judged on, and that it is searched on where one does not fall at once
 _LONG = 64  # tokens, after which the time of the next one says something about a generation
 _SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on all batches
 
@@ -57,16 +57,15 @@ class _Run:
     bar: tqdm
     losses: dict[int, float] = field(default_factory=dict)  # of each of this rank's batches, by identity
     loss: float = math.nan  # the mean of all batches
-    search_loss: float = math.nan  # the mean of the `search_batches`
+    searched: int = 1  # batches of each half that the step is searched on; what it gains is then measured on all
 
     @property
     def batches(self) -> list:
         return self.halves[0] + self.halves[1]
 
-    @property
-    def search_batches(self) -> list[list]:
-        """A few batches of each half, evenly spaced, to search the step on."""
-        return [half[:: max(-(-2 * len(half) // _SEARCH_BATCHES), 1)] for half in self.halves]
+    def few_batches(self, count: int) -> list[list]:
+        """At most so many batches of each half, evenly spaced."""
+        return [half[:: max(-(-len(half) // count), 1)] for half in self.halves]
 
     def loss_before(self, batches: list) -> float:
         """The mean loss of some of the batches, over all ranks, before anything was tried."""
@@ -74,8 +73,17 @@ class _Run:
         return loss / count
 
     def measure(self, half: int) -> float:
-        """The mean loss of the search batches of one half."""
-        return mean_loss(self.objective, self.search_batches[half])
+        """The mean loss of the batches of one half that the step is searched on."""
+        return mean_loss(self.objective, self.few_batches(self.searched)[half])
+
+    def search_loss(self) -> float:
+        """The mean of both halves' `measure` before anything was tried."""
+        return sum(map(self.loss_before, self.few_batches(self.searched))) / 2
+
+    def search_wider(self) -> float:
+        """Let `measure` read more batches from now on, and return their `search_loss`."""
+        self.searched = _FEW
+        return self.search_loss()
 
 
 class Growth:
@@ -235,9 +243,10 @@ class Grower:
 
     def _length(self, run: _Run) -> int:
         """How long the search will take at most, in batches that go through the model once."""
-        passes = sum(SKETCH_PASSES) if self._dims_to_sketch(run.chosen)[1] else 1
-        back = round((passes + self.config.moves_old_dims) * len(run.batches))
-        return 2 * len(run.batches) + 3 * back + MOST_EVALUATIONS * sum(map(len, run.search_batches))
+        passes = passes_over(run.halves) if self._dims_to_sketch(run.chosen)[1] else [run.halves]
+        passes += [run.halves] * self.config.moves_old_dims
+        back = sum(len(half) for halves in passes for half in halves)
+        return 2 * len(run.batches) + 3 * back + (MOST_EVALUATIONS + 1) * sum(map(len, run.few_batches(_FEW)))
 
     def _measure(self, run: _Run) -> list[Gradient]:
         """Measure the mean losses, and return every block's best directions."""
@@ -248,7 +257,6 @@ class Grower:
             given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
             blocks, losses = measure_moments(run.objective, run.chosen, config.chosen_kinds, given, config.ridge)
             run.losses = dict(zip(map(id, given), losses))
-            run.search_loss = sum(map(run.loss_before, run.search_batches)) / 2
             run.loss = run.loss_before(given)
             if not blocks:
                 raise ValueError("The loss runs none of the attention modules that shall grow: choose other layers.")
@@ -262,7 +270,7 @@ class Grower:
         changes, pricing = candidates(self.config, gradients), None
         if self.config.budget is not None:
             with preserved_state(self.wrapped, self.optimizers):
-                prices, pricing = prices_of(changes, run.measure, run.search_loss)
+                prices, pricing = prices_of(changes, run.measure, run.search_loss(), run.search_wider)
             changes = spend(self.config, changes, prices, self.model.num_parameters())
         return [_as_on_rank0(change) for change in changes], pricing
 
@@ -271,7 +279,7 @@ class Grower:
         run.bar.set_description("growth: searching the step")
         trial = self._make_trial(run, changes)
         try:
-            search = StepSearch(trial, run.measure, run.search_loss, pricing)
+            search = StepSearch(trial, run.measure, run.search_loss(), run.search_wider, pricing)
             with preserved_state(self.wrapped, self.optimizers):
                 steps, loss = self.steps(run, search)
                 validated = _validated_loss(run, trial, steps)
@@ -330,7 +338,7 @@ class Grower:
 
 
 def _validated_loss(run: _Run, trial: Trial, steps: list[float]) -> tuple[float, float, float] | None:
-    """The mean loss of the search batches before and at these steps, each half along directions that the other found.
+    """The mean loss of a few batches before and at these steps, each half along directions that the other found.
 
     The third number is two standard errors of the fall. None without a step, and where old dims move: along directions
     of both halves.
@@ -338,13 +346,15 @@ def _validated_loss(run: _Run, trial: Trial, steps: list[float]) -> tuple[float,
     if not any(steps) or any(change.old_step for change in trial.changes):
         return None
     falls: list[float] = []
-    for half, batches in zip((1, 0), run.search_batches):
+    judged = run.few_batches(_FEW)
+    for half, batches in zip((1, 0), judged):
         trial.set_steps(steps, half)
         losses = losses_of(run.objective, batches)
         falls += [run.losses[id(batch)] - loss for batch, loss in zip(batches, losses)]
     count, fall, squares = total(len(falls), sum(falls), sum(each * each for each in falls))
     variance = max(squares / count - (fall / count) ** 2, 0.0) / (count - 1)
-    return run.search_loss, run.search_loss - fall / count, 2 * math.sqrt(variance)
+    before = sum(map(run.loss_before, judged)) / 2
+    return before, before - fall / count, 2 * math.sqrt(variance)
 
 
 def _as_on_rank0(change: Change) -> Change:

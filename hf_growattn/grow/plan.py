@@ -203,7 +203,7 @@ def check_room(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> Non
 
 
 def prices_of(
-    changes: list[Change], measure: Callable[[int], float], loss_before: float
+    changes: list[Change], measure: Callable[[int], float], loss_before: float, widen: Callable[[], float]
 ) -> tuple[list[float], StepSearch]:
     """Return what a unit of worth buys in each change's kind, and the search that found it.
 
@@ -214,7 +214,7 @@ def prices_of(
     kept = [change for change in changes if change.dims]
     trial = Trial(kept)
     try:
-        search = StepSearch(trial, measure, loss_before)
+        search = StepSearch(trial, measure, loss_before, widen)
         _, after = search.run(spare=AFTER_PRICING)
         gains = {kind: search.gain_alone(kind) for kind in search.promises}
     finally:

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,6 +205,8 @@ class StepSearch:
         trial: the changes, in place.
         measure: returns the mean loss of one half of the batches, 0 or 1, for the weights as they are.
         loss_before: the loss without the changes.
+        widen: called where the first step does not lower the loss; lets `measure` read more batches from then on, since
+            noise may hide it on few, and returns the loss without the changes on those. None leaves them as they are.
         former: a search of the same growth with other numbers of dims. This one begins where that one ended, with what
             it left of the evaluations.
 
@@ -218,9 +220,11 @@ class StepSearch:
         trial: Trial,
         measure: Callable[[int], float],
         loss_before: float,
+        widen: Callable[[], float] | None = None,
         former: "StepSearch | None" = None,
     ):
         self.trial, self.measure = trial, measure
+        self._widen = former._widen if former else widen
         self.left = former.left if former else MOST_EVALUATIONS
         self.loss_before = loss_before
         self.promises: dict[Kind, float] = {}
@@ -264,31 +268,37 @@ class StepSearch:
 
     def _together(self) -> float:
         """Find the best promise that all kinds have in common, and return the loss there."""
-        losses = {0.0: self.loss_before}
+        power, losses = 0, {}
 
-        def at(promise: float) -> float:
-            if promise not in losses:
-                losses[promise] = self._loss_with(self._alike(promise))
-            return losses[promise]
+        def promise(power: int) -> float:
+            return _FIRST * _FACTOR**power
 
-        promise, self.promises = _FIRST, {}
-        tempting = promise > SMALLEST_FALL and any(self._alike(promise))
-        while tempting and self.left and not at(promise) < self.loss_before:
-            promise /= _FACTOR**2
-            tempting = promise > SMALLEST_FALL
-        if not losses.get(promise, math.inf) < self.loss_before:
+        def at(power: int) -> float:
+            if power not in losses:
+                losses[power] = self._loss_with(self._alike(promise(power)))
+            return losses[power]
+
+        self.promises = {}
+        tempting = bool(self._alike(_FIRST))
+        if tempting and self.left and self._widen is not None and not at(power) < self.loss_before:
+            self.loss_before, self._widen, losses = self._widen(), None, {}
+        while tempting and self.left and not at(power) < self.loss_before:
+            power -= 2
+            tempting = promise(power) > SMALLEST_FALL
+        if not losses.get(power, math.inf) < self.loss_before:
             if tempting:  # out of evaluations: the check on all batches decides
-                self.promises = self._alike(promise)
+                self.promises = self._alike(promise(power))
             return self.loss_before
-        while (promise * _FACTOR in losses or self.left) and at(promise * _FACTOR) < losses[promise]:
-            promise *= _FACTOR
-        low = promise / _FACTOR if promise / _FACTOR in losses else 0.0
-        three = low, promise, promise * _FACTOR
-        lowest = _lowest([math.sqrt(p) for p in three], [losses.get(p, math.inf) for p in three]) ** 2
-        if self.left and at(lowest) < losses[promise]:
-            promise = lowest
-        self.promises = self._aim = self._alike(promise)
-        return losses[promise]
+        while (power + 1 in losses or self.left) and at(power + 1) < losses[power]:
+            power += 1
+        low = promise(power - 1) if power - 1 in losses else 0.0
+        roots = [math.sqrt(each) for each in (low, promise(power), promise(power + 1))]
+        three = losses.get(power - 1, self.loss_before), losses[power], losses.get(power + 1, math.inf)
+        best, loss, lowest = promise(power), losses[power], _lowest(roots, three) ** 2
+        if self.left and not math.isclose(lowest, best) and (found := self._loss_with(self._alike(lowest))) < loss:
+            best, loss = lowest, found
+        self.promises = self._aim = self._alike(best)
+        return loss
 
     def _apart(self, kind: Kind, loss: float, try_lowest: bool) -> float:
         """Find by which factor one kind's promise should fall as the others' grow, and return the loss there.
@@ -330,7 +340,7 @@ class StepSearch:
         return total if math.isfinite(total) else math.inf
 
 
-def _lowest(places: list[float], losses: list[float]) -> float:
+def _lowest(places: Sequence[float], losses: Sequence[float]) -> float:
     """Where a parabola through three points is lowest; the middle one's place if it has no such point."""
     (low, middle, high), (first, second, third) = places, losses
     down, up = (second - first) / (middle - low), (third - second) / (high - middle)

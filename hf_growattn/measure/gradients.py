@@ -10,7 +10,7 @@ the same way: values `X Omega` against output weights of zero, zero values again
 d x d matrix per head is formed, and any attention implementation, mask and precision works.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from . import functional as F
 from .blocks import Block
 from .passes import Objective, backward
 
-SKETCH_PASSES = (1 / 4, 1 / 2, 1.0)  # part of the batches that each reads; the first ones only find where to look
+FIRST_PASSES = (4, 4)  # of a sketch only find where to look: each reads one batch in so many
 
 
 class _ZeroProjection(torch.autograd.Function):
@@ -45,7 +45,7 @@ class KindProbe(nn.Module):
 
     Args:
         shared_probe: `Omega`, (G, b, r).
-        stacked_probe: `Psi`, (H, a, r'); with `r' = 0` one side alone is probed.
+        stacked_probe: `Psi`, (H, a, r'); with `r = 0` or `r' = 0` one side alone is probed.
 
     Attributes:
         zero_stacked: (H, a, r); after a backward pass its gradient is `T Omega`.
@@ -56,10 +56,10 @@ class KindProbe(nn.Module):
         super().__init__()
         self.shared_probe, self.stacked_probe = shared_probe, stacked_probe
         zero = shared_probe.new_zeros(())  # one number in memory stands for all; the gradients have their full size
-        self.zero_stacked = nn.Parameter(zero.expand(*stacked_probe.shape[:2], shared_probe.shape[-1]))
-        rank = stacked_probe.shape[-1]
-        self.dims = shared_probe.shape[-1] + rank
-        self.zero_shared = nn.Parameter(zero.expand(*shared_probe.shape[:2], rank), requires_grad=rank > 0)
+        shared, stacked = shared_probe.shape[-1], stacked_probe.shape[-1]
+        self.dims = shared + stacked
+        self.zero_stacked = nn.Parameter(zero.expand(*stacked_probe.shape[:2], shared), requires_grad=shared > 0)
+        self.zero_shared = nn.Parameter(zero.expand(*shared_probe.shape[:2], stacked), requires_grad=stacked > 0)
 
     def stacked(self, inputs: Tensor) -> Tensor:
         """Project inputs by `[zeros | Psi]`: (batch, tokens, d) -> (batch, H, tokens, r + r')."""
@@ -267,24 +267,21 @@ def whole_gradients(objective: Objective, blocks: list[Block], halves: tuple[lis
     return [[whole for whole, _ in products] for products in _measure(objective, blocks, probes, halves)]
 
 
-def _next_inputs(
-    block: Block, products: list[tuple[Tensor, Tensor]], of_gaussians: bool
-) -> tuple[tuple[Tensor, Tensor], float | None]:
-    """Return inputs that lie where the products do, beyond old dims that train; each half keeps to its own columns.
+def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
+    """The batches of each pass of a sketch: each of the first ones reads others, or all of a few."""
 
-    Products of Gaussians also give the starvation.
-    """
-    trains, starvation, whole = block.old_dims_train, None, [*zip(*products)]
-    residual = _products_beyond_old_dims(block, *whole) if trains or of_gaussians else whole
-    if of_gaussians:
-        (first, second), (one, other) = residual[1], whole[0]
-        starvation = starvation_of((first * second).sum(), (one * other).sum())
-    right, left = (
-        torch.cat([F.column_basis(side[half].chunk(2, -1)[half]) for half in (0, 1)], dim=-1)
-        for side in (residual if trains else whole)
-    )
-    broadcast_from_rank0(right, left)
-    return (right, left), starvation
+    def part(half: list, number: int, step: int) -> list:
+        return half[number::step] if len(half) > 2 else half
+
+    first = [(part(halves[0], *each), part(halves[1], *each)) for each in enumerate(FIRST_PASSES)]
+    return [*first, halves]
+
+
+def _own_bases(products: Sequence[Tensor]) -> Tensor:
+    """Orthonormal inputs that lie where the products do, of which each half has chosen its own half of the columns."""
+    bases = torch.cat([F.column_basis(products[half].chunk(2, -1)[half]) for half in (0, 1)], dim=-1)
+    broadcast_from_rank0(bases)
+    return bases
 
 
 def sketched_gradients(
@@ -297,39 +294,49 @@ def sketched_gradients(
 ) -> list[Gradient]:
     """Return every block's best directions from a randomized SVD with power iteration, `r = dims + oversampling`.
 
-    Passes over a part of the batches, or all of a few, find where to look: each probes both sides, and its products are
-    the inputs of the other side in the next. The last one, over all batches, probes only the side that the solution is
-    taken from. Either half iterates half of the columns on its own, and all columns are measured on both halves; so
-    what one half chose, the other can judge unseen. The first pass also estimates the norms behind the starvation, from
-    its Gaussian inputs. Directions lie beyond what the old dims can follow, unless those will not train. Call inside
-    `evaluation_mode`.
+    The first pass probes with Gaussian inputs, the second on the other side with what the first has found, and the
+    third, over all batches, with what the second has found. Either half iterates half of the columns on its own, and
+    all columns are measured on both halves; so what one half chose, the other can judge unseen. The first pass probes
+    both sides, which gives the norms behind the starvation. Directions lie beyond what the old dims can follow, unless
+    those will not train. Call inside `evaluation_mode`.
 
-    Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4, with both sides iterated at once.
+    Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4.
     """
     own_rank, generator = max(-(-(dims + oversampling) // 2), dims), torch.Generator().manual_seed(seed)
-    inputs = []
-    for block in blocks:
-        shared, stacked = (
-            torch.randn((*shape, 2 * own_rank), generator=generator, dtype=block.like.dtype).to(block.like.device)
-            for shape in (block.shared_shape, block.stacked_shape)
-        )
-        (stacked,), _ = _products_beyond_old_dims(block, (stacked,), ())
-        inputs.append((stacked, shared))
-    starvations: list[float] = []
-    for sweep, part in enumerate(SKETCH_PASSES[:-1]):
-        thinned = [half[:: round(1 / part)] if len(half) > 2 else half for half in halves]
-        probes, inputs = _install(blocks, inputs), []  # the pass needs the memory
-        measured = _measure(objective, blocks, probes, thinned)
+
+    def gaussians() -> Iterator[tuple[Tensor, Tensor]]:
         for block in blocks:
-            found, starvation = _next_inputs(block, measured.pop(0), sweep == 0)
-            starvations += [] if starvation is None else [starvation]
-            inputs.append(found)
-    inputs = [(stacked.new_empty(*stacked.shape[:-1], 0), shared) for stacked, shared in inputs]
-    probes = _install(blocks, inputs)
-    gradients, weights, measured = [], shares(halves), _measure(objective, blocks, probes, halves)
-    for block, (_, columns), products, starvation in zip(blocks, inputs, measured, starvations):
-        right = [product for product, _ in products]
-        right = _products_beyond_old_dims(block, right, ())[0] if block.old_dims_train else right
+            shared, stacked = (
+                torch.randn((*shape, 2 * own_rank), generator=generator, dtype=block.like.dtype).to(block.like.device)
+                for shape in (block.shared_shape, block.stacked_shape)
+            )
+            yield _products_beyond_old_dims(block, (stacked,), ())[0][0], shared
+
+    first, second, every = passes_over(halves)
+    # A pass needs the memory: nothing is kept of what went into it, or came out and is done with.
+    measured = _measure(objective, blocks, _install(blocks, gaussians()), first)
+    starvations: list[float] = []
+    found: list[Tensor] = []
+    for block in blocks:
+        products, mirrored = zip(*measured.pop(0))
+        residual, beyond = _products_beyond_old_dims(block, products, mirrored)
+        starvations.append(starvation_of((beyond[0] * beyond[1]).sum(), (products[0] * products[1]).sum()))
+        found.append(_own_bases(residual if block.old_dims_train else products))
+
+    inputs = ((found.pop(0), block.like.new_empty(*block.shared_shape, 0)) for block in blocks)
+    measured = _measure(objective, blocks, _install(blocks, inputs), second)
+    for block in blocks:
+        products = [product for _, product in measured.pop(0)]
+        found.append(
+            _own_bases(_products_beyond_old_dims(block, (), products)[1] if block.old_dims_train else products)
+        )
+
+    inputs = ((block.like.new_empty(*block.stacked_shape, 0), columns) for block, columns in zip(blocks, found))
+    measured = _measure(objective, blocks, _install(blocks, inputs), every)
+    gradients, weights = [], shares(halves)
+    for block, columns, starvation in zip(blocks, found, starvations):
+        products = [product for product, _ in measured.pop(0)]
+        products = _products_beyond_old_dims(block, products, ())[0] if block.old_dims_train else products
         own = torch.arange(2 * own_rank, device=columns.device) < own_rank
-        gradients.append(_gradient(block, columns, right, (own, ~own), weights, dims, starvation))
+        gradients.append(_gradient(block, columns, products, (own, ~own), weights, dims, starvation))
     return gradients

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python scripts/bench/growth_cost.py --model stories260K smollm2-135m --text a.txt
 
-A model with random weights comes without files; `--model` adds pretrained ones. One of them grows with fewer passes
+A model with random weights comes without files; `--model` adds pretrained ones. One of them grows with other passes
 and columns, too: time against loss. Seconds are those of the processor, or of the clock where there is a GPU. Runs are
 kept as they end; the same command goes on with those that are missing.
 """
@@ -30,10 +30,9 @@ from hf_growattn.measure import gradients
 RANDOM = "Llama with random weights"
 STEPS = 4  # before the growth and after it; the first makes the optimizer's state
 MEMORY_BATCHES = 4  # of which each half has two, need no less memory than more of them
-USUAL = " + ".join(f"{part:g}" for part in gradients.SKETCH_PASSES)
 LOSSES = ["model", "loss of the growth batches", "after the growth", "held out", "held out, over the usual", "seeds"]
-# What a sketch could save time by: fewer passes, each over a part of the batches, or fewer columns in all of them.
-CHEAPER = ({"passes": (1 / 2, 1.0)}, {"passes": (1 / 4, 1.0)}, {"oversampling": 24}, {"oversampling": 16})
+# What a sketch could save time by: fewer batches in its first passes, or fewer columns in all of them; or spend more.
+OTHERS = ({"first": (4, 2)}, {"first": (8, 4)}, {"first": (8, 8)}, {"oversampling": 16})
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Setting:
         batches, rows, tokens: that the growth looks at, and the size of each.
         budget: share of the weights.
         frozen: whether the base does not train.
-        passes: of the sketch, each over a part of the batches.
+        first: passes of the sketch, each over one batch in so many, before that over all of them.
         oversampling: of `GrowthConfig`.
     """
 
@@ -58,13 +57,13 @@ class Setting:
     tokens: int = 512
     budget: float = 0.025
     frozen: bool = False
-    passes: tuple[float, ...] = gradients.SKETCH_PASSES
+    first: tuple[int, int] = gradients.FIRST_PASSES
     oversampling: int = GrowthConfig.oversampling
 
     @property
     def name(self) -> str:
         """What tables call it."""
-        read = "" if self.passes == Setting.passes else f"; passes {' + '.join(f'{part:g}' for part in self.passes)}"
+        read = "" if self.first == Setting.first else f"; one batch in {self.first[0]}, {self.first[1]}"
         read += "" if self.oversampling == Setting.oversampling else f"; oversampling {self.oversampling}"
         if not self.model:
             return RANDOM + read
@@ -80,7 +79,7 @@ def settings_of(model: str, text: str) -> list[Setting]:
     if "tinystories-3M" not in model:  # a larger one would take hours
         return [Setting(model, text, budget=0.006, **sizes)]
     usual = Setting(model, text, budget=0.02, **sizes)
-    return [usual, *(replace(usual, **cheaper) for cheaper in CHEAPER)]
+    return [usual, *(replace(usual, **other) for other in OTHERS)]
 
 
 def random_llama(width: int, tokens: int) -> LlamaForCausalLM:
@@ -132,7 +131,7 @@ def measure(job: GrowthJob) -> dict:
     The learning rate is 0, so that the growth sees the model as it was loaded.
     """
     setting, seed, began = job.setting, job.seed, time.monotonic()
-    gradients.SKETCH_PASSES = setting.passes  # this process measures nothing else
+    gradients.FIRST_PASSES = setting.first  # this process measures nothing else
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     grown, optimizer, growing, fresh = prepare(setting, seed)
@@ -235,6 +234,7 @@ def page_of(groups: dict[str, list[dict]]) -> page.Page:
         cost.append([name, spread(in_steps(rows), 1), spread(peaks(rows), 2)])
         figures = [spread([row[figure] for row in rows], 4) for figure in ("before", "after", "held_out")]
         losses.append([name, *figures, _more_than_usual(rows, groups), len(rows)])
+    first, second = gradients.FIRST_PASSES
     medians = [f"{spread(in_steps(rows), 1)} ({name})" for name, rows in groups.items()]
     return page.Page(
         title="What a growth takes",
@@ -243,10 +243,11 @@ def page_of(groups: dict[str, list[dict]]) -> page.Page:
         text=(
             "Times of a growth with its optimizer, in training steps (median of seven around it, in the same process, "
             "in seconds of the processor); median (range) over the seeds. "
-            "Memory is what torch allocates in a growth over that of a training step. A sketch reads a part of the "
-            f"batches in each pass, {USUAL} of them unless the name says otherwise, and as many columns more than dims "
-            f"as its oversampling says, {GrowthConfig.oversampling} by default; a growth also reads all of "
-            "them once for the moments, and a few for the line search and the check.\n\n" + page.table(LOSSES, losses)
+            "Memory is what torch allocates in a growth over that of a training step. The passes of a sketch "
+            f"read one batch in {first}, one in {second} and all, unless the name says otherwise, with as many columns "
+            f"more than dims as its oversampling says, {GrowthConfig.oversampling} by default. A growth also reads all "
+            "batches once for the moments and once for the check, and a few for the line search.\n\n"
+            + page.table(LOSSES, losses)
         ),
         draw=partial(draw, groups),
         reaches=reaches(groups),
