@@ -217,7 +217,13 @@ def test_lbfgs_follows():
     assert all(not torch.equal(p, former) for p, former in zip(extra_parameters(model), before))
     with pytest.raises(ValueError, match="make a new LBFGS afterwards"):  # it keeps directions of all parameters
         Grower(model, CONFIG, optimizer).grow(lm_batches())
+    before, kept = model.state_dict(), extra_parameters(model)
     assert Grower(model, CONFIG).grow(lm_batches()).applied
+    after = model.state_dict()
+    model.load_state_dict(before)  # fewer dims need no place
+    with pytest.raises(ValueError, match="make a new LBFGS afterwards"):
+        model.load_state_dict(after)
+    assert all(map(torch.Tensor.is_set_to, extra_parameters(model), kept))
     torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=2).step(closure)
 
 

@@ -46,17 +46,22 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], model: nn.Module) 
     for each in optimizers:
         if not hasattr(each, "param_groups"):
             raise TypeError(f"optimizer must be an optimizer of torch, or a list of them; got {each!r:.80}.")
-        if isinstance(each, torch.optim.LBFGS) and each.state:
-            raise ValueError(
-                "LBFGS has stepped, and keeps what it knows of all parameters together, where new ones have no place. "
-                "Leave optimizer= out, and make a new LBFGS afterwards."
-            )
+    _check_state(optimizers)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     known = {id(parameter) for optimizer in optimizers for parameter in held(optimizer)}
     if optimizers and trained and not trained & known:
         raise ValueError(
             "The optimizer holds none of this model's parameters. Build it from them, after loading and moving the "
             "model, and pass all optimizers if there are several."
+        )
+
+
+def _check_state(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Raise a ValueError if an optimizer's state cannot take new parameters."""
+    if any(isinstance(each, torch.optim.LBFGS) and each.state for each in optimizers):
+        raise ValueError(
+            "LBFGS has stepped, and keeps what it knows of all parameters together, where new ones have no place. "
+            "Drop it, leave optimizer= out, and make a new LBFGS afterwards."
         )
 
 
@@ -68,7 +73,13 @@ def add_new_parameters(
     Each goes into the group that trains what is nearest to it in the model, among the parameters with as many axes, or
     into an empty one; among several, into the first without weight decay. No group is added, since schedulers expect
     the number that they started with.
+
+    Raises:
+        ValueError: one is an LBFGS that has stepped.
     """
+    parameters = list(parameters)
+    if parameters:
+        _check_state(optimizers)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = {parameter: place for place, parameter in enumerate(names)}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
