@@ -16,7 +16,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
 from ..grow.growth import Grower
-from ..growable.growths import GROWTH, growable_model, is_grown, load_growth, save_with_adapters
+from ..growable.growths import GROWTH, is_grown, load_growth
 from ..growable.models import patch_model, unpatch_model
 from ..interop.cards import write_card
 from ..interop.checkpoints import load_config, load_model, load_tokenizer
@@ -135,7 +135,6 @@ def finetune(recipe: Recipe) -> dict:
     share = method.grown_share(width) if method else 1.0
     options = {"peft_config": get_peft_config(recipe.model), "callbacks": [growth] if growth else []}
     trainer = methods.make_trainer(model, rows, share, **options)
-    save_with_adapters(growable_model(trainer.model))  # a growth before the training is part of a checkpoint, too
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     history = trainer.state.log_history
     if trainer.state.global_step not in [entry["step"] for entry in history if "eval_loss" in entry]:

@@ -164,8 +164,8 @@ class GrowthCallback(TrainerCallback):
 
     def is_time(self, state, epoch_ended: bool = False) -> bool:
         """Whether to grow after the optimizer step that was just taken."""
-        growths, most = _growths(state), self.max_growths or (len(self.steps) if self.steps else math.inf)
-        most = 1 if self.at == "middle" and not self.steps else most
+        growths, moments = _growths(state), 1 if self.at == "middle" else math.inf
+        most = min(self.max_growths or math.inf, len(self.steps) if self.steps else moments)
         if state.global_step >= state.max_steps or self._made_before + len(growths) >= most:
             return False
         if growths and growths[-1]["step"] == state.global_step:
@@ -224,9 +224,10 @@ class GrowthCallback(TrainerCallback):
                 f"{type(self._trainer).__name__} makes its batches while it trains, so growth cannot draw any. Call "
                 "Grower yourself, between two trainings, with batches and a loss= of your own."
             )
-        useful = [batch for batch in batches if not _is_ignored(batch.get("labels"))] or batches
+        ignored = [_is_ignored(batch.get("labels")) for batch in batches]
+        useful = [batch for batch, is_out in zip(batches, ignored) if not is_out] or batches
         # Each rank keeps its number of batches.
-        return [dict(useful[i % len(useful)] if _is_ignored(b.get("labels")) else b) for i, b in enumerate(batches)]
+        return [dict(useful[i % len(useful)] if is_out else batches[i]) for i, is_out in enumerate(ignored)]
 
 
 def _is_ignored(labels: Any) -> bool:
