@@ -77,9 +77,10 @@ def _move_in(partial: Path, target: Path) -> None:
         replaced = find_replaced_weights(written, index.read_bytes() if index.is_file() else None)
         if INDEX in written:  # former and new shards may have the same names, and must not be read as one save
             index.unlink(missing_ok=True)
+        for parent in {Path(name).parent for name in written}:
+            (target / parent).mkdir(parents=True, exist_ok=True)
         last = [name for name in (WEIGHTS, INDEX, CONFIG) if name in written]
         for name in [*written.difference(last), *last]:
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / name, target / name)
         for name in replaced:
             (target / name).unlink(missing_ok=True)
@@ -121,9 +122,10 @@ def _read_state(folder: Path) -> dict[str, tuple]:
     """Return what identifies each file of weights, and config.json; another save changes it."""
     state = {}
     with contextlib.suppress(OSError):  # not a folder here, or a file that another process removes meanwhile
-        for path in [folder / CONFIG, *sorted(folder.glob("model*.safetensors*"))]:
-            found = path.stat()
-            state[path.name] = (found.st_ino, found.st_mtime_ns, found.st_size)
+        weights = sorted(name for name in os.listdir(folder) if name.startswith("model") and ".safetensors" in name)
+        for name in (CONFIG, *weights):
+            found = os.stat(folder / name)
+            state[name] = (found.st_ino, found.st_mtime_ns, found.st_size)
     return state
 
 

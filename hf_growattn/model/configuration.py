@@ -54,10 +54,13 @@ class WideConfigMixin(_Config):
 
         `PreTrainedConfig` itself, by which Trainer reads the config of a checkpoint, checks no field of a subclass.
         """
-        fields = json.loads(super().to_json_string(use_diff))
+        text = super().to_json_string(use_diff)
+        if not self.extra_dims:
+            return text
+        fields = json.loads(text)
         own = (field for field in dataclasses.fields(self) if not field.name.startswith(_READ_BY_OTHERS))
         name = next((field.name for field in own if not {str, Any} & {field.type, *get_args(field.type)}), None)
-        if self.extra_dims and name is not None:
+        if name is not None:
             fields |= {name: _MARK, _MARKED: {name: fields.get(name, getattr(self, name))}}
         return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
@@ -103,6 +106,7 @@ def check_extra_dims(extra_dims: Any) -> None:
         raise ValueError(f"extra_dims in config.json must have a form such as {form}, and is {extra_dims!r}.")
 
 
+@cache
 def auto_map(model_type: str) -> dict[str, str]:
     """Where a checkpoint of a type of ours keeps the classes that the Auto classes may load it by."""
     stock_type, names = model_type.removeprefix(PREFIX), {}

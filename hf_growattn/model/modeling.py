@@ -113,7 +113,7 @@ class WideModelMixin(_Model):
         ours = next(base for base in type(self).__mro__ if "mixin" in vars(base))
         derived = type(self).__name__.removeprefix("FSDP") != ours.__name__  # FSDP's class is a wrapper in name only
         if not derived:
-            self.config.auto_map = auto_map(self.config.model_type)
+            self.config.auto_map = dict(auto_map(self.config.model_type))
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
@@ -177,8 +177,10 @@ def find_attentions(model: nn.Module, parts: Sequence[str] | None = None) -> lis
     found = []
     for part in growable_parts(model, parts):
         for name, module in part.named_modules():
+            if isinstance(module, WideAttention) or not reaches_seam(type(module)):
+                continue
             sibling = part.get_submodule(name.rpartition(".")[0])._modules.get("output")
-            if not isinstance(module, WideAttention) and not find_obstacle(module, sibling):
+            if not find_obstacle(module, sibling):
                 found.append((name, module, None if "output" in find_projections(module) else sibling))
     numbers = number_layers([name for name, *_ in found])
     return [(module, number, sibling) for (_, module, sibling), number in zip(found, numbers)]
