@@ -126,7 +126,31 @@ def test_a_step_that_does_not_fall_at_once_is_searched_on_more_batches():
     search = trial.StepSearch(changing, measure, 1.0, lambda: wide.append(len(tried)) or 5.0)
     (step,), loss = search.run()
     assert wide == [2]  # once, after the first evaluation of both halves
+    assert tried[4] == pytest.approx(tried[2] / 9)
     assert 0 < step < 0.02 and loss < 5.0 == search.loss_before
     later = trial.StepSearch(changing, measure, 5.0, former=search)
     later.run()
     assert wide == [2]
+
+
+def test_a_parabola_between_the_best_three_steps_finds_the_lowest_point():
+    gradient = SimpleNamespace(block=SimpleNamespace(kind=KINDS["patterns"]))
+    tried: list[float] = []
+    changing = SimpleNamespace(changes=[SimpleNamespace(gradient=gradient, slope=10.0)])
+    changing.set_steps = lambda steps, half: tried.append(steps[0])
+    search = trial.StepSearch(changing, lambda half: 5 + (tried[-1] ** 0.5 - 0.6**0.5) ** 2, 5.6)
+    (step,), _ = search.run()  # between the second and the third step that it tries
+    assert step == pytest.approx(0.6, rel=1e-6)
+
+
+def test_a_search_that_widens_compares_two_batches_of_each_half_with_themselves(monkeypatch):
+    read, searches, mean_loss, run = [], [], growth.mean_loss, trial.StepSearch.run
+    model, batches = patch_model(build("llama-2")), lm_batches(12)
+    with torch.no_grad():
+        losses = [model(**batches[index]).loss.item() for index in (0, 6, 1, 7)]
+    monkeypatch.setattr(trial, "_FIRST", 1e3)  # far too long a step
+    monkeypatch.setattr(growth, "mean_loss", lambda loss, few: read.append(len(few)) or mean_loss(loss, few))
+    monkeypatch.setattr(trial.StepSearch, "run", lambda self, *args: searches.append(self) or run(self, *args))
+    Grower(model, CONFIGS[1]).measure(batches)
+    assert read[:4] == [1, 1, 2, 2]
+    assert searches[0].loss_before == pytest.approx(sum(losses) / 4, rel=1e-5)
