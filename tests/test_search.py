@@ -141,6 +141,9 @@ def test_a_parabola_between_the_best_three_steps_finds_the_lowest_point():
     search = trial.StepSearch(changing, lambda half: 5 + (tried[-1] ** 0.5 - 0.6**0.5) ** 2, 5.6)
     (step,), _ = search.run()  # between the second and the third step that it tries
     assert step == pytest.approx(0.6, rel=1e-6)
+    spent = len(tried)
+    trial.StepSearch(changing, search.measure, 5.6, former=search).run()
+    assert tried[spent] == pytest.approx(0.6, rel=1e-6)  # a later search begins there
 
 
 def test_a_search_that_widens_compares_two_batches_of_each_half_with_themselves(monkeypatch):
