@@ -102,23 +102,25 @@ def test_a_sketch_looks_at_part_of_the_batches_and_what_does_not_hold_is_not_gro
     assert "Nothing was grown" in str(report)
 
 
+def one_change(slope: float):
+    """A trial of one change with this slope, and the list of the steps that it is set to, one for each half."""
+    gradient, tried = SimpleNamespace(block=SimpleNamespace(kind=KINDS["patterns"])), []
+    changing = SimpleNamespace(changes=[SimpleNamespace(gradient=gradient, slope=slope)])
+    changing.set_steps = lambda steps, half: tried.append(steps[0])
+    return changing, tried
+
+
 def test_a_search_of_a_loss_below_zero_steps_downhill():
     """Such as a reward with its sign turned: a step is counted by the size of the loss."""
-    gradient = SimpleNamespace(block=SimpleNamespace(kind=KINDS["patterns"]))
-    tried: list[float] = []
-    changing = SimpleNamespace(changes=[SimpleNamespace(gradient=gradient, slope=2.0)])
-    changing.set_steps = lambda steps, half: tried.append(steps[0])
+    changing, tried = one_change(slope=2.0)
     (step,), loss = trial.StepSearch(changing, lambda half: 2 * tried[-1] ** 2 - 2 * tried[-1] - 5, -5.0).run()
     assert min(tried) > 0 and 0 < step < 1 and loss < -5.3
 
 
 def test_a_step_that_does_not_fall_at_once_is_searched_on_more_batches():
     """Noise may hide a fall on few; without one there, too, it goes on with smaller steps, and widens no further."""
-    gradient = SimpleNamespace(block=SimpleNamespace(kind=KINDS["patterns"]))
-    tried: list[float] = []
+    changing, tried = one_change(slope=10.0)
     wide: list[int] = []
-    changing = SimpleNamespace(changes=[SimpleNamespace(gradient=gradient, slope=10.0)])
-    changing.set_steps = lambda steps, half: tried.append(steps[0])
 
     def measure(half):
         return 5 + 50 * tried[-1] ** 2 - tried[-1] if wide else 2.0
@@ -134,10 +136,7 @@ def test_a_step_that_does_not_fall_at_once_is_searched_on_more_batches():
 
 
 def test_a_parabola_between_the_best_three_steps_finds_the_lowest_point():
-    gradient = SimpleNamespace(block=SimpleNamespace(kind=KINDS["patterns"]))
-    tried: list[float] = []
-    changing = SimpleNamespace(changes=[SimpleNamespace(gradient=gradient, slope=10.0)])
-    changing.set_steps = lambda steps, half: tried.append(steps[0])
+    changing, tried = one_change(slope=10.0)
     search = trial.StepSearch(changing, lambda half: 5 + (tried[-1] ** 0.5 - 0.6**0.5) ** 2, 5.6)
     (step,), _ = search.run()  # between the second and the third step that it tries
     assert step == pytest.approx(0.6, rel=1e-6)

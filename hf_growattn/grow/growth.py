@@ -64,7 +64,7 @@ class _Run:
         return self.halves[0] + self.halves[1]
 
     def few_batches(self, count: int) -> list[list]:
-        """At most so many batches of each half, evenly spaced."""
+        """At most `count` batches of each half, evenly spaced."""
         return [half[:: max(-(-len(half) // count), 1)] for half in self.halves]
 
     def loss_before(self, batches: list) -> float:
@@ -76,9 +76,13 @@ class _Run:
         """The mean loss of the batches of one half that the step is searched on."""
         return mean_loss(self.objective, self.few_batches(self.searched)[half])
 
+    def few_before(self, count: int) -> float:
+        """The mean over both halves of the loss of their `few_batches`, before anything was tried."""
+        return sum(map(self.loss_before, self.few_batches(count))) / 2
+
     def search_loss(self) -> float:
         """The mean of both halves' `measure` before anything was tried."""
-        return sum(map(self.loss_before, self.few_batches(self.searched))) / 2
+        return self.few_before(self.searched)
 
     def search_wider(self) -> float:
         """Let `measure` read more batches from now on, and return their `search_loss`."""
@@ -346,14 +350,13 @@ def _validated_loss(run: _Run, trial: Trial, steps: list[float]) -> tuple[float,
     if not any(steps) or any(change.old_step for change in trial.changes):
         return None
     falls: list[float] = []
-    judged = run.few_batches(_FEW)
-    for half, batches in zip((1, 0), judged):
+    for half, batches in zip((1, 0), run.few_batches(_FEW)):
         trial.set_steps(steps, half)
         losses = losses_of(run.objective, batches)
         falls += [run.losses[id(batch)] - loss for batch, loss in zip(batches, losses)]
     count, fall, squares = total(len(falls), sum(falls), sum(each * each for each in falls))
     variance = max(squares / count - (fall / count) ** 2, 0.0) / (count - 1)
-    before = sum(map(run.loss_before, judged)) / 2
+    before = run.few_before(_FEW)
     return before, before - fall / count, 2 * math.sqrt(variance)
 
 
