@@ -25,7 +25,7 @@ _PLACES = {
     "GrowthCallback": "training.trainer",
     "GrowthConfig": "grow.plan",
     "GrowthReport": "report.report",
-    "Row": "growable.attention",
+    "AttentionLayout": "growable.attention",
     "TrimReport": "report.report",
     "attention_views": "measure.views",
     "export_model": "interop.export",

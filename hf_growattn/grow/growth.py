@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..growable.attention import GrowableAttention
-from ..growable.growths import attentions, leave_checkpoint, next_name, parts_of, replace_parts
+from ..growable.attention import GrowableAttention, attentions
+from ..growable.growths import leave_checkpoint, next_name, parts_of, replace_parts
 from ..growable.training_state import (
     bare_optimizers,
     broadcast_from_rank0,
@@ -27,7 +27,7 @@ from ..growable.training_state import (
 from ..measure.blocks import Block, measure_moments
 from ..measure.gradients import Gradient, exact_gradients, passes_over, sketched_gradients
 from ..measure.passes import Objective, as_dicts, halves_of, losses_of, lowering, mean_loss, preserved_state, read_once
-from ..model.extra import Part
+from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 from .plan import (
     GrowthConfig,
@@ -101,7 +101,7 @@ class Growth:
         self._grower, self._trial, self.report = grower, trial, report
 
     @property
-    def parts(self) -> dict[GrowableAttention, Part]:
+    def parts(self) -> dict[GrowableAttention, NewDims]:
         """The new dims by attention module; empty where no step lowers the loss, and once they are dropped."""
         return self._trial.parts if self._trial is not None else {}
 
@@ -116,7 +116,7 @@ class Growth:
             name, kept = next_name(grower.model), parts_of(grower.model)
             for attention, part in self.parts.items():
                 broadcast_from_rank0(*(parameter.detach() for parameter in part.parameters()))
-                part.requires_grad_(True).train(attention.training)
+                part.requires_grad_(True).train(attention.module.training)
             grown = {attention: kept[attention] | {name: part} for attention, part in self.parts.items()}
             replace_parts(grower.model, grown, grower.optimizers)
             leave_checkpoint(grower.model)

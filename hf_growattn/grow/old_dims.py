@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..growable.attention import GrowableAttention, is_adapted, is_plain, plain, quantization
+from ..growable.attention import GrowableAttention, is_adapted, is_plain, quantization
 from ..growable.training_state import broadcast_from_rank0, is_sharded, sum_over_ranks, total
 from ..measure import functional as F
 from ..measure.blocks import PATTERNS, Block
 from ..measure.gradients import shares
 from ..measure.passes import Objective, backward
-from ..model.extra import Part
+from ..model.families import base_layer
+from ..model.new_dims import NewDims
 from .plan import GrowthConfig
 from .trial import Change, Trial, Write, read_factors, write_factors
 
@@ -50,7 +51,7 @@ def _check_weight(attention: GrowableAttention, role: str, setting: str) -> None
     if problem := attention.why_unreadable(role):
         raise ValueError(f"{start}{problem}")
     if not is_plain(projection):
-        how = quantization(plain(projection)) or "no plain linear layer. Load the model without quantization."
+        how = quantization(base_layer(projection)) or "no plain linear layer. Load the model without quantization."
         raise ValueError(f"{start}{attention.name_of(role)} is {how}")
     if not isinstance(getattr(projection, "weight", None), nn.Parameter):
         raise ValueError(
@@ -113,7 +114,7 @@ def tangent_steps(objective: Objective, blocks: list[Block], halves: tuple[list,
 
 
 def _parameters(attention: GrowableAttention, role: str) -> list[nn.Parameter]:
-    return list(plain(attention.projection_of(role)).parameters())
+    return list(base_layer(attention.projection_of(role)).parameters())
 
 
 def _old_factors(block: Block) -> tuple[Tensor, Tensor]:
@@ -127,7 +128,7 @@ def _weight_gradients(block: Block, batches: float) -> tuple[Tensor, Tensor]:
     attention = block.attention
 
     def gradient(role: str) -> Tensor:
-        inside: Any = plain(attention.projection_of(role))
+        inside: Any = base_layer(attention.projection_of(role))
         weight, biased = attention.view_of(role, inside.weight.grad), role in attention.shape.biased
         bias = attention.view_of(role, inside.bias.grad) if biased else None
         return F.join_bias(weight, bias).to(block.like.dtype).contiguous() / batches
@@ -189,7 +190,7 @@ class OldDimsWrite(Write):
         self.refactors = refactors and change.dims > 0
         self.old = self.stepped = _old_factors(self.block)
 
-    def set_step(self, step: float, source: int, part: Part) -> None:
+    def set_step(self, step: float, source: int, part: NewDims) -> None:
         """Write the new dims for a step into a part, and the old ones into the attention's own weights."""
         if self.refactors:
             width, (stacked, shared) = self.old[0].shape[-1], self._refactored(step, *self.directions[source])

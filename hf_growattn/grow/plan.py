@@ -9,8 +9,8 @@ from accelerate.utils import has_offloaded_params
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..growable.attention import GrowableAttention
-from ..growable.growths import attentions, cache_bytes, growable_model
+from ..growable.attention import GrowableAttention, attentions
+from ..growable.growths import cache_bytes, growable_model
 from ..measure import functional as F
 from ..measure.blocks import KINDS, PATTERNS, Kind
 from ..measure.gradients import Gradient
@@ -258,8 +258,10 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
         raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
     chosen = layers_of(model, config.layers)
     for attention in chosen:
-        for name, parameter in attention.named_parameters():
-            owner = attention.get_submodule(name.rpartition(".")[0])  # old weights come from elsewhere for each call
+        for name, parameter in attention.module.named_parameters():
+            owner = attention.module.get_submodule(
+                name.rpartition(".")[0]
+            )  # old weights come from elsewhere for each call
             offloaded = has_offloaded_params(owner) and not name.startswith("extra.")
             if parameter.is_inference() or (parameter.is_meta and not offloaded):
                 state = "is on the meta device" if parameter.is_meta else "was made under torch.inference_mode()"

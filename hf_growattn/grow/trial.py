@@ -15,8 +15,8 @@ from ..growable.training_state import raise_on_all_ranks
 from ..measure import functional as F
 from ..measure.blocks import Kind
 from ..measure.gradients import Gradient
-from ..model.extra import Part, whole
-from ..model.seam import CACHES
+from ..model.hooks import CACHES
+from ..model.new_dims import NewDims, full_tensor
 
 SMALLEST_FALL = 1e-7  # of the loss: below it, fp32 rounding hides an improvement
 MOST_EVALUATIONS = 10  # of one growth, the pricing of a budget included
@@ -52,7 +52,7 @@ class Change:
 
 
 @torch.no_grad()
-def write_factors(dims: Part | GrowableAttention, kind: Kind, stacked: Tensor, shared: Tensor) -> None:
+def write_factors(dims: NewDims | GrowableAttention, kind: Kind, stacked: Tensor, shared: Tensor) -> None:
     """Write both sides of a kind, (H, a, k) and (G, b, k), into a part, or into readable, unsharded old weights."""
     for role, factors in zip(kind.roles, (stacked, shared)):
         into = dims.weight_of(role)
@@ -63,7 +63,7 @@ def write_factors(dims: Part | GrowableAttention, kind: Kind, stacked: Tensor, s
             into_bias.copy_(bias)
 
 
-def read_factors(dims: Part | GrowableAttention, kind: Kind) -> tuple[Tensor, Tensor]:
+def read_factors(dims: NewDims | GrowableAttention, kind: Kind) -> tuple[Tensor, Tensor]:
     """The same of these dims as they are: stacked (H, a, k) and shared (G, b, k), with biases."""
     with torch.no_grad():
         stacked, shared = (F.join_bias(dims.weight_of(role), dims.bias_of(role)) for role in kind.roles)
@@ -81,7 +81,7 @@ class Write:
         every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
         self.directions = [(u[..., :dims], sigma[..., :dims] * change.strength, v[..., :dims]) for u, sigma, v in every]
         roots = self.block.roots
-        whitening = whole(roots.stacked_whitening), whole(roots.shared_whitening)
+        whitening = full_tensor(roots.stacked_whitening), full_tensor(roots.shared_whitening)
         self.new = []  # even factors of a step of size 1, which others only scale, and which pairs are taken
         for u, sigma, v in self.directions:
             taken = sigma > 0
@@ -108,7 +108,7 @@ class Write:
         of_heads = (taken * step / scale).repeat_interleave(self.block.heads // self.block.groups, 0)
         return stacked * of_heads.unsqueeze(-2), shared * scale.unsqueeze(-2)
 
-    def set_step(self, step: float, source: int, part: Part) -> None:
+    def set_step(self, step: float, source: int, part: NewDims) -> None:
         """Write the new dims for a step into a part."""
         write_factors(part, self.block.kind, *self.new_factors(step, source))
 
@@ -123,14 +123,14 @@ class Trial:
     def __init__(self, changes: list[Change], writer: Callable[[Change], Write] = Write):
         self.changes = changes
         self.writes: list[Write] = []
-        self.parts: dict[GrowableAttention, Part] = {}
+        self.parts: dict[GrowableAttention, NewDims] = {}
         dims: dict[GrowableAttention, dict[str, int]] = {}
         for change in changes:
             block = change.gradient.block
             dims.setdefault(block.attention, {"qk_dims": 0, "v_dims": 0})[block.kind.width] = change.dims
         with raise_on_all_ranks():
             self.writes = [writer(change) for change in changes]
-            self.parts = {layer: layer.new_part(**widths).requires_grad_(False) for layer, widths in dims.items()}
+            self.parts = {layer: layer.make_new_dims(**widths).requires_grad_(False) for layer, widths in dims.items()}
         try:
             self.set_steps([0.0] * len(changes))
             self.attach()

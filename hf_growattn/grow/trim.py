@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..growable.attention import GrowableAttention
-from ..growable.growths import Parts, attentions, parts_of, replace_parts, swap_parts
+from ..growable.attention import GrowableAttention, attentions
+from ..growable.growths import Parts, parts_of, replace_parts, swap_parts
 from ..growable.training_state import (
     bare_optimizers,
     broadcast_from_rank0,
@@ -20,7 +20,7 @@ from ..growable.training_state import (
 from ..measure import functional as F
 from ..measure.blocks import KINDS, Block, Kind, measure_moments
 from ..measure.passes import Objective, as_dicts, lowering, mean_loss, mean_of, preserved_state
-from ..model.extra import Part
+from ..model.new_dims import NewDims
 from ..report.report import LayerTrim, TrimReport
 from .plan import model_to_grow
 from .trial import parameters_of_a_dim, read_factors, write_factors
@@ -109,8 +109,8 @@ class GrownDims:
 
     def __init__(self, attention: GrowableAttention, kind: Kind):
         self.attention, self.kind = attention, kind
-        self.alive: dict[Part, Tensor] = {}
-        for part in (part for part in attention.parts if part.dims_of(kind.shared)):
+        self.alive: dict[NewDims, Tensor] = {}
+        for part in (part for part in attention.growths.values() if part.dims_of(kind.shared)):
             stacked, shared = (side.ne(0) for side in read_factors(part, kind))
             works = F.stack_groups(stacked, len(shared)).any(-2) & shared.any(-2)  # (G, its dims)
             order = works.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
@@ -130,7 +130,7 @@ class GrownDims:
         left, right = block.unwhitened(left.masked_fill(none, 0), right)
         self.factors = left, torch.where(none, shared, right)
 
-    def columns(self, part: Part, kept: int) -> tuple[Tensor, ...]:
+    def columns(self, part: NewDims, kept: int) -> tuple[Tensor, ...]:
         """What a part holds if `kept` of all new dims stay, stacked (H, a, n) and shared (G, b, n).
 
         All live ones stay as they are; fewer are the leading `factors`, which fill one part after the other.
@@ -160,7 +160,7 @@ def cut_parts(keep: dict[GrownDims, int]) -> Parts:
     parts: Parts = {new.attention: {} for new in keep}
     with raise_on_all_ranks():
         for attention, own in parts.items():
-            for name, part in attention.make_extra().parts.items():
+            for name, part in attention.make_extra().growths.items():
                 inside = {new.kind: new for new in keep if part in new.alive}
                 columns = {kind: new.columns(part, keep[new]) for kind, new in inside.items()}
                 dims = {"qk_dims": 0, "v_dims": 0}
@@ -169,8 +169,8 @@ def cut_parts(keep: dict[GrownDims, int]) -> Parts:
                 if same and dims == {"qk_dims": part.qk_dims, "v_dims": part.v_dims}:
                     own[name] = part
                 elif any(dims.values()):
-                    weight = part.inside.weight
-                    own[name] = Part(attention.shape, **dims, dtype=weight.dtype, device=weight.device)
+                    weight = part.in_proj.weight
+                    own[name] = NewDims(attention.shape, **dims, dtype=weight.dtype, device=weight.device)
                     own[name].train(part.training).requires_grad_(weight.requires_grad)
                     for kind, sides in columns.items():
                         write_factors(own[name], kind, *sides)

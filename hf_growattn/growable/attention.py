@@ -1,14 +1,14 @@
-"""`GrowableAttention`: an attention module of a live model, whose old weights can be read head by head.
+"""`GrowableAttention`: what is known of an attention module of a live model, whose old weights can be read by heads.
 
-Reading takes projections under the names that families commonly use, or those of a registered `Row`. Without them
-growth works all the same: it takes the whole gradient, since nobody knows what old dims can do about it.
+Reading takes projections under the names that families commonly use, or those of a registered `AttentionLayout`.
+Without them growth works all the same: it takes the whole gradient, since nobody knows what old dims can do about it.
 
 Quantized projections are read as the numbers that they compute with, and adapters count in, though neither peft nor a
 quantizer is imported.
 """
 
 import contextlib
-import inspect
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +19,20 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..model.configuration import PREFIX
-from ..model.extra import ROLES, UNEQUAL_WIDTHS, Part, common_width, whole
-from ..model.seam import REGISTERED, WideAttention, find_projections, linear_sizes, plain
+from ..model.families import (
+    REGISTERED,
+    FoundAttention,
+    add_extra_to,
+    base_layer,
+    find_attentions,
+    find_projections,
+    interface_caller,
+    linear_sizes,
+    parameter_names,
+    read_shape,
+)
+from ..model.hooks import UNEQUAL_WIDTHS, Arguments, common_width, remove_extra
+from ..model.new_dims import ROLES, ExtraDims, HeadShape, NewDims, full_tensor
 
 _MERGE = "Merge adapters other than plain LoRA into the weights (merge_and_unload() of peft)"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +42,7 @@ _PACKS = "support_avx512bf16_for_cpu"  # of 4-bit layers of bitsandbytes: whethe
 
 
 @dataclass(frozen=True)
-class Row:
+class AttentionLayout:
     """How the projections of an attention class are called and laid out.
 
     Attributes:
@@ -63,16 +75,16 @@ _ROTATES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def register_architecture(model_type: str, row: Row) -> None:
+def register_architecture(model_type: str, layout: AttentionLayout) -> None:
     """Describe the projections of a model family whose names or layout are unusual.
 
     Raises:
-        ValueError: the row names a role that does not exist.
+        ValueError: the layout names a role that does not exist.
     """
-    unknown = set(row.names) - {"query", "key", "value", "output"}
+    unknown = set(layout.names) - {"query", "key", "value", "output"}
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))} is no role; roles are query, key, value and output.")
-    REGISTERED[model_type] = row
+    REGISTERED[model_type] = layout
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -106,7 +118,7 @@ def quantization(module: nn.Module) -> str | None:
 
 def is_plain(projection: Any) -> bool:
     """Whether the weight of a projection, adapters apart, holds the numbers that it computes with."""
-    inside = plain(projection)
+    inside = base_layer(projection)
     is_linear = isinstance(inside, (nn.Linear, Conv1D)) and isinstance(getattr(inside, "weight", None), Tensor)
     return is_linear and quantization(inside) is None
 
@@ -136,7 +148,7 @@ def kept_unpacked(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def computed_weight(module: Any, inputs: int) -> Tensor:
     """The weight (outputs, inputs) in fp32 that a quantized projection computes with: its answer to a unit matrix."""
-    inside = plain(module)
+    inside = base_layer(module)
     numbers = [t for t in (getattr(inside, "weight", None), *inside.parameters(), *inside.buffers()) if t is not None]
     kinds = (number.dtype for number in numbers if number.is_floating_point())
     # bitsandbytes may store its packed bytes in any type, and answers in that of its inputs.
@@ -157,18 +169,80 @@ def added_by_adapters(module: Any, name: str, dtype: torch.dtype) -> Iterator[Te
     for adapter in (adapter for adapter in module.active_adapters if adapter in module.lora_A):
         a, b, scale = module.lora_A[adapter].weight, module.lora_B[adapter], module.scaling[adapter]
         if name == "weight":
-            added = scale * (whole(b.weight.detach()).to(dtype) @ whole(a.detach()).to(dtype))
-            yield added.T if isinstance(plain(module), Conv1D) else added
+            added = scale * (full_tensor(b.weight.detach()).to(dtype) @ full_tensor(a.detach()).to(dtype))
+            yield added.T if isinstance(base_layer(module), Conv1D) else added
         elif b.bias is not None:
-            yield scale * whole(b.bias.detach()).to(dtype)
+            yield scale * full_tensor(b.bias.detach()).to(dtype)
 
 
-class GrowableAttention(WideAttention):
-    """Mixin for a stock attention class. A role is "query", "key", "value" or "output"."""
+class GrowableAttention:
+    """What is known of an attention module of a patched model; two of the same module are equal.
+
+    A role is "query", "key", "value" or "output".
+
+    Attributes:
+        module: the stock attention module, which this leaves as it is until there are new dims.
+        layer: number of the layer, by which the config knows it.
+        name: path of the module in the model.
+        sibling: the module that projects the output, as in BERT's family; None where the module does so itself.
+    """
+
+    def __init__(self, found: FoundAttention):
+        self.found = found
+        self.name, self.module, self.layer, self.sibling = found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GrowableAttention) and self.module is other.module
+
+    def __hash__(self) -> int:
+        return hash(self.module)
+
+    @property
+    def config(self) -> Any:
+        """The config of the module."""
+        return self.module.config
+
+    @property
+    def extra(self) -> ExtraDims | None:
+        """The child that holds new dims; None for a module without any."""
+        return self.module._modules.get("extra")
+
+    @functools.cached_property
+    def shape(self) -> HeadShape:
+        """The stock sizes."""
+        return read_shape(self.module) if self.extra is None else self.extra.shape
+
+    @functools.cached_property
+    def arguments(self) -> Arguments:
+        """How the module's forward calls what it is given."""
+        return Arguments(tuple(parameter_names(self.module)))
+
+    @property
+    def trial(self) -> nn.Module | None:
+        """The new dims that are being tried; None without any."""
+        return None if self.extra is None else self.extra._modules.get("trial")
+
+    @property
+    def growths(self) -> dict[str, NewDims]:
+        """The new dims that are kept, by the name of their growth."""
+        return {} if self.extra is None else dict(self.extra.growths.items())
+
+    def make_extra(self) -> ExtraDims:
+        """The child that holds new dims, which is made, with its hooks, at the first call."""
+        return add_extra_to(self.found)
+
+    def drop_if_empty(self) -> None:
+        """Take the child and its hooks off if it holds no new dims."""
+        if self.extra is not None and self.extra.is_empty:
+            self.drop_extra()
+
+    def drop_extra(self) -> None:
+        """Take all new dims and the hooks off."""
+        remove_extra(self.module, self.sibling)
 
     def width_of(self, role: str) -> int:
         """Width of one head of a role, kept new dims included."""
-        return self.stock_width_of(role) + sum(part.dims_of(role) for part in self.parts)
+        return self.stock_width_of(role) + sum(dims.dims_of(role) for dims in self.growths.values())
 
     def stock_width_of(self, role: str) -> int:
         """Width of one head of a role before any growth."""
@@ -181,62 +255,58 @@ class GrowableAttention(WideAttention):
     @property
     def caches(self) -> bool:
         """Whether generation keeps this module's keys and values: no encoder's."""
-        return getattr(self, "is_causal", True)
+        return getattr(self.module, "is_causal", True)
 
-    def cached_numbers(self, parts: Sequence[Part]) -> int:
-        """How many numbers a cache keeps of a token with these parts: most kernels want keys and values equally wide.
+    def cached_numbers(self, new_dims: Sequence[NewDims]) -> int:
+        """How many numbers a cache keeps of a token with these new dims: most kernels want equal widths.
 
         Multi-head latent attention keeps one latent and one rotated key for all heads.
         """
-        new = sum(part.qk_dims for part in parts), sum(part.v_dims for part in parts)
-        latent: Any = getattr(self, "kv_lora_rank", None), getattr(self, "qk_rope_head_dim", None)
+        new = sum(dims.qk_dims for dims in new_dims), sum(dims.v_dims for dims in new_dims)
+        latent: Any = getattr(self.module, "kv_lora_rank", None), getattr(self.module, "qk_rope_head_dim", None)
         if None not in latent:
             return sum(latent) + self.shape.num_key_value_heads * sum(new)
         key, value = self.shape.qk_head_dim + new[0], self.shape.v_head_dim + new[1]
-        if parts and self.config._attn_implementation not in UNEQUAL_WIDTHS:
+        if new_dims and self.config._attn_implementation not in UNEQUAL_WIDTHS:
             key = value = common_width(key, value, self.empty_like().device)
         return self.shape.num_key_value_heads * (key + value)
 
     @property
-    def trial(self) -> nn.Module | None:
-        """The part that is being tried; None without one."""
-        return None if self.extra is None else self.extra._modules.get("trial")
-
-    @property
-    def row(self) -> Row:
-        """How the projections are called and laid out: a registered row, or one by the usual names."""
+    def layout(self) -> AttentionLayout:
+        """How the projections are called and laid out: as registered, or by the usual names."""
         model_type = self.config.model_type.removeprefix(PREFIX)
         if model_type in REGISTERED:
             return REGISTERED[model_type]
-        names = find_projections(self)
-        row = Row(names, grouped_by_head=names.get("query") == "query_key_value")
-        return replace(row, rotates=_ROTATES[model_type]) if model_type in _ROTATES else row
+        names = find_projections(self.module)
+        layout = AttentionLayout(names, grouped_by_head=names.get("query") == "query_key_value")
+        return replace(layout, rotates=_ROTATES[model_type]) if model_type in _ROTATES else layout
 
     @property
     def rotate(self) -> Any:
         """The family's rotation of `(query, key, cos, sin)`; None where this layer does not rotate."""
-        forward = inspect.unwrap(type(self).__bases__[1].forward)
-        name = self.row.rotate
-        return forward.__globals__.get(name) if name in forward.__code__.co_names and self.row.rotates(self) else None
+        forward: Any = interface_caller(self.module)
+        name = self.layout.rotate
+        rotates = name in forward.__code__.co_names and self.layout.rotates(self.module)
+        return forward.__globals__.get(name) if rotates else None
 
     @property
     def softmax_scale(self) -> float:
         """What logits are scaled by, in the queries or in the attention function: 1 in T5."""
-        scale = getattr(self, "scaling", None)
+        scale = getattr(self.module, "scaling", None)
         is_before = self.config.model_type.removeprefix(PREFIX) in _SCALED_BEFORE
         return self.shape.qk_head_dim**-0.5 if scale is None or is_before else float(scale)
 
     @property
     def normalizes(self) -> bool:
         """Whether old queries or keys are normalized, so that their logits are no bilinear form of the input."""
-        return any(getattr(self, name, None) is not None for name in self.row.norms)
+        return any(getattr(self.module, name, None) is not None for name in self.layout.norms)
 
     def projection_of(self, role: str) -> Any:
         """The module that computes a role; None where its name is unusual."""
-        name = self.row.names.get(role)
+        name = self.layout.names.get(role)
         if name is None:
-            return self.output_sibling[0].dense if role == "output" and self.output_sibling else None
-        return getattr(self, name)
+            return self.sibling.dense if role == "output" and self.sibling is not None else None
+        return getattr(self.module, name)
 
     def why_unreadable(self, role: str) -> str | None:
         """Why a role's weight cannot be read by heads, with the fix; None where it can.
@@ -246,7 +316,7 @@ class GrowableAttention(WideAttention):
         projection = self.projection_of(role)
         if projection is None:
             return f"The {role} projection of layer {self.layer} is not known: describe it by register_architecture."
-        inside, expected = plain(projection), self._rows_of(role)
+        inside, expected = base_layer(projection), self._rows_of(role)
         if has_other_adapters(projection) or linear_sizes(inside) is None:
             return f"{self.name_of(role)} is a {type(projection).__name__}, no plain linear layer. {_MERGE}."
         if is_plain(projection) and inside.weight.shape[self._axis(role)] != expected:
@@ -262,29 +332,29 @@ class GrowableAttention(WideAttention):
 
     def name_of(self, role: str) -> str:
         """What to call a role's projection in a message."""
-        return f"{self.row.names.get(role, role)} of layer {self.layer}"
+        return f"{self.layout.names.get(role, role)} of layer {self.layer}"
 
     def trains(self, *roles: str) -> bool:
         """Whether training moves the old dims of any of these roles: their weights, or adapters on them."""
         modules = [self.projection_of(role) for role in roles]
         if None in modules:
-            modules = [self]
+            modules = [self.module]
         return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
     def empty_like(self, role: str = "query") -> Tensor:
         """An empty tensor in the precision and on the device of new dims: fp32 if old weights are quantized."""
         projection = self.projection_of(role)
-        inside = self if projection is None else plain(projection)
+        inside = self.module if projection is None else base_layer(projection)
         with align_module_device(inside):  # accelerate brings offloaded weights to where they are used
             like: Any = next(iter([*inside.parameters(), *inside.buffers()]))
         has_dtype = like.is_floating_point() and (projection is None or is_plain(projection))
         dtype = like.dtype if has_dtype else torch.float32
         return torch.empty(0, dtype=dtype, device=like.device)
 
-    def new_part(self, qk_dims: int, v_dims: int) -> Part:
-        """A part for this module that it does not have yet, zeros, in the precision of its weights."""
+    def make_new_dims(self, qk_dims: int, v_dims: int) -> NewDims:
+        """New dims for this module that it does not have yet, zeros, in the precision of its weights."""
         like = self.empty_like()
-        return Part(self.shape, qk_dims, v_dims, dtype=like.dtype, device=like.device)
+        return NewDims(self.shape, qk_dims, v_dims, dtype=like.dtype, device=like.device)
 
     def weight_of(self, role: str) -> Tensor:
         """A role's old weight, (heads, stock width, features); for "output" that is `W_O` itself per head.
@@ -305,25 +375,25 @@ class GrowableAttention(WideAttention):
         read_as = dtype if adapters else None
         # New logits are always scaled, where old ones may not be.
         scale = self.shape.qk_head_dim**-0.5 if role == "query" and self.softmax_scale == 1.0 else 1.0
-        new = [scale * part.weight_of(role).detach() for part in self.parts]
+        new = [scale * dims.weight_of(role).detach() for dims in self.growths.values()]
         weights = [self._read(role, "weight", read_as), *new]
         factors = torch.cat([weight.to(dtype) for weight in weights], 1).transpose(-1, -2)
         if role not in self.shape.biased:
             return factors
-        given: list[Any] = [part.bias_of(role) for part in self.parts]
+        given: list[Any] = [dims.bias_of(role) for dims in self.growths.values()]
         biases = [self._read(role, "bias", read_as), *(scale * bias.detach() for bias in given if bias is not None)]
         return torch.cat([factors, torch.cat([bias.to(dtype) for bias in biases], 1).unsqueeze(-2)], -2)
 
     def _read(self, role: str, name: str, dtype: torch.dtype | None) -> Any:
         projection = self.projection_of(role)
-        with align_module_device(plain(projection)):
-            tensor = getattr(plain(projection), name, None)
+        with align_module_device(base_layer(projection)):
+            tensor = getattr(base_layer(projection), name, None)
             if name == "weight" and not is_plain(projection):
                 inputs = self._rows_of("output") if role == "output" else self.shape.in_features
                 tensor = computed_weight(projection, inputs)
         if tensor is None:
             return None
-        tensor = whole(tensor.detach())
+        tensor = full_tensor(tensor.detach())
         if dtype is not None:
             tensor = tensor.to(dtype) + sum(added_by_adapters(projection, name, dtype))
         return self.view_of(role, tensor)
@@ -332,8 +402,8 @@ class GrowableAttention(WideAttention):
         """A view on what is laid out as a role's weight or bias: its heads split in (heads, width), and first."""
         axis = self._axis(role) if tensor.dim() > 1 else 0
         groups, before = 1, 0
-        if self.row.is_fused and role != "output":
-            groups = self.shape.num_heads if self.row.grouped_by_head else 1
+        if self.layout.is_fused and role != "output":
+            groups = self.shape.num_heads if self.layout.grouped_by_head else 1
             before = sum(self._size_of(other) for other in ROLES[: ROLES.index(role)])
         block = tensor.unflatten(axis, (groups, -1)).narrow(axis + 1, before // groups, self._size_of(role) // groups)
         heads, width = self.shape.heads_of(role), self.stock_width_of(role)
@@ -345,26 +415,24 @@ class GrowableAttention(WideAttention):
 
     def _rows_of(self, role: str) -> int:
         """Entries of the role's projection along its heads: of all three roles where they share one."""
-        roles = ROLES[:3] if self.row.is_fused and role != "output" else (role,)
+        roles = ROLES[:3] if self.layout.is_fused and role != "output" else (role,)
         return sum(map(self._size_of, roles))
 
     def _axis(self, role: str) -> int:
         """Axis of the weight along which a role's heads lie; Conv1D stores its weight transposed."""
-        transposed = isinstance(plain(self.projection_of(role)), Conv1D)
+        transposed = isinstance(base_layer(self.projection_of(role)), Conv1D)
         return int((role != "output") == transposed)
 
 
-def set_trial(attention: Any, part: nn.Module | None) -> None:
-    """Let a part be tried in an attention module, or none; new dims that are kept stay."""
-    if part is not None:
-        attention.make_extra()._modules["trial"] = part
+def set_trial(attention: GrowableAttention, trial: nn.Module | None) -> None:
+    """Let new dims be tried in an attention module, or none; those that are kept stay."""
+    if trial is not None:
+        attention.make_extra()._modules["trial"] = trial
     elif attention.extra is not None:
         attention.extra._modules.pop("trial", None)
-        drop_if_empty(attention)
+        attention.drop_if_empty()
 
 
-def drop_if_empty(attention: Any) -> None:
-    """Take the module of new dims off if it holds none."""
-    extra = attention.extra
-    if extra is not None and not len(extra.parts) and {*extra._modules} == {"parts"}:
-        del attention._modules["extra"]
+def attentions(model: nn.Module) -> list[GrowableAttention]:
+    """The attention modules of a patched model that can have new dims, by layer."""
+    return sorted(map(GrowableAttention, find_attentions(model)), key=lambda attention: attention.layer)

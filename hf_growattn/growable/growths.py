@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..model.configuration import check_extra_dims
-from ..model.extra import Part, in_order, whole
-from ..model.modeling import WideModelMixin
-from ..model.seam import dims_of, growable_configs, renumber, sync_config
-from .attention import GrowableAttention, drop_if_empty
+from ..model.modeling import WideModelMixin, dims_of, growable_configs, sync_config
+from ..model.new_dims import NewDims, full_tensor, in_order
+from .attention import GrowableAttention, attentions
 from .folders import replacing
 from .training_state import (
     add_new_parameters,
@@ -38,7 +37,7 @@ _REMINDER = "its base grew: call hf_growattn.load_growth(model, folder + '/growt
 _UNSAVED = "a model that grew in memory: save it whole, and load its adapters onto that"
 _NOWHERE = str(Path(__file__).parent / "grown_in_memory")
 
-Parts = dict[GrowableAttention, dict[str, Part]]  # of each attention module by name
+Parts = dict[GrowableAttention, dict[str, NewDims]]  # of each attention module by name
 Dims = dict[str, dict[str, list[int]]]  # the same as `extra_dims` of a config names them
 
 
@@ -54,47 +53,42 @@ def growable_model(model: Any) -> Any:
             f"{type(model).__name__} holds several models that could grow, a {type(found[0]).__name__} and a "
             f"{type(apart[0]).__name__}. Pass the one that shall grow, and the loss as a function of that."
         )
-    renumber(found[0])
     return found[0]
-
-
-def attentions(model: nn.Module) -> list[GrowableAttention]:
-    """The growable attention modules of a model, by layer."""
-    found = (module for module in model.modules() if isinstance(module, GrowableAttention))
-    return sorted(found, key=lambda attention: attention.layer)
 
 
 def is_grown(model: nn.Module) -> bool:
     """Whether any attention module has new dims that are kept."""
-    return any(attention.parts for attention in attentions(model))
+    return any(attention.growths for attention in attentions(model))
 
 
 def extra_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of all kept new dims."""
-    return [p for attention in attentions(model) for part in attention.parts for p in part.parameters()]
+    return [p for attention in attentions(model) for dims in attention.growths.values() for p in dims.parameters()]
 
 
-def cache_bytes(model: nn.Module, tried: Mapping[Any, Part] | None = None) -> int:
+def cache_bytes(model: nn.Module, tried: Mapping[Any, NewDims] | None = None) -> int:
     """Bytes of a token's keys and values as a model's cache keeps them; `tried` are parts that are not kept yet."""
     numbers = 0
     for attention in (attention for attention in attentions(model) if attention.caches):
         part = (tried or {}).get(attention)
-        parts = attention.parts if part is None else [*attention.parts, part]
+        parts = [*attention.growths.values()] if part is None else [*attention.growths.values(), part]
         numbers += attention.cached_numbers(parts)
     return next(model.parameters()).element_size() * numbers
 
 
 def parts_of(model: nn.Module) -> Parts:
     """The kept parts of every attention module."""
-    return {
-        attention: {} if attention.extra is None else dict(attention.extra.parts.items())
-        for attention in attentions(model)
-    }
+    return {attention: attention.growths for attention in attentions(model)}
 
 
 def next_name(model: nn.Module) -> str:
-    """The name of the next growth: "growth_1" for the first."""
-    ends = (name.rpartition("_")[2] for parts in parts_of(model).values() for name in parts)
+    """The name of a model's next growth: "growth_1" for the first."""
+    return name_after(name for growths in parts_of(model).values() for name in growths)
+
+
+def name_after(names: Iterable[str]) -> str:
+    """The name of the growth that comes after those of these names."""
+    ends = (name.rpartition("_")[2] for name in names)
     return f"growth_{max((int(end) for end in ends if end.isdecimal()), default=0) + 1}"
 
 
@@ -102,11 +96,11 @@ def swap_parts(parts: Parts) -> Parts:
     """Give attention modules these parts, and return those that they had."""
     former = {}
     for attention, own in parts.items():
-        kept = attention.make_extra().parts
+        kept = attention.make_extra().growths
         former[attention] = dict(kept.items())
         kept.clear()
         kept.update(in_order(own))
-        drop_if_empty(attention)
+        attention.drop_if_empty()
     return former
 
 
@@ -121,7 +115,7 @@ def replace_parts(model: nn.Module, parts: Parts, optimizers: list[torch.optim.O
     try:
         for attention, own in parts.items():
             for part in (part for part in own.values() if part not in former[attention].values()):
-                shard_like(part, attention)
+                shard_like(part, attention.module)
                 new += part.parameters()  # sharded ones are others
         sync_config(model)
         add_new_parameters(optimizers, model, [parameter for parameter in new if parameter.requires_grad])
@@ -151,7 +145,7 @@ def set_dims(model: nn.Module, extra_dims: Dims) -> None:
         for name, (qk_dims, v_dims) in extra_dims.get(str(attention.layer), {}).items():
             part = own.get(name)
             if part is None or (part.qk_dims, part.v_dims) != (qk_dims, v_dims):
-                part = attention.new_part(qk_dims, v_dims)
+                part = attention.make_new_dims(qk_dims, v_dims)
             parts[attention][name] = part
     replace_parts(model, parts, optimizers_of(model))
 
@@ -172,7 +166,7 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
     state = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
     if state_dict is not None:
         state = {name: state_dict[f"{start}.{name}" if start else name] for name in state}
-    state = {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
+    state = {name: full_tensor(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
     if not state:
         raise ValueError("This model has not grown: there are no new dims to save.")
     description = dict(zip(_DESCRIBED, (inner.config.model_type, dims_of(inner))))
@@ -205,12 +199,11 @@ def load_growth(model: nn.Module, folder: str | Path) -> None:
     if model_type != inner.config.model_type:
         raise ValueError(f"{folder} holds a growth of a {model_type}, and this is a {inner.config.model_type}.")
     sizes = {}
-    for name, attention in inner.named_modules():
-        if isinstance(attention, GrowableAttention):
-            for part_name, dims in extra_dims.get(str(attention.layer), {}).items():
-                part = Part(attention.shape, *dims, device="meta")
-                place = f"{name}.extra.parts.{part_name}."
-                sizes |= {place + own: parameter.shape for own, parameter in part.named_parameters()}
+    for attention in attentions(inner):
+        for growth, dims in extra_dims.get(str(attention.layer), {}).items():
+            new = NewDims(attention.shape, *dims, device="meta")
+            place = f"{attention.name}.extra.growths.{growth}."
+            sizes |= {place + own: parameter.shape for own, parameter in new.named_parameters()}
     if sizes != {name: tensor.shape for name, tensor in state.items()}:
         raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
     set_dims(inner, extra_dims)
@@ -221,7 +214,7 @@ def load_growth(model: nn.Module, folder: str | Path) -> None:
 
 
 def _is_new(name: str) -> bool:
-    return ".extra.parts." in name
+    return ".extra.growths." in name
 
 
 class SavesGrowth:

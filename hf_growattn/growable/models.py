@@ -12,11 +12,11 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..model.configuration import auto_map, growable_config_class
-from ..model.modeling import WideModelMixin, class_by_name, find_attentions, find_obstacle, renew_old_forward
-from ..model.seam import WideAttention, WideProjection, names_taken, renumber
-from .attention import GrowableAttention
+from ..model.families import find_attentions, find_obstacle
+from ..model.modeling import WideModelMixin, class_by_name, growable_configs
+from .attention import attentions
 from .folders import loading, replacing
-from .growths import Dims, attentions, extra_parameters, growable_configs, is_grown, save_growth_beside, set_dims
+from .growths import Dims, extra_parameters, is_grown, save_growth_beside, set_dims
 from .registration import auto_mappings
 from .training_state import find_living, optimizers_of, remove_parameters
 
@@ -25,8 +25,6 @@ _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
 class GrowableModelMixin(WideModelMixin):
     """Mixed into a stock model class: attention that can grow, and saving that is all or nothing."""
-
-    attention_mixin = GrowableAttention
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
@@ -71,7 +69,7 @@ class GrowableModelMixin(WideModelMixin):
         return importlib.import_module("hf_growattn.interop.cards").push_model(self, repo_id, **kwargs)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        """Take the parts that a state holds along with its weights, so that one from another growth loads."""
+        """Take the new dims that a state holds along with its weights, so that one from another growth loads."""
         extra_dims = _dims_in(self, state_dict, prefix)
         if extra_dims is not None:
             set_dims(self, extra_dims)
@@ -81,19 +79,17 @@ class GrowableModelMixin(WideModelMixin):
 def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims | None:
     """The new dims that a state dict holds, by the sizes of its tensors; None if it is not of the whole model."""
     found: Dims = {}
-    for name, attention in model.named_modules():
-        if not isinstance(attention, GrowableAttention):
-            continue
-        place = f"{prefix}{name}."
-        if not all(f"{place}{entry}" in state for entry in _stock_entries(attention)):
+    for attention in attentions(model):
+        place = f"{prefix}{attention.name}."
+        if not all(f"{place}{entry}" in state for entry in _stock_entries(attention.module)):
             return None  # the state of something else, such as adapters, or one layer
-        start, end, shape = f"{place}extra.parts.", ".inside.weight", attention.shape
-        for part in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
-            outside = state.get(f"{start}{part}.outside.weight")
-            v_dims = 0 if outside is None else outside.shape[1] // shape.num_heads
-            rows = state[f"{start}{part}{end}"].shape[0] - v_dims * shape.num_key_value_heads
+        start, end, shape = f"{place}extra.growths.", ".in_proj.weight", attention.shape
+        for growth in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
+            out_proj = state.get(f"{start}{growth}.out_proj.weight")
+            v_dims = 0 if out_proj is None else out_proj.shape[1] // shape.num_heads
+            rows = state[f"{start}{growth}{end}"].shape[0] - v_dims * shape.num_key_value_heads
             qk_dims = rows // (shape.num_heads + shape.num_key_value_heads)
-            found.setdefault(str(attention.layer), {})[part] = [qk_dims, v_dims]
+            found.setdefault(str(attention.layer), {})[growth] = [qk_dims, v_dims]
     return found
 
 
@@ -107,16 +103,17 @@ def _stock_entries(attention: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{entry}" for entry in child.state_dict())
 
 
-def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> PreTrainedModel:
+def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) -> PreTrainedModel:
     """Make a model's attention growable, in place, for this instance only.
 
-    The classes of the model, its inner models and its attention modules are swapped for growable subclasses, and its
-    config for a copy with a `model_type` of our own. Outputs, parameters, buffers and hooks stay as they were.
+    The classes of the model and its inner models are swapped for growable subclasses, and its config for a copy with a
+    `model_type` of our own. Attention modules stay as they are, class, forward and hooks, until they grow; outputs,
+    parameters and buffers stay as they were.
 
     Args:
         model: a transformers model: base model, causal LM, classifier or any other head.
-        parts: names of inner models whose attention may grow, such as `("language_model", "vision_tower")`. By default
-            that is the language model of a model that wraps one, and all of any other.
+        submodels: names of inner models whose attention may grow, such as `("language_model", "vision_tower")`. By
+            default that is the language model of a model that wraps one, and all of any other.
 
     Returns:
         The same object. Patching it again changes nothing but layers that were added since.
@@ -124,21 +121,19 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
         ValueError: it is a part of another transformers model; it has no inner model of such a name, or is patched
-            with other parts; none of its attention modules takes its attention function from transformers' table; one
-            runs a forward that other code has put there; or the model runs the code that came with its checkpoint. The
-            model is as it was then.
+            with others; none of its attention modules takes its attention function from transformers' table; or the
+            model runs the code that came with its checkpoint. The model is as it was then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"patch_model needs a transformers model, not {type(model).__name__}. Pass the model inside the wrapper: "
             "accelerator.unwrap_model(model), model.get_base_model() for peft, model._orig_mod for torch.compile."
         )
-    parts = [parts] if isinstance(parts, str) else parts
+    submodels = [submodels] if isinstance(submodels, str) else submodels
     if isinstance(model, GrowableModelMixin):
-        if parts is not None and [*parts] != model.config.growable_parts:
-            raise ValueError("This model is patched with other parts: unpatch_model(model) first.")
+        if submodels is not None and [*submodels] != model.config.growable_submodels:
+            raise ValueError("This model is patched with other submodels: unpatch_model(model) first.")
         GrowableModelMixin.adopt(model)
-        renumber(model)
         return model
     holder = _find_holder(model)
     if holder is not None:
@@ -151,9 +146,9 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
             "This model runs the code that its checkpoint carries, which cannot grow. Import hf_growattn first, then "
             "load the model again."
         )
-    _check(model, parts)
+    _check(model, submodels)
     _register(type(model.config))
-    _replace_configs(model, parts)
+    _replace_configs(model, submodels)
     GrowableModelMixin.adopt(model)
     return model
 
@@ -164,23 +159,17 @@ def _find_holder(model: PreTrainedModel) -> PreTrainedModel | None:
     return next((other for other in others if any(module is model for module in other.modules())), None)
 
 
-def _check(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
-    """Raise a ValueError if no attention module can have new dims, or one does not run its class's forward."""
-    found = [module for module, *_ in find_attentions(model, parts)]
+def _check(model: PreTrainedModel, submodels: Sequence[str] | None) -> None:
+    """Raise a ValueError if no attention module can have new dims, or one has no place for them."""
+    found = [attention.module for attention in find_attentions(model, submodels)]
     if not found:
         named = (module for module in model.modules() if "attention" in type(module).__name__.lower())
         why = {type(module).__name__: find_obstacle(module) for module in named}
         reasons = "; ".join(f"{name} {obstacle}" for name, obstacle in why.items())
         raise ValueError(f"New dims cannot join {type(model).__name__}: {reasons or 'it has no attention module'}.")
     for module in found:
-        taken = names_taken(GrowableModelMixin.attention_mixin, module)
-        if taken:
-            raise ValueError(f"New dims cannot join {type(module).__name__}, which has its own {', '.join(taken)}.")
-        if "forward" in vars(module) and "_old_forward" not in vars(module):
-            raise ValueError(
-                f"A {type(module).__name__} has a forward that other code has put there, which new dims could not "
-                "join. Patch the model before other libraries do."
-            )
+        if hasattr(module, "extra"):
+            raise ValueError(f"New dims cannot join {type(module).__name__}, which has its own `extra`.")
 
 
 def _register(stock: type) -> None:
@@ -196,7 +185,7 @@ def _register(stock: type) -> None:
             mapping.register(made, GrowableModelMixin.mixed_into(found) if is_model else found, exist_ok=True)
 
 
-def _replace_configs(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
+def _replace_configs(model: PreTrainedModel, submodels: Sequence[str] | None) -> None:
     """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
     growable: dict[int, Any] = {}
     stock_class = type(model.config)
@@ -209,7 +198,7 @@ def _replace_configs(model: PreTrainedModel, parts: Sequence[str] | None) -> Non
             growable[id(config)] = new = config_class.__new__(config_class)
             vars(new).update(copy.deepcopy(vars(config)))
             vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
-            new.growable_parts, new.extra_dims = parts and [*parts], {}
+            new.growable_submodels, new.extra_dims = submodels and [*submodels], {}
         module.config = growable[id(config)]
 
 
@@ -234,6 +223,9 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
             "model.save_pretrained, write a stock checkpoint of it with hf_growattn.export_model, or lose the new dims "
             "with unpatch_model(model, drop_growth=True)."
         )
+    remove_parameters(optimizers_of(model), extra_parameters(model))
+    for attention in attentions(model):
+        attention.drop_extra()
     configs, own = growable_configs(model), vars(model)
     if "grown_from" in own:  # no checkpoint held the grown model, and this one is its origin's again
         for named in (model, *configs):
@@ -242,20 +234,11 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
     for config in configs:
         if getattr(config, "auto_map", None) == auto_map(config.model_type):
             del config.auto_map
-        del config.growable_parts, config.extra_dims
+        del config.growable_submodels, config.extra_dims
         config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
-    remove_parameters(optimizers_of(model), extra_parameters(model))
-    modules: list[Any] = list(model.modules())
-    for attention in attentions(model):
-        attention._modules.pop("extra", None)
-        for name in ("shape", "layer", "output_sibling", "call"):
-            attention.__dict__.pop(name, None)
-    for module in modules:
-        if isinstance(module, (GrowableModelMixin, WideAttention, WideProjection)):
-            module.__dict__.pop("share", None)
-            module.__class__ = type(module).__bases__[1]
-            if not isinstance(module, PreTrainedModel):
-                renew_old_forward(module)
+    for module in model.modules():
+        if isinstance(module, GrowableModelMixin):
+            module.__class__ = type(module).class_without_mixin()  # pyright: ignore[reportAttributeAccessIssue]
     return model
 
 

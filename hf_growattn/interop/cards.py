@@ -23,8 +23,9 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ..growable.attention import attentions
 from ..growable.folders import INDEX, find_replaced_weights, replacing
-from ..growable.growths import attentions, origin_of
+from ..growable.growths import origin_of
 from ..growable.training_state import refuse_sharded
 from ..model.configuration import PREFIX
 from ..report.pictures import draw_growth, read_losses

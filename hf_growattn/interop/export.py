@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..growable.attention import attentions
 from ..growable.folders import replacing
-from ..growable.growths import attentions, cache_bytes, is_grown
+from ..growable.growths import cache_bytes, is_grown
 from ..growable.models import GrowableModelMixin
 from ..growable.training_state import refuse_sharded
-from ..model.seam import renumber
 from .stock import fresh_rotary, padded_width, stock_model
 
 # Largest difference of the logits, over the largest logit, that is never questioned; and how many times the rounding
@@ -83,7 +83,6 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
             "model needs no export: use its save_pretrained."
         )
     refuse_sharded(model, [])
-    renumber(model)
     directory = Path(directory).resolve()
     with replacing(directory) as partial, torch.random.fork_rng():
         stock = stock_model(model)

@@ -18,12 +18,12 @@ from transformers.utils.versions import require_version
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, check_affordable, layers_of, weights_of
 from ..grow.trial import parameters_of_a_dim
-from ..growable.attention import GrowableAttention, drop_if_empty
-from ..growable.growths import is_grown, next_name, sync_config
+from ..growable.attention import GrowableAttention, attentions
+from ..growable.growths import is_grown, name_after, sync_config
 from ..growable.models import GrowableModelMixin, patch_model, unpatch_model
 from ..growable.training_state import refuse_sharded
 from ..measure.blocks import KINDS
-from ..model.extra import Part
+from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 
 require_version("peft>=0.18", "hf_growattn.GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'")
@@ -101,32 +101,37 @@ class GrowAttnConfig(PeftConfig):
 class GrowAttnLayer(nn.Module, BaseTunerLayer):
     """The new dims of each adapter in an attention module, by its name: those of `parts`.
 
-    `growattn_inside` and `growattn_outside` hold the same modules: peft finds the name of an adapter in the name of a
+    `growattn_in_proj` and `growattn_out_proj` hold the same modules: peft finds the name of an adapter in the name of a
     weight right before its end only.
     """
 
-    adapter_layer_names = (f"{PREFIX}inside", f"{PREFIX}outside")
+    adapter_layer_names = (f"{PREFIX}in_proj", f"{PREFIX}out_proj")
     other_param_names = ("parts",)  # peft deletes an adapter from there, too
 
     def __init__(self, attention: GrowableAttention, model: GrowableModelMixin):
         super().__init__()
         self._home = (attention, model)  # a tuple keeps them from becoming submodules of their own part
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, NewDims] = {}
         self._parts_of_merged: dict[str, str] = {}
         self.merged_adapters = []
-        self.growattn_inside, self.growattn_outside = nn.ModuleDict(), nn.ModuleDict()
+        self.growattn_in_proj, self.growattn_out_proj = nn.ModuleDict(), nn.ModuleDict()
 
-    def get_base_layer(self) -> GrowableAttention:
-        """The attention module, as peft asks for it."""
+    @property
+    def attention(self) -> GrowableAttention:
+        """The attention that the new dims join."""
         return self._home[0]
 
-    def add(self, adapter_name: str, part: Part) -> None:
+    def get_base_layer(self) -> nn.Module:
+        """The attention module, as peft asks for it."""
+        return self.attention.module
+
+    def add(self, adapter_name: str, part: NewDims) -> None:
         """Hold a part as an adapter, in place of a former one of this name. Checkpoints of the base leave it out."""
         self.discard(adapter_name)
         self.parts[adapter_name] = part
-        self.growattn_inside[adapter_name] = part.inside
-        if part.outside is not None:
-            self.growattn_outside[adapter_name] = part.outside
+        self.growattn_in_proj[adapter_name] = part.in_proj
+        if part.out_proj is not None:
+            self.growattn_out_proj[adapter_name] = part.out_proj
         model: Any = self._home[1]
         ours = {name for name, _ in model.named_parameters() if ".extra.adapters." in name}
         model._keys_to_ignore_on_save = ours.union(model._keys_to_ignore_on_save or ())
@@ -134,10 +139,10 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
     def discard(self, adapter_name: str) -> None:
         """Hold no such adapter any more."""
         self.parts.pop(adapter_name, None)
-        for held in (self.growattn_inside, self.growattn_outside):
+        for held in (self.growattn_in_proj, self.growattn_out_proj):
             held._modules.pop(adapter_name, None)
 
-    def active_parts(self) -> list[Part]:
+    def active(self) -> list[NewDims]:
         """The adapters in use; those that are merged are among the attention's own parts."""
         if self.disable_adapters or self.merged:
             return []
@@ -150,12 +155,12 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
             if name not in self.parts:
                 continue
             adapter = self.parts[name]
-            part = attention.new_part(adapter.qk_dims, adapter.v_dims).requires_grad_(False)
+            part = attention.make_new_dims(adapter.qk_dims, adapter.v_dims).requires_grad_(False)
             part.load_state_dict(adapter.state_dict())
             if safe_merge and not all(weight.isfinite().all() for weight in part.parameters()):
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken.")
-            self._parts_of_merged[name] = next_name(attention)
-            attention.make_extra().parts[self._parts_of_merged[name]] = part
+            self._parts_of_merged[name] = name_after(attention.growths)
+            attention.make_extra().growths[self._parts_of_merged[name]] = part
             self.merged_adapters.append(name)
         sync_config(model)
 
@@ -164,7 +169,7 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         attention, model = self._home
         if self.merged:
             for part in self._parts_of_merged.values():
-                del attention.make_extra().parts[part]
+                del attention.make_extra().growths[part]
             self._parts_of_merged.clear()
             self.merged_adapters.clear()
             sync_config(model)
@@ -219,14 +224,14 @@ class GrowAttnModel(BaseTuner):
         self._was_stock |= was_stock
         names = {module: name for name, module in model.named_modules()}
         held = (attention for attention in chosen if any(peft_config.dims_at(attention.layer)))
-        peft_config.target_modules = frozenset(names[attention] for attention in held)
+        peft_config.target_modules = frozenset(names[attention.module] for attention in held)
 
     def _create_and_replace(
         self, peft_config, adapter_name, target, target_name, parent, current_key, parameter_name=None
     ) -> None:
-        attention = cast(GrowableAttention, target)
+        attention = next(each for each in attentions(self.model) if each.module is target)
         qk_dims, v_dims = cast(GrowAttnConfig, peft_config).dims_at(attention.layer)
-        part = attention.new_part(qk_dims, v_dims)
+        part = attention.make_new_dims(qk_dims, v_dims)
         with torch.no_grad():  # without effect: the other side of each pair is zero
             for kind in KINDS.values():
                 nn.init.normal_(part.weight_of(kind.shared), std=attention.shape.in_features**-0.5)
@@ -243,21 +248,21 @@ class GrowAttnModel(BaseTuner):
     def _replace_module(self, parent, child_name, new_module, child) -> None:
         if isinstance(child, GrowAttnLayer):
             del parent._modules[child_name]
-            drop_if_empty(child.get_base_layer())
+            child.attention.drop_if_empty()
         else:
             super()._replace_module(parent, child_name, new_module, child)
 
-    def load_found(self, adapter_name: str, found: dict[GrowableAttention, Part]) -> None:
+    def load_found(self, adapter_name: str, found: dict[GrowableAttention, NewDims]) -> None:
         """Copy new dims into an adapter. With a budget it gets those that were found in the place of its former ones.
 
         Where an adapter has other sizes, it gets new parameters; they train if the former ones did.
         """
         layers, config = adapter_layers(self.model), cast(GrowAttnConfig, self.peft_config[adapter_name])
-        former = next(layer.parts[adapter_name].inside.weight for layer in layers if adapter_name in layer.parts)
+        former = next(layer.parts[adapter_name].in_proj.weight for layer in layers if adapter_name in layer.parts)
         if config.budget is not None:
             config.dims = {str(attention.layer): [part.qk_dims, part.v_dims] for attention, part in found.items()}
             for layer in layers:
-                if layer.get_base_layer() not in found:
+                if layer.attention not in found:
                     layer.discard(adapter_name)
         for attention, part in found.items():
             layer = self._layer_of(attention)
@@ -280,15 +285,14 @@ PEFT_TYPE_TO_CONFIG_MAPPING[_SAVED_NAME] = GrowAttnConfig  # pyright: ignore[rep
 @contextlib.contextmanager
 def _base_alone(model: nn.Module) -> Iterator[None]:
     """Take the adapters out of a model for a while."""
-    extras: dict[Any, Any] = {layer: layer.get_base_layer().extra for layer in adapter_layers(model)}
-    for extra in extras.values():
-        del extra._modules["adapters"]
+    layers = adapter_layers(model)
+    for layer in layers:
+        del layer.attention.make_extra()._modules["adapters"]
     try:
         yield
     finally:
-        for layer, extra in extras.items():
-            extra._modules["adapters"] = layer
-            layer.get_base_layer()._modules["extra"] = extra
+        for layer in layers:
+            layer.attention.make_extra()._modules["adapters"] = layer
 
 
 def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> dict[str, list[int]]:

@@ -17,10 +17,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..growable.attention import GrowableAttention, quantization
-from ..growable.growths import attentions, is_grown
+from ..growable.attention import GrowableAttention, attentions, quantization
+from ..growable.growths import is_grown
 from ..growable.models import patch_model, unpatch_model
-from ..model.extra import ROLES
+from ..model.new_dims import ROLES
 
 MULTIPLE = 8  # of the head width that flash kernels take
 ZERO_TO_ALL = 1e-6  # weights of padded dims: no logit shows them, and DoRA divides by the norm of each row
@@ -46,7 +46,7 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
     unpatch_model(stock)
 
     names = stock.state_dict()
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".extra.parts." not in name}
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".extra.growths." not in name}
     unknown = [name for name in state if name not in names]
     if unknown:
         raise ValueError(
@@ -65,14 +65,14 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
     return stock
 
 
-def empty_stock(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str | None, Rope]]:
+def empty_stock(model: Any) -> tuple[PreTrainedModel, dict[str | None, Rope]]:
     """The stock model, patched and on the meta device, and how its heads rotate, by layer type if that matters."""
     for name, module in model.named_modules():
         problem = quantization(module)
         if problem:
             raise ValueError(f"{name} is {problem}")
-    stock_class: Any = type(model).__bases__[1]
-    ours = ("model_type", "growable_parts", "extra_dims", "architectures")
+    stock_class: Any = type(model).stock_class
+    ours = ("model_type", "growable_submodels", "extra_dims", "architectures")
     fields = stock_class.config_class.to_dict(model.config)
     values = {name: value for name, value in fields.items() if name not in ours}
     if not is_grown(model):
@@ -103,9 +103,9 @@ def _build(stock_class: Any, values: dict) -> PreTrainedModel:
         return patch_model(stock_class(stock_class.config_class(**values)))
 
 
-def _as_llama(model: PreTrainedModel, values: dict) -> tuple[type[PreTrainedModel], dict]:
+def _as_llama(model: Any, values: dict) -> tuple[type[PreTrainedModel], dict]:
     """The Llama class for a Qwen2 without windows, and its config: Qwen2 of vLLM and of llama.cpp knows no head_dim."""
-    name = type(model).__bases__[1].__name__.replace("Qwen2", "Llama", 1)
+    name = type(model).stock_class.__name__.replace("Qwen2", "Llama", 1)
     known = {field.name for field in dataclasses.fields(transformers.LlamaConfig)}
     biased = "query" in attentions(model)[0].shape.biased
     kept = {field: value for field, value in values.items() if field in known}
@@ -210,7 +210,7 @@ def _rope(rotary, layer_type: str | None, parameters: dict, width: int) -> Rope:
 
 def _norms(attention: GrowableAttention) -> dict[str, str]:
     """By role, the attribute that holds the norm of queries or keys, where there is one."""
-    names = [name for name in attention.row.norms if getattr(attention, name, None) is not None]
+    names = [name for name in attention.layout.norms if getattr(attention.module, name, None) is not None]
     return {"query" if name.startswith("q") else "key": name for name in names}
 
 
@@ -227,12 +227,12 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
     if width > old_width:  # the mean square over padded dims is the old one once they are that much larger
         growth = math.sqrt(width / old_width)
         for role, name in _norms(source).items():
-            norm = getattr(source, name)
+            norm = getattr(source.module, name)
             offset = round((norm(torch.ones_like(norm.weight)) - norm.weight).mean().item())  # 1 in Gemma 3
             weight = norm.weight.cpu().double().unflatten(0, (-1, old_width)) + offset
             new = torch.zeros(len(weight), width, dtype=dtype)
             new[:, places] = (weight * factors[role] / growth - offset).to(dtype)
-            getattr(target, name).weight = nn.Parameter(new.flatten(), False)
+            getattr(target.module, name).weight = nn.Parameter(new.flatten(), False)
             factors[role] = torch.full_like(gains, growth)
 
     for role in ROLES:

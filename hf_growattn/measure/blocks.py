@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
 from ..growable.training_state import count, own_part, sharded_modules, sum_over_ranks, total
-from ..model.extra import whole
+from ..model.new_dims import full_tensor
 from . import functional as F
 from .passes import Objective, batch_loss, failing_together, in_step
 
@@ -121,18 +121,18 @@ class Block:
 
     def whitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Factors (H, a, k), (G, b, k) in the metric of the steps, stacked over groups: (G, g a, k), (G, b, k)."""
-        stacked = F.apply_root(whole(self.roots.stacked_root), stacked)
-        return F.stack_groups(stacked, self.groups), whole(self.roots.shared_root) @ shared
+        stacked = F.apply_root(full_tensor(self.roots.stacked_root), stacked)
+        return F.stack_groups(stacked, self.groups), full_tensor(self.roots.shared_root) @ shared
 
     def unwhitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `whitened`."""
-        stacked = F.apply_root(whole(self.roots.stacked_whitening), F.unstack_groups(stacked, self.heads))
-        return stacked, whole(self.roots.shared_whitening) @ shared
+        stacked = F.apply_root(full_tensor(self.roots.stacked_whitening), F.unstack_groups(stacked, self.heads))
+        return stacked, full_tensor(self.roots.shared_whitening) @ shared
 
     def whitened_gradients(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients in the factors, (H, a, k), (G, b, k), as those in the `whitened` ones: (G, g a, k), (G, b, k)."""
-        stacked = F.apply_root(whole(self.roots.stacked_whitening), stacked)
-        return F.stack_groups(stacked, self.groups), whole(self.roots.shared_whitening) @ shared
+        stacked = F.apply_root(full_tensor(self.roots.stacked_whitening), stacked)
+        return F.stack_groups(stacked, self.groups), full_tensor(self.roots.shared_whitening) @ shared
 
 
 def measure_moments(
@@ -177,17 +177,18 @@ def measure_moments(
         if not isinstance(arguments.get("attention_mask"), Mapping):  # made of the outer model's, for its layers
             mask = arguments.get("attention_mask")
 
-    def add(module, args, kwargs, output):
-        given, dtype = module.bind(args, kwargs), outputs[module].dtype
-        with torch.autocast(outputs[module].device.type, enabled=False):
-            _add_moment(sums[module], given.hidden_states.detach().to(dtype), mask, counted)
-            if given.source is not None:
-                if module not in source_sums:
-                    source_sums[module] = _zero_moment(module, spread)
-                _add_moment(source_sums[module], given.source.detach().to(dtype), source_mask, counted)
-            outputs[module] += counted * F.square_sum(output[0].detach().to(dtype), mask)
+    def add(attention, module, args, kwargs, output):
+        hidden_states, source = attention.arguments.read_inputs(args, kwargs)
+        dtype = outputs[attention].dtype
+        with torch.autocast(outputs[attention].device.type, enabled=False):
+            _add_moment(sums[attention], hidden_states.detach().to(dtype), mask, counted)
+            if source is not None:
+                if attention not in source_sums:
+                    source_sums[attention] = _zero_moment(attention, spread)
+                _add_moment(source_sums[attention], source.detach().to(dtype), source_mask, counted)
+            outputs[attention] += counted * F.square_sum(output[0].detach().to(dtype), mask)
 
-    hooks = [attention.register_forward_hook(add, with_kwargs=True) for attention in attentions]
+    hooks = [each.module.register_forward_hook(partial(add, each), with_kwargs=True) for each in attentions]
     for module in model.modules():  # some heads call a part of their base model
         if isinstance(module, PreTrainedModel):
             hooks.append(module.register_forward_pre_hook(note_masks, with_kwargs=True))
@@ -210,7 +211,7 @@ def measure_moments(
     sum_over_ranks(*outputs.values())
     blocks = []
     for attention in attentions:
-        of_layer = whole(sums.pop(attention))  # in large models all layers' moments and roots do not fit at once
+        of_layer = full_tensor(sums.pop(attention))  # in large models all layers' moments and roots do not fit at once
         count = of_layer[-1, -1]  # the constant feature has counted the tokens
         if not count > 0:
             continue  # the loss does not run this module
@@ -219,7 +220,7 @@ def measure_moments(
         roots = _roots_of((of_layer / count).to(size), ridge, spread)
         source_roots = roots
         if attention in source_sums:
-            of_source = whole(source_sums.pop(attention))
+            of_source = full_tensor(source_sums.pop(attention))
             source_roots = _roots_of((of_source / of_source[-1, -1]).to(size), ridge, spread)
         for kind in kinds:
             shared = source_roots(attention.features_of(kind.shared))

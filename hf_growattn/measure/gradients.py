@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..growable.attention import GrowableAttention, set_trial
 from ..growable.training_state import broadcast_from_rank0, sum_over_ranks, total
-from ..model.extra import HeadShape
+from ..model.new_dims import HeadShape
 from . import functional as F
 from .blocks import Block
 from .passes import Objective, backward
@@ -102,7 +102,7 @@ class Probe(nn.Module):
         self.qk_dims = patterns.dims if patterns else 0
         self.v_dims = messages.dims if messages else 0
 
-    def inside(self, hidden_states: Tensor, key_value_states: Tensor | None = None) -> tuple[Tensor, ...]:
+    def in_proj(self, hidden_states: Tensor, key_value_states: Tensor | None = None) -> tuple[Tensor, ...]:
         """Queries, keys and values that probe: (batch, tokens, d) -> (batch, heads, tokens, dims) each."""
         with torch.autocast(hidden_states.device.type, enabled=False):
             dtype = next(self.parameters()).dtype
@@ -116,7 +116,7 @@ class Probe(nn.Module):
                 value = self.messages.shared(source)
             return query, key, value
 
-    def outside(self, read: Tensor) -> Tensor:
+    def out_proj(self, read: Tensor) -> Tensor:
         """What the probing values add, all of it zero: (batch, tokens, H, n) -> (batch, tokens, d)."""
         assert self.messages is not None  # nothing else adds value dims
         with torch.autocast(read.device.type, enabled=False):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..growable.attention import is_adapted, kept_unpacked, set_trial
-from ..growable.growths import attentions
+from ..growable.attention import attentions, is_adapted, kept_unpacked, set_trial
 from ..growable.training_state import (
     held,
     of_all,
@@ -38,7 +37,7 @@ def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> It
     training = [(module, module.training) for module in model.modules()]
     every = dict.fromkeys((*model.parameters(), *others))
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in every]
-    trials = [(module, module.trial) for module in attentions(model)]
+    trials = [(attention, attention.trial) for attention in attentions(model)]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     # Probes would recompile a compiled model for a few passes; what attention itself compiles goes on being compiled.
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
@@ -318,7 +317,7 @@ def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
                 "give it a model of its own."
             )
 
-    handle = attentions(model)[0].register_forward_pre_hook(check)
+    handle = attentions(model)[0].module.register_forward_pre_hook(check)
     try:
         yield
     finally:

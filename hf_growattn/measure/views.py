@@ -15,10 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..growable.attention import GrowableAttention
-from ..growable.growths import attentions
-from ..model.modeling import find_attentions
-from ..model.seam import read_shape
+from ..growable.attention import GrowableAttention, attentions
 
 ROTARY = ("rotary_emb", "rotary_embeddings")  # what families call the module that gives cos and sin
 
@@ -71,15 +68,15 @@ class AttentionView:
     """Patterns and messages of one layer, read from its weights at each call: they follow training and growth.
 
     Attributes:
-        module: the model's attention module, stock or growable.
+        module: the model's attention module.
         layer: number of the layer.
         scaling: the softmax scale `s`, which is not part of the patterns.
         heads: number of query heads `H`: there is a pattern and a message for each.
         groups: number of key/value heads `G`, each shared by `H / G` patterns and messages.
     """
 
-    def __init__(self, attention: GrowableAttention, module: nn.Module, rotary: Any):
-        self.module, self._attention, self._rotary = module, attention, rotary
+    def __init__(self, attention: GrowableAttention, rotary: Any):
+        self.module, self._attention, self._rotary = attention.module, attention, rotary
         self.layer, self.scaling = attention.layer, attention.softmax_scale
         self.heads, self.groups = attention.shape.num_heads, attention.shape.num_key_value_heads
 
@@ -178,13 +175,7 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"attention_views needs a transformers model, not {type(model).__name__}.")
     rotary = next((module for name, module in model.named_modules() if name.endswith(ROTARY)), None)
-    pairs: list[tuple[Any, Any]] = [(attention, attention) for attention in attentions(model)]
-    for module, number, sibling in [] if pairs else find_attentions(model):
-        twin: Any = copy.copy(module)  # growable, and shares the projections
-        twin.__class__ = GrowableAttention.mixed_into(type(module))
-        twin.shape, twin.layer, twin.output_sibling = read_shape(module), number, (sibling,) if sibling else ()
-        pairs.append((twin, module))
-    if not pairs:
+    found = attentions(model)
+    if not found:
         raise ValueError(f"{type(model).__name__} has no attention that could be viewed: patch_model says why.")
-    views = [AttentionView(attention, module, rotary) for attention, module in pairs]
-    return _Views(sorted(views, key=lambda view: view.layer))
+    return _Views(AttentionView(attention, rotary) for attention in found)

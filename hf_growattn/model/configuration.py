@@ -30,24 +30,28 @@ class WideConfigMixin(_Config):
     """Mixed into a stock config class.
 
     Attributes:
-        growable_parts: names of the inner models whose attention may grow; None for the usual ones.
+        growable_submodels: names of the inner models whose attention may grow; None for the usual ones.
         extra_dims: by layer, as a text, the parts by name, each with its new dims of queries and keys, and of values.
         auto_map: where the code that loads it lies, once it was saved with its model.
     """
 
-    growable_parts: list[str] | None
+    growable_submodels: list[str] | None
     extra_dims: dict[str, dict[str, list[int]]]
     auto_map: dict[str, str]
 
     def __post_init__(self, **kwargs):
         extra_dims = kwargs.pop("extra_dims", None) or {}
-        growable_parts = kwargs.pop("growable_parts", None)
+        growable_submodels = kwargs.pop("growable_submodels", None)
         super().__post_init__(**kwargs)
-        self.growable_parts, self.extra_dims = growable_parts, extra_dims
+        self.growable_submodels, self.extra_dims = growable_submodels, extra_dims
         check_extra_dims(extra_dims)
-        listed = isinstance(growable_parts, (list, tuple)) and all(isinstance(name, str) for name in growable_parts)
-        if growable_parts is not None and not listed:
-            raise ValueError(f"growable_parts in config.json must be a list of names, and is {growable_parts!r}.")
+        listed = isinstance(growable_submodels, (list, tuple)) and all(
+            isinstance(name, str) for name in growable_submodels
+        )
+        if growable_submodels is not None and not listed:
+            raise ValueError(
+                f"growable_submodels in config.json must be a list of names, and is {growable_submodels!r}."
+            )
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """Return the text of config.json, marked if the model has grown: a stock class would drop the new dims.

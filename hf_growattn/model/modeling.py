@@ -5,9 +5,8 @@ made when they are needed: by name as an attribute of this module, as `auto_map`
 `mixed_into`.
 """
 
+import copyreg
 import sys
-import types
-from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +15,12 @@ from torch import nn
 from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel, conversion_mapping
 from transformers.utils import output_capturing
 
+from .compat import replace_base
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
-from .extra import in_order
-from .seam import (
-    WideAttention,
-    WideProjection,
-    find_projections,
-    growable_parts,
-    input_sizes,
-    number_layers,
-    reaches_seam,
-    read_shape,
-    sync_config,
-)
+from .families import add_extra_to, find_attentions
+from .hooks import one_width_error
+from .new_dims import NewDims, in_order
 
-_INNER_NORMS = ("layernorm", "layer_norm")  # children of an attention module that norms its own output
 _Model = PreTrainedModel if TYPE_CHECKING else object  # what this is mixed into
 
 
@@ -38,28 +28,28 @@ class WideModelMixin(_Model):
     """Mixed into a stock model class: new dims come from the config, and the code goes along when it is saved.
 
     Attributes:
-        attention_mixin: what the attention modules are made of.
         mixin: this one, or the one derived from it, that a class was made of.
+        stock_class: the class that it was made from.
     """
 
-    attention_mixin = WideAttention
     mixin: type["WideModelMixin"]
+    stock_class: type[PreTrainedModel]
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self.mixin.adopt(self)
-        parts_of_layers = dict(config.extra_dims)
-        for attention in [module for module in self.modules() if isinstance(module, WideAttention)]:
-            parts = parts_of_layers.pop(str(attention.layer), {})
-            if parts and attention.extra is None:  # an inner model was there first
-                like = next(attention.parameters())
-                for name, (qk_dims, v_dims) in in_order(parts):
-                    part = attention.add_part(name, qk_dims, v_dims, dtype=like.dtype, device=like.device)
-                    for weight in (w for w in part.parameters() if w.dim() > 1 and not w.is_meta):
+        dims_of_layers = dict(config.extra_dims)
+        for found in find_attentions(self) if dims_of_layers else ():
+            growths = dims_of_layers.pop(str(found.layer), {})
+            if growths and "extra" not in found.module._modules:  # an inner model was there first
+                extra, like = add_extra_to(found), next(found.module.parameters())
+                for name, dims in in_order(growths):
+                    extra.growths[name] = new = NewDims(extra.shape, *dims, dtype=like.dtype, device=like.device)
+                    for weight in (w for w in new.parameters() if w.dim() > 1 and not w.is_meta):
                         nn.init.normal_(weight, std=getattr(config, "initializer_range", 0.02))
-        if parts_of_layers:
+        if dims_of_layers:
             raise ValueError(
-                f"extra_dims in config.json names layer {', '.join(parts_of_layers)}, which the model does not have or "
+                f"extra_dims in config.json names layer {', '.join(dims_of_layers)}, which the model does not have or "
                 "whose attention cannot have new dims. To drop layers, load the whole model first."
             )
 
@@ -69,8 +59,8 @@ class WideModelMixin(_Model):
         """Return `GrowAttn<Stock class>`, the subclass with this mixin of a stock model class, base model or head."""
         model_type = stock.config_class.model_type
         name, config_class = f"GrowAttn{stock.__name__}", growable_config_class(stock.config_class)
-        made = type(name, (cls, stock), {"__module__": cls.__module__, "config_class": config_class, "mixin": cls})
-        setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
+        namespace = {"__module__": cls.__module__, "config_class": config_class, "mixin": cls, "stock_class": stock}
+        made = type(name, (cls, stock), namespace)
         # Checkpoints of some families hold other tensors than the modules, and what converts them goes by these names.
         for theirs, ours in ((stock.__name__, name), (model_type, PREFIX + model_type)):
             conversions = conversion_mapping.get_checkpoint_conversion_mapping(theirs)
@@ -84,24 +74,32 @@ class WideModelMixin(_Model):
 
     @classmethod
     def adopt(cls, model: PreTrainedModel) -> None:
-        """Swap the classes of a model tree whose configs are ours: models, inner models and attention modules.
-
-        Parameters, buffers and hooks are untouched.
-        """
-        for attention, number, sibling in find_attentions(model):
-            attention.__class__ = cls.attention_mixin.mixed_into(type(attention))
-            attention.shape, attention.layer = read_shape(attention), number
-            if sibling is not None:
-                attention.output_sibling = (sibling,)
-                if not isinstance(sibling, WideProjection):
-                    sibling.__class__ = WideProjection.mixed_into(type(sibling))
-            renew_old_forward(attention, sibling)
+        """Swap the classes of the models in a tree whose configs are ours; all else is untouched."""
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and isinstance(module.config, WideConfigMixin):
                 if not isinstance(module, WideModelMixin):
                     module.__class__ = cls.mixed_into(type(module))
                 # Output capture looks a model's recorders up by its class; stock models enter it when they are built.
                 output_capturing._CAN_RECORD_REGISTRY.setdefault(str(type(module)), module._can_record_outputs)
+
+    @classmethod
+    def made_class(cls) -> type["WideModelMixin"]:
+        """The class that `mixed_into` made, of which this one may be derived, by FSDP2 or by a user."""
+        return next(base for base in cls.__mro__ if "stock_class" in vars(base))
+
+    @classmethod
+    def class_without_mixin(cls) -> type[PreTrainedModel]:
+        """The stock class; that of FSDP2 around it for a sharded model."""
+        made = cls.made_class()
+        return replace_base(cls, made, made.stock_class)
+
+    def __reduce__(self) -> tuple:
+        """Let a pickle name the stock class: another process makes ours of it."""
+        cls = type(self)
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        if cls is cls.made_class():
+            return _make_empty, (cls.mixin, cls.stock_class), state
+        return copyreg.__newobj__, (cls,), state  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does, with the code of the class next to its config.
@@ -110,8 +108,8 @@ class WideModelMixin(_Model):
         go along.
         """
         sync_config(self)
-        ours = next(base for base in type(self).__mro__ if "mixin" in vars(base))
-        derived = type(self).__name__.removeprefix("FSDP") != ours.__name__  # FSDP's class is a wrapper in name only
+        # FSDP's class is a wrapper in name only.
+        derived = type(self).__name__.removeprefix("FSDP") != self.made_class().__name__
         if not derived:
             self.config.auto_map = dict(auto_map(self.config.model_type))
         return super().save_pretrained(save_directory, *args, **kwargs)
@@ -124,9 +122,9 @@ class WideModelMixin(_Model):
 
     def init_continuous_batching(self, *args, **kwargs):
         """Prepare it as the stock model does; a grown one is refused here, since its thread would only log why."""
-        for module in self.modules():
-            if isinstance(module, WideAttention) and module.extra is not None and module.extra.active_parts():
-                raise module.wider_than("Continuous batching")
+        for found in find_attentions(self):
+            if "extra" in found.module._modules and found.module.extra.active():
+                raise one_width_error(found.module, "Continuous batching")
         return super().init_continuous_batching(*args, **kwargs)  # pyright: ignore
 
     def _adjust_missing_and_unexpected_keys(self, loading_info) -> None:
@@ -137,7 +135,7 @@ class WideModelMixin(_Model):
         saved one needs its attention weights alone: it may have another head, or a pooler.
         """
         super()._adjust_missing_and_unexpected_keys(loading_info)
-        layers = tuple(f"{name}." for name, module in self.named_modules() if isinstance(module, WideAttention))
+        layers = tuple(f"{found.name}." for found in find_attentions(self))
         problems = [
             f"{key} is {tuple(saved)} in the weights and {tuple(expected)} by config.json"
             for key, saved, expected in sorted(loading_info.mismatched_keys)
@@ -147,7 +145,7 @@ class WideModelMixin(_Model):
         needed = "" if type(self).__name__ in saved_as else layers
         missing = set(loading_info.missing_keys) - set(self.all_tied_weights_keys)
         problems += [f"{key} is missing" for key in sorted(missing) if key.startswith(needed)]
-        unnamed = [key for key in loading_info.unexpected_keys if ".extra.parts." in key]
+        unnamed = [key for key in loading_info.unexpected_keys if ".extra.growths." in key]
         problems += [f"{key} is not in config.json" for key in sorted(unnamed)]
         if problems:
             more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
@@ -159,57 +157,42 @@ class WideModelMixin(_Model):
     @classmethod
     def is_custom_code(cls) -> bool:
         """Whether the code of the class, its initialization too, is other than transformers': that of ours is not."""
-        return "mixin" not in vars(cls) and super().is_custom_code()
+        return "stock_class" not in vars(cls) and super().is_custom_code()
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
         """Do nothing for a class of ours, as for its config; a class derived from it is transformers' to care for."""
-        if "mixin" not in vars(cls):
+        if "stock_class" not in vars(cls):
             super().register_for_auto_class(auto_class)
 
 
-def find_attentions(model: nn.Module, parts: Sequence[str] | None = None) -> list[tuple[Any, int, Any]]:
-    """The stock attention modules that new dims can join, with their number and the sibling that projects the output.
-
-    The number is that of the layer where their names have one, each another; otherwise their place in the model. The
-    sibling is None for modules with an output projection of their own.
-    """
-    found = []
-    for part in growable_parts(model, parts):
-        for name, module in part.named_modules():
-            if isinstance(module, WideAttention) or not reaches_seam(type(module)):
-                continue
-            sibling = part.get_submodule(name.rpartition(".")[0])._modules.get("output")
-            if not find_obstacle(module, sibling):
-                found.append((name, module, None if "output" in find_projections(module) else sibling))
-    numbers = number_layers([name for name, *_ in found])
-    return [(module, number, sibling) for (_, module, sibling), number in zip(found, numbers)]
+def _make_empty(mixin: type[WideModelMixin], stock: type[PreTrainedModel]) -> PreTrainedModel:
+    """A model of our class without anything in it, for a pickle to fill."""
+    made = mixin.mixed_into(stock)
+    return made.__new__(made)
 
 
-def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:
-    """What keeps new dims from joining a module, which it "..."; "" for an attention module that they can join."""
-    if not (reaches_seam(type(module)) and hasattr(module, "config")):
-        return "takes no attention function from transformers' table ALL_ATTENTION_FUNCTIONS"
-    names, inputs = find_projections(module), input_sizes(module)
-    query, key = (inputs.get(names.get(role, "")) for role in ("query", "key"))
-    if any(name.lower() in _INNER_NORMS for name, _ in module.named_children()):
-        return "normalizes its output together with the residual stream"
-    if "output" not in names and not hasattr(sibling, "dense"):
-        return "has no output projection, nor has a sibling called output"
-    if not inputs:
-        return "has no linear projection, by which the size of its input would be known"
-    if None not in (query, key) and query != key:
-        return "reads keys of an input of another size"
-    if query is not None and key is None and not inputs.keys() - {*names.values()}:
-        return "reads keys of another layer"
-    return ""
+def sync_config(model: nn.Module) -> None:
+    """Write the new dims of every layer into every config of the model tree."""
+    extra_dims = dims_of(model)
+    for config in growable_configs(model):
+        config.extra_dims = extra_dims
 
 
-def renew_old_forward(*modules: Any) -> None:
-    """Let hooks of accelerate call the forward of a module's class, which was just swapped."""
-    for module in modules:
-        if module is not None and "_old_forward" in vars(module):
-            module._old_forward = types.MethodType(type(module).forward, module)
+def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
+    """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, WideConfigMixin)}.values())
+
+
+def dims_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
+    """The kept new dims of a patched model by layer, as the config's `extra_dims` names them."""
+    found = (attention for attention in find_attentions(model) if "extra" in attention.module._modules)
+    return {
+        str(attention.layer): {name: [d.qk_dims, d.v_dims] for name, d in attention.module.extra.growths.items()}
+        for attention in sorted(found, key=lambda attention: attention.layer)
+        if len(attention.module.extra.growths)
+    }
 
 
 def class_by_name(name: str, mixin: type[WideModelMixin]) -> type:
@@ -223,7 +206,7 @@ def class_by_name(name: str, mixin: type[WideModelMixin]) -> type:
 def __getattr__(name: str) -> type:
     """Make a class for a checkpoint that these files came with, which serve that checkpoint alone."""
     found = class_by_name(name, WideModelMixin)
-    if issubclass(found, PreTrainedModel):  # task heads build the model inside through AutoModel
-        inner = WideModelMixin.mixed_into(MODEL_MAPPING[found.__bases__[1].config_class])
+    if issubclass(found, WideModelMixin):  # task heads build the model inside through AutoModel
+        inner = WideModelMixin.mixed_into(MODEL_MAPPING[found.stock_class.config_class])
         AutoModel.register(inner.config_class, inner, exist_ok=True)
     return found

@@ -1,0 +1,227 @@
+"""What is read off a stock attention module: whether new dims can join it, its sizes, its projections, its layer.
+
+Sizes are read from what attention modules note of themselves. Names of projections are those that families commonly
+use; without them new dims work all the same, and only what reads old weights does not.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .configuration import PREFIX
+from .hooks import CACHES, add_extra
+from .new_dims import ROLES, ExtraDims, HeadShape
+
+_NAMES = {
+    "query": ("q_proj", "query", "q_lin", "q"),
+    "key": ("k_proj", "key", "k_lin", "k"),
+    "value": ("v_proj", "value", "v_lin", "v"),
+    "output": ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "Wo", "wo", "o", "proj", "projection_layer"),
+}
+REGISTERED: dict[str, Any] = {}  # by model type, what says by its `names` that a family has others
+_FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_attention_heads_per_partition")
+_WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
+_TABLE = "ALL_ATTENTION_FUNCTIONS"  # what modeling files call transformers' table of attention functions
+_INNER_NORMS = ("layernorm", "layer_norm")  # children of an attention module that norms its own output
+
+
+class FoundAttention(NamedTuple):
+    """A stock attention module in a model.
+
+    Attributes:
+        name: its path in the model.
+        module: the module.
+        layer: the number of its layer, by which the config knows it.
+        sibling: the module that projects its output, as in BERT's family; None where the module does so itself.
+    """
+
+    name: str
+    module: Any
+    layer: int
+    sibling: Any
+
+
+def find_attentions(model: nn.Module, submodels: Sequence[str] | None = None) -> list[FoundAttention]:
+    """The attention modules of a model that new dims can join, or have joined, in the order of the model.
+
+    Their number is that of the layer where their names have one, each another; otherwise their place in the model.
+
+    Raises:
+        ValueError: there is no inner model of such a name.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found: list[tuple[str, Any, Any]] = []
+    for submodel in growable_submodels(model, submodels):
+        for name, module in submodel.named_modules():
+            if interface_caller(module) is None:
+                continue
+            sibling = submodel.get_submodule(name.rpartition(".")[0])._modules.get("output")
+            if not find_obstacle(module, sibling):
+                found.append((name, module, None if "output" in find_projections(module) else sibling))
+    numbers = number_layers([name for name, *_ in found])
+    return [
+        FoundAttention(names[module], module, layer, sibling) for (_, module, sibling), layer in zip(found, numbers)
+    ]
+
+
+def add_extra_to(found: FoundAttention) -> ExtraDims:
+    """Give an attention module an `extra` without new dims, or return the one that it has."""
+    module = found.module
+    if (extra := module._modules.get("extra")) is not None:
+        return extra
+    return add_extra(module, read_shape(module), parameter_names(module), found.sibling)
+
+
+def interface_caller(module: nn.Module) -> Callable | None:
+    """The function in a module's forward that takes its attention function from transformers' table; None without one.
+
+    Others may have wrapped the forward, so what it wraps, binds or closes over is looked at, too.
+    """
+    forward = getattr(module, "forward", None)
+    own = getattr(forward, "__func__", None)  # the class's, which many modules share
+    return _find_caller(forward) if own is None else _find_caller_of_class(own)
+
+
+def _find_caller(function: Any) -> Callable | None:
+    return next((each for each in _functions_in(function, set()) if _TABLE in each.__code__.co_names), None)
+
+
+_find_caller_of_class = functools.lru_cache(maxsize=None)(_find_caller)
+
+
+def _functions_in(function: Any, seen: set[int]) -> Iterator[Any]:
+    """A function and those that it wraps: bound, partial, decorated, or in the closure of another one."""
+    if id(function) in seen or not callable(function):
+        return
+    seen.add(id(function))
+    if inspect.isfunction(function):
+        yield function
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not filled yet
+                yield from _functions_in(cell.cell_contents, seen)
+    for name in ("__wrapped__", "__func__", "func"):
+        if not isinstance(function, (type, nn.Module)):
+            yield from _functions_in(getattr(function, name, None), seen)
+
+
+def parameter_names(module: nn.Module) -> list[str]:
+    """The parameters of an attention module's forward, without `self`."""
+    return [*inspect.signature(interface_caller(module) or module.forward).parameters][1:]
+
+
+def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:
+    """What keeps new dims from joining a module, which it "..."; "" for an attention module that they can join."""
+    if interface_caller(module) is None or not hasattr(module, "config"):
+        return "takes no attention function from transformers' table ALL_ATTENTION_FUNCTIONS"
+    names, inputs = find_projections(module), input_sizes(module)
+    query, key = (inputs.get(names.get(role, "")) for role in ("query", "key"))
+    if any(name.lower() in _INNER_NORMS for name, _ in module.named_children()):
+        return "normalizes its output together with the residual stream"
+    if "output" not in names and not hasattr(sibling, "dense"):
+        return "has no output projection, nor has a sibling called output"
+    if not inputs:
+        return "has no linear projection, by which the size of its input would be known"
+    if None not in (query, key) and query != key:
+        return "reads keys of an input of another size"
+    if query is not None and key is None and not inputs.keys() - {*names.values()}:
+        return "reads keys of another layer"
+    return ""
+
+
+def find_projections(module: nn.Module) -> dict[str, str]:
+    """The names of a module's children that project each role: one for three if fused; none for unusual names."""
+    config: Any = getattr(module, "config", None)
+    registered = REGISTERED.get(getattr(config, "model_type", "").removeprefix(PREFIX))
+    if registered is not None:
+        return dict(registered.names)
+    children = dict(module.named_children())
+    found = {role: name for role in ROLES for name in reversed(_NAMES[role]) if name in children}
+    fused = next((name for name in _FUSED if name in children), None)
+    if fused is not None and "query" not in found:
+        found |= dict.fromkeys(ROLES[:3], fused)
+    return found
+
+
+def read_shape(module: Any) -> HeadShape:
+    """The sizes of a stock attention module that has a linear projection."""
+    config, names = module.config, find_projections(module)
+    heads = _first_number(module, _HEADS) or config.num_attention_heads
+    groups = getattr(module, "num_key_value_groups", None)
+    key_heads = heads // groups if groups else _first_number(module, ("num_key_value_heads",)) or heads
+    width = _first_number(module, _WIDTHS) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    first = next(child for child in module.children() if linear_sizes(child) is not None)
+    last = getattr(module, names.get("output", ""), None)
+    in_features = linear_sizes(first)[0]
+    out_features = linear_sizes(last)[1] if last is not None and linear_sizes(last) else in_features
+    projections = {role: base_layer(getattr(module, names.get(role, ""), first)) for role in ROLES[:3]}
+    biased = tuple(role for role, projection in projections.items() if getattr(projection, "bias", None) is not None)
+    return HeadShape(
+        heads, key_heads, width, _first_number(module, ("v_head_dim",)) or width, in_features, out_features, biased
+    )
+
+
+def input_sizes(module: nn.Module) -> dict[str, int]:
+    """The input sizes of a module's linear projections, by name."""
+    return {name: sizes[0] for name, child in module.named_children() if (sizes := linear_sizes(child)) is not None}
+
+
+def _first_number(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def linear_sizes(module: Any) -> Any:
+    """Sizes of a linear module's inputs and outputs, quantized or under an adapter, too; None for other modules."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return sizes if None not in sizes else None
+
+
+def base_layer(module: Any) -> Any:
+    """The projection itself, inside whatever peft has put around it."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+def growable_submodels(model: nn.Module, names: Sequence[str] | None = None) -> list[nn.Module]:
+    """The inner models whose attention may grow: those of these names or that the config names, if any are named.
+
+    Otherwise it is the language model inside, one of another type that keeps a cache. A model around none is
+    its own submodel.
+
+    Raises:
+        ValueError: there is no inner model of a name.
+    """
+    names = names or getattr(getattr(model, "config", None), "growable_submodels", None)
+    if names:
+        return [_inner_model(model, name) for name in names]
+    if isinstance(model, PreTrainedModel):
+        decoder: Any = model.get_decoder()
+        is_other = type(getattr(decoder, "config", model.config)) is not type(model.config)
+        if is_other and {*CACHES} & {*inspect.signature(decoder.forward).parameters}:  # the text side of CLIP has none
+            return [decoder]
+    return [model]
+
+
+def _inner_model(model: nn.Module, name: str) -> nn.Module:
+    inner = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel) and path}
+    found = [module for path, module in inner.items() if f".{path}".endswith(f".{name}")]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no inner model {name!r}: choose of {', '.join(inner) or 'none'}.")
+    return found[0]
+
+
+def number_layers(names: list[str]) -> list[int]:
+    """The number of the layer of each module by its name, where those differ; otherwise their places."""
+    numbers = [next((int(step) for step in name.split(".") if step.isdecimal()), None) for name in names]
+    is_clear = None not in numbers and len({*numbers}) == len(numbers)
+    return numbers if is_clear else list(range(len(numbers)))  # pyright: ignore[reportReturnType]
