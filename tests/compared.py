@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_growattn import Grower, GrowthConfig
 from hf_growattn.grow.trial import StepSearch
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, Block, measure_moments
 from hf_growattn.measure.gradients import Gradient, beyond_old_dims, shares, sketched_gradients, whole_gradients

@@ -171,9 +171,8 @@ def add_dims(attention, qk_dims: int = 0, v_dims: int = 0, roles=("query", "key"
 
     Without "query" or "key", and without "value" or "output", they change nothing.
     """
-    like = attention.empty_like()
-    name = f"growth_{len(attention.parts) + 1}"
-    part = attention.add_part(name, qk_dims, v_dims, dtype=like.dtype, device=like.device)
+    name = f"growth_{len(attention.growths) + 1}"
+    part = attention.add_new_dims(name, qk_dims, v_dims)
     with torch.no_grad():
         for role in roles:
             part.weight_of(role).normal_(std=std)

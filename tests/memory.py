@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.gradients import sketched_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode

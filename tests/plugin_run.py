@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
     honour_fsdp_on_cpus()
     for loop, kind in CASES:
         theirs, wanted = trained(loop, folder / "ddp", None)
-        assert {"growth_1", "growth_2"} == {name.split(".")[6] for name in wanted if ".extra.parts." in name}
+        assert {"growth_1", "growth_2"} == {name.split(".")[6] for name in wanted if ".extra.growths." in name}
         ours, weights = trained(loop, folder / kind, kind)
         # The loss of a batch is fp32 whatever the weights are, and 12 steps multiply what it was rounded by.
         assert max(abs(ours[step] - theirs[step]) for step in theirs) < 1e-6, loop

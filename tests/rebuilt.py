@@ -44,4 +44,4 @@ def compute_logits(view: AttentionView, head: int, features: Tensor, causal: boo
 def window_of(attention) -> int | None:
     """How many tokens a query sees back to itself; None for all of them."""
     config = getattr(attention.config, "sliding_window", None)
-    return vars(attention).get("sliding_window", config)
+    return vars(attention.module).get("sliding_window", config)

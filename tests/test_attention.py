@@ -13,8 +13,9 @@ from transformers.integrations.executorch import convert_and_export_with_cache
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_growattn import GrowableAttention, Grower, GrowthConfig, patch_model
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 
 
 def widened(variant: str, qk_dims: int = 6, v_dims: int = 0, attention: str = "sdpa", **kwargs):
@@ -80,9 +81,9 @@ def test_flash_like_kernels_get_equal_widths(variant, qk_dims, v_dims):
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_scaling_never_follows_a_width(variant):
     model = patch_model(build(variant))
-    before = [attention.scaling for attention in attentions(model)]
+    before = [attention.module.scaling for attention in attentions(model)]
     Grower(model, GrowthConfig(qk_dims=8)).grow(lm_batches())
-    assert [attention.scaling for attention in attentions(model)] == before == [16**-0.5] * len(before)
+    assert [attention.module.scaling for attention in attentions(model)] == before == [16**-0.5] * len(before)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}, {"cache_implementation": "static"}])
@@ -215,7 +216,7 @@ def test_hooks_copies_and_pickles_survive_patching(variant):
     module = next(m for m in model.modules() if "Attention" in type(m).__name__)
     module.register_forward_hook(lambda *args: calls.append("attention"))
     patch_model(model)
-    assert isinstance(module, GrowableAttention)
+    assert module in [attention.module for attention in attentions(model)]
     expected = model(tokens()).logits
     assert calls == ["attention"]
     module._forward_hooks.clear()
@@ -240,7 +241,7 @@ def test_hooks_of_accelerate_keep_working():
     assert not torch.equal(model(tokens()).logits, expected)
 
 
-def test_a_foreign_forward_is_not_replaced_in_silence():
+def test_a_forward_of_others_around_the_stock_one_stays_and_grows():
     class Doubled(LlamaAttention):
         def forward(self, *args, **kwargs):
             out, weights = super().forward(*args, **kwargs)
@@ -249,20 +250,28 @@ def test_a_foreign_forward_is_not_replaced_in_silence():
     model = build("llama-2")
     model.model.layers[1].self_attn.__class__ = Doubled
     before = model(tokens()).logits
-    assert [attention.layer for attention in attentions(patch_model(model))] == [0]
-    assert torch.equal(model(tokens()).logits, before)
-    assert Grower(model, GrowthConfig(qk_dims=2)).grow(lm_batches()).applied
+    layers = attentions(patch_model(model))
+    add_dims(layers[1], v_dims=3, roles=("value",))
+    assert len(layers) == 2 and torch.equal(model(tokens()).logits, before)
+    assert Grower(model, GrowthConfig(qk_dims=2, layers=[1])).grow(lm_batches()).applied
+    assert type(layers[1].module) is Doubled
 
 
-def test_a_forward_that_other_code_has_put_there_is_refused():
+def test_a_forward_that_other_code_has_put_there_runs():
     model = build("llama-2")
-    attention = model.model.layers[1].self_attn
-    attention.forward = attention.forward
-    before, config = model(tokens()).logits, model.config
-    with pytest.raises(ValueError, match=r"forward that other code has put there.*Patch the model before"):
-        patch_model(model)
-    assert model.config is config and type(config) is LlamaConfig
-    assert torch.equal(model(tokens()).logits, before)
+    module = model.model.layers[1].self_attn
+    stock, calls = module.forward, []
+
+    def forward(*args, **kwargs):
+        calls.append(1)
+        return stock(*args, **kwargs)
+
+    module.forward = forward
+    add_dims(attentions(patch_model(model))[1], 2, 2)
+    grown = model(tokens()).logits
+    assert len(calls) == 1
+    module.forward = stock
+    assert torch.equal(model(tokens()).logits, grown)
 
 
 def test_vllm_refuses_wider_heads():
@@ -275,7 +284,7 @@ def test_vllm_refuses_wider_heads():
     model.config._attn_implementation = "vllm"
     for layer in layers[:2]:
         with pytest.raises(ValueError, match=r"vLLM keeps keys and values of one width.*export_model"):
-            layer(hidden_states, position_embeddings=positions)
+            layer.module(hidden_states, position_embeddings=positions)
 
 
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
@@ -342,8 +351,8 @@ def test_an_encoder_and_a_decoder(options):
 
 def test_cross_attention_projects_either_input_as_self_attention_does():
     part = add_dims(attentions(patch_model(build_encoder_decoder()))[-1], 4, 2)
-    torch.nn.init.normal_(part.inside.bias)
+    torch.nn.init.normal_(part.in_proj.bias)
     hidden_states, source = torch.randn(2, 3, 32), torch.randn(2, 5, 32)
-    found, expected = part.inside(hidden_states, source), (part.inside(hidden_states)[0], *part.inside(source)[1:])
+    found, expected = part.in_proj(hidden_states, source), (part.in_proj(hidden_states)[0], *part.in_proj(source)[1:])
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other)

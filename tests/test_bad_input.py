@@ -7,7 +7,7 @@ from test_growth import fingerprint, same
 from transformers import AlbertConfig, AlbertModel, AutoModel
 
 from hf_growattn import Grower, GrowthConfig, attention_views, patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.passes import as_dicts
 
 BATCH = lm_batches(1)[0]
@@ -147,7 +147,7 @@ def test_wrapped_projections_are_read_by_what_they_compute():
     model = patch_model(build("llama-2"))
     layer = attentions(model)[0]
     expected = layer.weight_of("query").clone()
-    layer.q_proj = torch.nn.Sequential(layer.q_proj)
+    layer.module.q_proj = torch.nn.Sequential(layer.module.q_proj)
     torch.testing.assert_close(layer.weight_of("query"), expected)  # fp32
 
 

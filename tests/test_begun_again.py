@@ -13,7 +13,8 @@ from training import Rows
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, load_growth, patch_model
-from hf_growattn.growable.growths import attentions, dims_of, extra_parameters, save_with_adapters
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import dims_of, extra_parameters, save_with_adapters
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -54,7 +55,7 @@ def test_lora_on_a_grown_base_keeps_what_the_base_grew_before(how, grown_base, t
         kept = again.model
         assert {name for parts in dims_of(kept).values() for name in parts} == {"growth_1", "growth_2"}
     named = dict(kept.named_parameters())
-    found = [named[name] for name in named if ".parts.growth_1." in name]
+    found = [named[name] for name in named if ".growths.growth_1." in name]
     assert len(found) == len(before)
     for one, other in zip(found, before):
         torch.testing.assert_close(one, other, rtol=0, atol=0)  # LoRA froze them

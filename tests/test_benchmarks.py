@@ -13,7 +13,8 @@ import torch
 from conftest import LONG, ROOT
 from recall_task import PhoneBook
 
-from hf_growattn.growable.growths import attentions, cache_bytes
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import cache_bytes
 
 BENCH = ROOT / "scripts" / "bench"
 # A task from nothing, timings, and real tables; then also read-in vectors, a causal LM from a folder, and an encoder.

@@ -15,7 +15,7 @@ from test_saving import grown
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 VARIANTS = ["llama-2", "gpt2-2"]
 
@@ -181,7 +181,7 @@ def test_a_false_header_is_not_read(checkpoint, length):
 
 WEIGHTS = {"llama-2": "model.layers.{}.self_attn.k_proj.weight", "gpt2-2": "transformer.h.{}.attn.c_attn.weight"}
 NEW = {
-    variant: name.format(0).rsplit(".", 2)[0] + ".extra.parts.growth_1.inside.weight"
+    variant: name.format(0).rsplit(".", 2)[0] + ".extra.growths.growth_1.in_proj.weight"
     for variant, name in WEIGHTS.items()
 }
 
@@ -219,7 +219,10 @@ def test_a_task_head_may_be_new_or_of_another_size(saved, tmp_path):
         AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
     assert again.score.weight.shape[0] == 5
-    assert torch.equal(attentions(again)[0].parts[0].inside.weight, attentions(grown(4))[0].parts[0].inside.weight)
+    assert torch.equal(
+        attentions(again)[0].growths["growth_1"].in_proj.weight,
+        attentions(grown(4))[0].growths["growth_1"].in_proj.weight,
+    )
 
 
 @pytest.mark.parametrize(

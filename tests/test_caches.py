@@ -7,8 +7,9 @@ from families import add_dims, build, build_encoder_decoder, tokens
 from transformers import DynamicCache
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions, cache_bytes
-from hf_growattn.model.extra import Call, common_width
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import cache_bytes
+from hf_growattn.model.hooks import Call, common_width
 
 CACHE = ("cache", "past_key_values")  # the output's name, the second before transformers 5.24
 
@@ -43,13 +44,13 @@ def test_accelerators_get_multiples_of_eight():
 @pytest.mark.parametrize("keyword", CACHE)
 @torch.no_grad()
 def test_a_layer_takes_its_cache_by_either_name(keyword):
-    """Forwards of transformers do, by a decorator that the forward of a layer with new dims does without."""
+    """Forwards of transformers do, by a decorator."""
     model = widened(build("llama-2"), qk_dims=3, v_dims=2)
     layer, cache = attentions(model)[0], DynamicCache()
     for start in (0, 4):
         states = torch.randn(1, 4, 48)
         positions = model.model.rotary_emb(states, torch.arange(start, start + 4)[None])
-        layer(states, position_embeddings=positions, **{keyword: cache})
+        layer.module(states, position_embeddings=positions, **{keyword: cache})
     assert cache.layers[0].keys.shape == (1, 2, 8, layer.width_of("key"))
 
 
@@ -58,7 +59,7 @@ def test_a_layer_takes_its_cache_by_either_name(keyword):
 def test_keys_that_a_forward_changes_after_the_cache_keep_their_new_dims(one_width):
     """As a norm behind the cache does."""
     layer = attentions(widened(build("llama-2"), qk_dims=3, v_dims=1))[0]
-    call = Call(layer.parts, torch.randn(1, 5, 48), None)
+    call = Call(layer.module, [*layer.growths.values()], torch.randn(1, 5, 48), None)
     call.one_width = one_width
     key, value = torch.randn(2, 1, 2, 5, 16)
     _, new_key, new_value = call.project()

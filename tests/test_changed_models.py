@@ -10,7 +10,8 @@ from torch.nn.utils import parametrizations, prune
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_model, save_growth
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 
 BATCHES = lm_batches(2)
 REORDERED = {
@@ -25,7 +26,7 @@ def grown(name: str = "llama-5-bias"):
     """A model with other dims in each layer."""
     model = patch_model(build(name))
     for number, attention in enumerate(attentions(model)):
-        part = attention.add_part("growth_1", 1 + number, 2)
+        part = attention.add_new_dims("growth_1", 1 + number, 2)
         for parameter in part.parameters():
             nn.init.normal_(parameter, std=0.3)
     sync_config(model)

@@ -19,7 +19,7 @@ from hf_growattn import patch_model
 from hf_growattn.cli.commands import COMMANDS, _format_next
 from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.cli.options import read_recipe
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
 

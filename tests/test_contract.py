@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
-from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import extra_parameters, sync_config
 
 # A model for each mechanism of attention. Types that repeat one are tried in `test_every_type`.
 MECHANISMS = {
@@ -294,7 +295,7 @@ def test_stock_weights_stay_as_they_were_to_the_bit(reloaded, tmp_path, name):
     make(name).save_pretrained(tmp_path)
     stock, grown = (load_file(folder / "model.safetensors") for folder in (tmp_path, reloaded[0] / name))
     assert all(torch.equal(grown[key], value) for key, value in stock.items())
-    assert all(".extra.parts.growth_" in key for key in grown.keys() - stock.keys())
+    assert all(".extra.growths.growth_" in key for key in grown.keys() - stock.keys())
 
 
 @pytest.mark.parametrize("name", ["llama-2", "stories260K", "gpt2-2"])

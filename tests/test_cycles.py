@@ -16,7 +16,7 @@ from conftest import LONG
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, attention_views, patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 CYCLES = 1000 if LONG else 24

@@ -25,7 +25,8 @@ from hf_growattn import (
     write_card,
 )
 from hf_growattn.cli.inspection import inspect_model
-from hf_growattn.growable.growths import attentions, extra_parameters, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import extra_parameters, sync_config
 
 TOLERANCE = 1e-5  # of the largest output, where nothing but fp32 differs
 WITH_STOCK_FORM = ("eurobert", "vit", "dinov2")
@@ -89,7 +90,7 @@ def test_patching_and_zero_dims_change_no_bit(name, attention):
 def test_dropout_of_the_output_takes_new_dims_along():
     model = patch_model(build("bert")).train()
     for attention in attentions(model):
-        attention.output_sibling[0].dropout.p = 1.0
+        attention.sibling.dropout.p = 1.0
     before = outputs(model, "bert")
     for attention in attentions(model):
         add_dims(attention, 3, 2)
@@ -132,7 +133,7 @@ def test_fresh_processes_compute_the_same(grown, tmp_path, mode, names):
 
 @EVERY
 def test_views_compute_what_the_module_does(grown, name):
-    """Of a grown model and of a stock one, whose modules do not know what is beside them."""
+    """Of a grown model and of a stock one."""
     for model in (grown(name), build(name)):
         model.set_attn_implementation("eager")
         views, seen = attention_views(model), {}
@@ -144,7 +145,7 @@ def test_views_compute_what_the_module_does(grown, name):
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         projection = views[1]._attention.projection_of("output")
-        for written in (projection, *(part.outside for part in getattr(module, "parts", ()))):
+        for written in (projection, *(part.out_proj for part in views[1]._attention.growths.values())):
             written.register_forward_hook(lambda *call, seen=seen: seen.update(out=seen.get("out", 0) + call[-1]))
         outputs(model, name)
         found = rebuild_output(views[1], seen["x"], causal=False, attention_mask=seen["mask"])
@@ -181,7 +182,7 @@ def test_adapters_and_dims_beside(name):
     from hf_growattn import GrowAttnConfig, initialize_growattn_weights
 
     model = patch_model(build(name))
-    names = attentions(model)[0].row.names
+    names = attentions(model)[0].layout.names
     targets = {names["query"], names["value"], names.get("output", "attention.output.dense")}
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=list(targets), r=2, init_lora_weights=False))
     assert Grower(adapted, GrowthConfig(qk_dims=2, v_dims=2)).grow(batches(name)).applied

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, export_model, patch_model
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 from hf_growattn.interop import export, stock
 
 IMPOSSIBLE = ("stablelm-norms", "cohere2", "gpt2-2", "gpt2-5-scaled", "gpt-neox", "stablelm", "opt")
@@ -33,8 +34,8 @@ def widened(model, qk_dims: int = 6, v_dims: int = 3):
     torch.manual_seed(8)
     for layer, attention in enumerate(attentions(model)):
         part = add_dims(attention, qk_dims * (layer + 1), v_dims + 2 * layer, std=0.1)
-        if part.inside.bias is not None:
-            torch.nn.init.normal_(part.inside.bias, std=0.1)
+        if part.in_proj.bias is not None:
+            torch.nn.init.normal_(part.in_proj.bias, std=0.1)
     sync_config(model)
     return model
 

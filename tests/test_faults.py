@@ -25,7 +25,7 @@ from test_saving import contents, grown
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, export_model, patch_model, save_report
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 CHANGES = ("os.", "shutil.", "ctypes.dlsym")  # of the disk, among the events that Python audits; and opening to write

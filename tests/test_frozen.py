@@ -8,7 +8,8 @@ from test_trainer import trainer
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
-from hf_growattn.growable.growths import attentions, extra_parameters
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import extra_parameters
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=1, oversampling=4)
 
@@ -110,5 +111,5 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "grown")(**batch).logits, logits)
         offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", **options)
         assert torch.equal(offloaded(**batch).logits, logits)
-    with pytest.raises(ValueError, match=r"extra.parts.growth_1.inside.weight of layer 1 is on the meta device"):
+    with pytest.raises(ValueError, match=r"extra.growths.growth_1.in_proj.weight of layer 1 is on the meta device"):
         Grower(offloaded, CONFIG).grow(lm_batches(4))

@@ -26,8 +26,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions, sync_config
-from hf_growattn.model.extra import ROLES
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
+from hf_growattn.model.new_dims import ROLES
 
 TOKEN = "hf_neverToBeSeenInAnyMessage"
 CASES = 200 if LONG else 20
@@ -156,7 +157,7 @@ def test_configs_that_make_sense(record_property):
         assert all(alike) and len(alike) == len(again.state_dict()) and again.dtype == precision
         # The same weights through the same code: nothing but memory alignment differs.
         torch.testing.assert_close(computed(again), computed(model), rtol=0, atol=allowed)
-        found = [(part.qk_dims, part.v_dims) for attention in attentions(again) for part in attention.parts]
+        found = [(part.qk_dims, part.v_dims) for attention in attentions(again) for part in attention.growths.values()]
         assert found == [dims for _, dims in new]
         tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (model, again)]
         assert tied[0] == tied[1]
@@ -281,7 +282,7 @@ def whole(stock_and_grown, tmp_path_factory):
         for name in ("one", "other"):
             model = AutoModelForCausalLM.from_pretrained(stock_and_grown / f"{family}-grown")
             torch.manual_seed(ord(name[1]))
-            fill(attentions(model)[1].parts[0], *ROLES)
+            fill(attentions(model)[1].growths["growth_1"], *ROLES)
             model.save_pretrained(folder / f"{family}-{name}")
             model.save_pretrained(folder / f"{family}-{name}-shards", max_shard_size="5KB")
             expected[f"{family}-{name}"] = expected[f"{family}-{name}-shards"] = model

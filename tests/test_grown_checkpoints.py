@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from wrappers import build as build_wrapper
 
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_growth
-from hf_growattn.growable.growths import attentions, is_grown, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import is_grown, sync_config
 
 BUILD = {"bert": build_encoder, "vit": build_encoder, "gemma4_text": build_type, "llava": build_wrapper}
 
@@ -64,7 +65,7 @@ def test_parts_load_in_the_order_in_which_they_grew(tmp_path):
     """Sums of another order would round otherwise, and JSON puts the tenth growth before the second."""
     model = patch_model(build("llama-2"))
     for number in range(1, 12):
-        attentions(model)[0].add_part(f"growth_{number}", 1, 0)
+        attentions(model)[0].add_new_dims(f"growth_{number}", 1, 0)
     sync_config(model)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -11,8 +11,8 @@ from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import growth
 from hf_growattn.grow.trial import Change, StepSearch, Trial
 from hf_growattn.growable import growths
-from hf_growattn.growable.attention import set_trial
-from hf_growattn.growable.growths import attentions, cache_bytes, extra_parameters
+from hf_growattn.growable.attention import attentions, set_trial
+from hf_growattn.growable.growths import cache_bytes, extra_parameters
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.measure.gradients import exact_gradients
@@ -134,8 +134,10 @@ def test_layers_and_dims_pick_what_grows(dims):
     assert widths == [(16, 16), (16 + qk, 16 + v), (16, 16), (16 + qk, 16 + v), (16, 16)]
     after = dict(model.named_parameters())
     assert all(after.pop(name) is parameter for name, parameter in before.items())
-    names = ["inside.weight", "inside.bias", "outside.weight"] if v else ["inside.weight", "inside.bias"]
-    assert after.keys() == {f"model.layers.{i}.self_attn.extra.parts.growth_1.{name}" for i in (1, 3) for name in names}
+    names = ["in_proj.weight", "in_proj.bias", "out_proj.weight"] if v else ["in_proj.weight", "in_proj.bias"]
+    assert after.keys() == {
+        f"model.layers.{i}.self_attn.extra.growths.growth_1.{name}" for i in (1, 3) for name in names
+    }
 
 
 def test_report_holds_and_prints_what_happened():
@@ -269,10 +271,10 @@ def test_what_is_found_is_kept_or_dropped():
     assert same(fingerprint(model, optimizer), before)
     parts = second.parts
     report = second.keep()
-    assert report.applied and [a.extra.parts["growth_1"] for a in attentions(model)] == [*parts.values()]
+    assert report.applied and [a.extra.growths["growth_1"] for a in attentions(model)] == [*parts.values()]
     assert loss_of(model, lm_batches()) == pytest.approx(report.loss_after, rel=1e-5)
     third = grower.grow(lm_batches())
-    assert {part for a in attentions(model) for part in a.extra.parts} == {"growth_1", "growth_2"}
+    assert {part for a in attentions(model) for part in a.extra.growths} == {"growth_1", "growth_2"}
     assert third.layers[0].width == (20, 24) and third.loss_before == pytest.approx(report.loss_after, rel=1e-5)
     assert len(extra_parameters(model)) == 2 * 3 * 5
     assert {name for name, _ in model.named_parameters() if ".extra." not in name} == names

@@ -17,7 +17,8 @@ from hub_server import Hub, Repository, card_errors
 from huggingface_hub import HfApi, ModelCard
 
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, write_card
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 from hf_growattn.report.words import summary_of
 
 TOKEN = "hf_neverToBeSeenAnywhere"

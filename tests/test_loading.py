@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from families import FAMILIES, build, lm_batches, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 CONFIG = GrowthConfig(qk_dims=3, v_dims=2, layers=[1], oversampling=4)
 
@@ -40,7 +40,7 @@ def assert_is(model, optimizer, state):
     for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
         assert torch.equal(optimizer.state[parameter]["exp_avg"], kept["state"][index]["exp_avg"])
         assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
-    names = {f"{layer.layer}": {*layer.extra.parts} for layer in attentions(model) if layer.extra is not None}
+    names = {f"{layer.layer}": {*layer.extra.growths} for layer in attentions(model) if layer.extra is not None}
     assert {layer: {*parts} for layer, parts in model.config.extra_dims.items()} == names
 
 

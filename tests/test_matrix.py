@@ -14,7 +14,7 @@ from families import build, lm_batches
 from optimizers import OPTIMIZERS, SCHEDULERS, step_scheduler
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 LR = 1e-2  # what bf16 weights still notice
 CHOICES = {
@@ -98,9 +98,9 @@ def test_training_goes_on_through_a_growth(optimizer, scheduler, precision, vari
 
     train(lm_batches(3), after=grow)
     layer = attentions(model)[0]
-    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    before = [parameter.detach().clone() for parameter in layer.module.parameters()]
     train(lm_batches(3))
-    for parameter, former in zip(layer.parameters(), before):
+    for parameter, former in zip(layer.module.parameters(), before):
         assert parameter.isfinite().all() and not torch.equal(parameter, former)
     held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     assert len(held) == len(set(held)) and set(held) == set(model.parameters())

@@ -10,7 +10,8 @@ from transformers import TrainerCallback
 from trl import SFTConfig
 
 from hf_growattn import Grower, patch_model
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 from hf_growattn.training import methods
 from hf_growattn.training.data import Prepared
 from hf_growattn.training.methods import METHODS, choose_rank, make_trainer, prepare_model, weights_of_rank_one
@@ -45,7 +46,7 @@ def test_a_mix_leaves_alone_what_grew_before(variant):
     """The new dims of another training belong to no budget of this one."""
     model = patch_model(families.build(variant))
     for attention in attentions(model):
-        attention.add_part("growth_1", qk_dims=2, v_dims=6)
+        attention.add_new_dims("growth_1", qk_dims=2, v_dims=6)
     sync_config(model)
     rank, base = choose_rank(model, 0.3), model.num_parameters()
     budget = rank * weights_of_rank_one(model)

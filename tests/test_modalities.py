@@ -7,7 +7,7 @@ import torch
 from modalities import MODELS, batches, build
 
 from hf_growattn import Grower, GrowthConfig, attention_views, export_model, patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.blocks import KINDS, measure_moments
 from hf_growattn.measure.passes import Objective, preserved_state
 
@@ -75,8 +75,8 @@ def test_what_tokens_or_an_image_do_not_run_is_not_exported(name, tmp_path):
 def test_old_logits_of_t5_are_not_scaled_and_new_ones_are():
     model = patch_model(build("t5").double()).eval()
     for attention in attentions(model):
-        part = attention.add_part("growth_1", 2, 1, dtype=torch.float64)
-        torch.nn.init.normal_(part.inside.weight, std=0.1)
+        part = attention.add_new_dims("growth_1", 2, 1, dtype=torch.float64)
+        torch.nn.init.normal_(part.in_proj.weight, std=0.1)
     view = attention_views(model)[0]
     model.set_attn_implementation("eager")
     hidden_states = torch.randn(1, 5, 64, dtype=torch.float64)

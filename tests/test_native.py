@@ -17,7 +17,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable import models as modeling
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 
 CODE = {f"growattn/{name}.py" for name in TRAVELLING}
 COMMIT = "0123456789" * 4

@@ -11,7 +11,7 @@ from hf_growattn.grow import old_dims
 from hf_growattn.grow.old_dims import OldDimsTrial, make_trial, tangent_steps
 from hf_growattn.grow.plan import strength_of
 from hf_growattn.grow.trial import Change, read_factors
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.gradients import whole_gradients
@@ -98,7 +98,7 @@ def test_where_no_dims_join_old_weights_are_not_refactored_and_keep_their_optimi
     assert report.added_parameters and {layer.width[1] for layer in report.layers if layer.kind == "messages"} == {
         STOCK
     }
-    assert all(attention.c_proj.weight in optimizer.state for attention in attentions(model))
+    assert all(attention.module.c_proj.weight in optimizer.state for attention in attentions(model))
 
 
 def test_old_weights_that_moved_within_autocast_are_cast_anew():

@@ -11,7 +11,8 @@ from families import build, lm_batches
 from optimizers import BOUNDED, LR, OPTIMIZERS, SCALED, SCHEDULERS, step_scheduler
 
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
-from hf_growattn.growable.growths import attentions, extra_parameters
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import extra_parameters
 from hf_growattn.growable.training_state import check_optimizers
 
 CONFIG = GrowthConfig(qk_dims=4, v_dims=2, oversampling=4)
@@ -123,7 +124,7 @@ def largest_updates(name, seed):
     model, optimizers = trained("llama-2", OPTIMIZERS[name], steps=20)
     Grower(model, GrowthConfig(qk_dims=4, v_dims=2), optimizers).grow(lm_batches(8, seed=seed))
     new = [p for p in extra_parameters(model) if p.dim() == 2]
-    old = [module.weight for a in attentions(model) for module in (a.q_proj, a.k_proj, a.v_proj, a.o_proj)]
+    old = [module.weight for a in attentions(model) for module in (a.module.q_proj, a.module.k_proj, a.module.v_proj, a.module.o_proj)]
     for batch in lm_batches(5, seed=81):
         before = [p.detach().clone() for p in (*new, *old)]
         step(model, optimizers, batch)

@@ -16,7 +16,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_growattn.measure.functional as F
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.gradients import exact_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
@@ -135,7 +135,7 @@ def test_half_precision_adds_adapters_in_fp32():
     model = peft.get_peft_model(model, lora(LLAMA, ALL[LLAMA]))  # peft keeps its own weights in fp32
     stir(model)
     layer = attentions(model)[0]
-    projection = layer.q_proj
+    projection = layer.module.q_proj
     a, b = projection.lora_A["default"].weight, projection.lora_B["default"].weight
     expected = projection.base_layer.weight.float() + 2 * b.float() @ a.float()
     assert torch.equal(layer.factors_of("query", torch.float32)[:, :48].mT.flatten(0, 1), expected)

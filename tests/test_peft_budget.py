@@ -10,7 +10,7 @@ from test_peft_method import BATCHES, LLAMA, VARIANTS, logits, near, peft, pytes
 
 import hf_growattn.measure.functional as F
 from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights, patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 BUDGET = 0.08
 
@@ -32,7 +32,7 @@ def test_a_budget_is_spread_evenly_until_the_guided_start(variant):
     numbers = [n for both in model.peft_config["default"].dims.values() for n in both]
     assert len(numbers) == 2 * len(attentions(model)) and max(numbers) - min(numbers) <= 1
     grown = patch_model(build(variant))
-    attentions(grown)[0].add_part("growth_1", 1, 1)
+    attentions(grown)[0].add_new_dims("growth_1", 1, 1)
     dim = grown.num_parameters() - build(variant).num_parameters()  # of either kind, in one layer
     assert bought - dim < count(model) <= bought
     losses = train(model, steps=8)

@@ -17,7 +17,8 @@ from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.growths import attentions, set_dims
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import set_dims
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")
@@ -110,7 +111,7 @@ def test_merging_gives_a_grown_model_that_saves_and_reloads(variant, tmp_path):
     expected = logits(model)
     merged = model.merge_and_unload(safe_merge=True)
     near(logits(merged), expected)
-    assert type(merged) is type(base) and all(len(attention.parts) == 1 for attention in attentions(merged))
+    assert type(merged) is type(base) and all(len(attention.growths) == 1 for attention in attentions(merged))
     for old, new in zip(attentions(base), attentions(merged)):
         for role, more in (("query", 3), ("value", 2)):
             assert new.width_of(role) == old.width_of(role) + more
@@ -212,7 +213,7 @@ def test_each_adapter_has_a_file_of_its_own(tmp_path):
     model.add_adapter("other", GrowAttnConfig(qk_dims=1, layers=[1]))
     model.save_pretrained(tmp_path)
     prefix = "base_model.model.model.layers.1.self_attn.extra.adapters.growattn_"
-    assert set(load_file(tmp_path / "other" / FILE)) == {f"{prefix}inside.weight"}
+    assert set(load_file(tmp_path / "other" / FILE)) == {f"{prefix}in_proj.weight"}
     assert len(load_file(tmp_path / FILE)) == 2 * 2
     config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
     assert (config["qk_dims"], config["layers"]) == (1, [1])
@@ -367,7 +368,7 @@ def test_a_base_in_half_precision_and_one_that_grew_before(tmp_path):
     again.load_state_dict(grown.state_dict(), strict=False)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(again, tmp_path).eval()), expected)
     merged = model.merge_and_unload()
-    assert list(attentions(merged)[0].extra.parts) == ["growth_1", "growth_2"]
+    assert list(attentions(merged)[0].extra.growths) == ["growth_1", "growth_2"]
     near(logits(merged), expected)
 
 

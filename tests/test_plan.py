@@ -13,7 +13,7 @@ from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import plan
 from hf_growattn.grow.plan import candidates, prices_of, strength_of
 from hf_growattn.grow.trial import Change, Trial, read_factors
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
 from hf_growattn.measure.gradients import sketched_gradients, whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
@@ -129,7 +129,7 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     torch.testing.assert_close(*rms, rtol=0.2, atol=0)
     assert not part.weight_of("query").any() and not part.weight_of("output").any()
     rows = 4 * 4  # heads times dims, of the queries
-    assert part.inside.weight.grad[:rows].abs().amin(-1).gt(0).all() and part.outside.weight.grad.any()
+    assert part.in_proj.weight.grad[:rows].abs().amin(-1).gt(0).all() and part.out_proj.weight.grad.any()
 
 
 def test_a_new_pair_has_one_length_on_both_sides_but_its_shared_side_is_never_smaller_than_the_old_weights():
@@ -172,7 +172,7 @@ def test_random_dims_change_nothing_yet():
     report = ComparedGrower(model, GrowthConfig(qk_dims=4, v_dims=4)).grow(batches)
     assert report.applied and report.loss_after == report.loss_before
     torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
-    assert all(a.parts[0].weight_of(role).any() for a in attentions(model) for role in ("key", "value"))
+    assert all(a.growths["growth_1"].weight_of(role).any() for a in attentions(model) for role in ("key", "value"))
 
 
 @pytest.mark.parametrize("estimator", ["whitened", "gradient"])

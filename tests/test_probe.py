@@ -13,8 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.attention import set_trial
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.measure import functional as F
 from hf_growattn.measure import gradients
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments

@@ -30,13 +30,15 @@ from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing
 from hf_growattn.grow.trial import Trial
 from hf_growattn.growable import folders
-from hf_growattn.growable.growths import attentions, extra_parameters, origin_of, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import extra_parameters, origin_of, sync_config
 from hf_growattn.interop import checkpoints
 from hf_growattn.interop.cards import write_card
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.blocks import KINDS
 from hf_growattn.model.configuration import register_type_names
-from hf_growattn.model.extra import in_order
+from hf_growattn.model import hooks
+from hf_growattn.model.new_dims import in_order
 from hf_growattn.training.trainer import _random_states_kept
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
@@ -57,11 +59,11 @@ def test_a_forward_that_fails_leaves_nothing_behind():
     Grower(model, CONFIG).grow(lm_batches(2))
     before = model(tokens()).logits
     attention = attentions(model)[0]
-    hook = attention.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+    hook = attention.module.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(tokens())
     hook.remove()
-    assert attention.call is None
+    assert hooks._thread.call is None
     assert torch.equal(copy.deepcopy(model)(tokens()).logits, before)
 
 
@@ -75,7 +77,7 @@ def test_what_accelerate_hooked_before_the_patch_adds_new_values():
         add_hook_to_module(module, ModelHook())
     found = []
     for each in (model, hooked):
-        part = attentions(patch_model(each))[0].add_part("growth_1", 2, 2)
+        part = attentions(patch_model(each))[0].add_new_dims("growth_1", 2, 2)
         torch.manual_seed(1)
         for parameter in part.parameters():
             torch.nn.init.normal_(parameter)
@@ -149,7 +151,7 @@ def test_a_limit_and_a_multiple_hold_together():
     (attention, *_) = attentions(patch_model(build("llama-2")))
     for former in (0, 3):
         if former:
-            attention.add_part("growth_1", former, 0)
+            attention.add_new_dims("growth_1", former, 0)
         width = attention.width_of("query")
         config = GrowthConfig(qk_dims=20, max_qk_head_dim=width + 13, multiple_of=8)
         dims = config.most_dims(attention, KINDS["patterns"])
@@ -237,7 +239,7 @@ def test_a_rate_that_nobody_named_is_chosen_by_the_method():
 @pytest.mark.parametrize("update_existing", [True, False])
 def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
     def modes() -> set[bool]:
-        parts = [part for attention in attentions(model) for part in attention.parts]
+        parts = [part for attention in attentions(model) for part in attention.growths.values()]
         return {module.training for part in parts for module in part.modules()}
 
     model = patch_model(build("llama-2")).train(training)
@@ -245,7 +247,7 @@ def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
     assert modes() == {training}
     with torch.no_grad():
         for attention in attentions(model):
-            for part in attention.parts:
+            for part in attention.growths.values():
                 part.weight_of("query")[:, 0] = 0.0  # one dim is dead
     trim_model(model)
     assert modes() == {training} and widths(model) == 2 * [16 + 1, 16 + 2]
@@ -254,11 +256,11 @@ def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
 def test_new_dims_of_another_precision_read_both_inputs():
     """As beside quantized weights: new dims are fp32 there, and what comes in is not."""
     model = patch_model(build("llama-2"))
-    part = attentions(model)[0].new_part(2, 3)
+    part = attentions(model)[0].make_new_dims(2, 3)
     with torch.no_grad():
-        part.inside.weight.normal_()
+        part.in_proj.weight.normal_()
     inputs, source = torch.randn(2, 1, 5, model.config.hidden_size).bfloat16()
-    for found, expected in zip(part.inside(inputs, source), part.inside(inputs.float(), source.float())):
+    for found, expected in zip(part.in_proj(inputs, source), part.in_proj(inputs.float(), source.float())):
         assert torch.equal(found, expected)
 
 
@@ -349,8 +351,8 @@ def test_a_frozen_bias_is_not_rewritten():
 def test_a_slower_token_is_told_as_slower():
     model = patch_model(build("llama-2"))
     attention = attentions(model)[0]
-    part = attention.new_part(1, 1)
-    part.inside.register_forward_pre_hook(lambda *_: time.sleep(0.03))
+    part = attention.make_new_dims(1, 1)
+    part.in_proj.register_forward_pre_hook(lambda *_: time.sleep(0.03))
     trial = Trial([])
     trial.parts = {attention: part}
     ratio, error, count = trial.time_decoding(model, tokens(1, 70))

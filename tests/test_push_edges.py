@@ -10,7 +10,8 @@ from modalities import build as build_other
 from transformers import AutoFeatureExtractor, AutoImageProcessor, ViTImageProcessor, WhisperFeatureExtractor
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 from hf_growattn.interop import cards
 from hf_growattn.interop.checkpoints import write_publication
 
@@ -46,8 +47,8 @@ def test_an_option_that_nobody_has_is_refused(grown):
 
 def test_a_processor_goes_along_and_a_link_out_of_the_folder_does_not(tmp_path):
     model = patch_model(build_other("vit"))
-    part = attentions(model)[0].add_part("growth_1", 1, 1)
-    torch.nn.init.normal_(part.inside.weight)
+    part = attentions(model)[0].add_new_dims("growth_1", 1, 1)
+    torch.nn.init.normal_(part.in_proj.weight)
     sync_config(model)
     model.save_pretrained(tmp_path / "model")
     ViTImageProcessor(size={"height": 7, "width": 7}).save_pretrained(tmp_path / "model")
@@ -61,7 +62,7 @@ def test_a_processor_goes_along_and_a_link_out_of_the_folder_does_not(tmp_path):
 
 def test_a_feature_extractor_goes_along_with_a_tokenizer(tmp_path):
     model = patch_model(build_other("whisper"))
-    attentions(model)[0].add_part("growth_1", 1, 1)
+    attentions(model)[0].add_new_dims("growth_1", 1, 1)
     sync_config(model)
     for each in (model, word_tokenizer(), WhisperFeatureExtractor(hop_length=7)):
         each.save_pretrained(tmp_path / "model")

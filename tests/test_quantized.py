@@ -12,7 +12,7 @@ from transformers.integrations.bitnet import AutoBitLinear
 
 from hf_growattn import Grower, GrowthConfig, attention_views, export_model, patch_model, unpatch_model
 from hf_growattn.cli.inspection import inspect_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 peft = pytest.importorskip("peft")
 from hf_growattn import GrowAttnConfig, initialize_growattn_weights  # noqa: E402  they import peft
@@ -127,7 +127,7 @@ def test_growth_keeps_new_dims_next_to_quantized_weights(kind, wrap, folders):
     model = wrap(KINDS[kind][0](folders / "stock")).eval()
     report = Grower(model, GROWTH).grow(BATCHES)
     assert report.applied and report.loss_after < report.loss_before - 0.1
-    new = {name: parameter for name, parameter in model.named_parameters() if ".extra.parts." in name}
+    new = {name: parameter for name, parameter in model.named_parameters() if ".extra.growths." in name}
     assert all(parameter.dtype == torch.float32 and parameter.requires_grad for parameter in new.values())
     optimizer = torch.optim.AdamW(new.values(), lr=1e-3)
     for step in range(8):
@@ -151,8 +151,8 @@ def test_a_quantized_model_is_not_exported(kind, folders, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_grown_checkpoint_loads_quantized(kind, folders):
     model = KINDS[kind][0](folders / "grown")
-    parts = [attention.extra.parts["growth_1"] for attention in attentions(model)]
-    assert all(part.qk_dims == 16 and part.inside.weight.is_floating_point() for part in parts)
+    parts = [attention.extra.growths["growth_1"] for attention in attentions(model)]
+    assert all(part.qk_dims == 16 and part.in_proj.weight.is_floating_point() for part in parts)
     assert (logits(model) - logits(KINDS[kind][0](folders / "stock"))).abs().max() > 0.01
 
 

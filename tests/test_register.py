@@ -6,16 +6,16 @@ from families import LLAMA, lm_batches, tokens
 from own_family import OwnAttention, OwnConfig, OwnForCausalLM
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, Row, attention_views, patch_model, register_architecture
-from hf_growattn.growable.growths import attentions
-from hf_growattn.model.seam import REGISTERED
+from hf_growattn import AttentionLayout, Grower, GrowthConfig, attention_views, patch_model, register_architecture
+from hf_growattn.growable.attention import attentions
+from hf_growattn.model.families import REGISTERED
 
 NAMES = dict.fromkeys(("query", "key", "value"), "mix") | {"output": "o_proj"}
 
 
 @pytest.fixture
 def registered():
-    register_architecture("own", Row(NAMES, grouped_by_head=True, rotate="turn"))
+    register_architecture("own", AttentionLayout(NAMES, grouped_by_head=True, rotate="turn"))
     yield
     del REGISTERED["own"]
 
@@ -58,7 +58,7 @@ def test_without_a_row_views_say_how_to_give_one(registered):
 
 def test_a_row_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="head is no role; roles are query, key, value and output"):
-        register_architecture("own", Row({"head": "mix"}))
+        register_architecture("own", AttentionLayout({"head": "mix"}))
     assert "own" not in REGISTERED
 
 

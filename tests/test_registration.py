@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_growattn import patch_model
 from hf_growattn.growable import models as modeling
-from hf_growattn.growable.growths import attentions, sync_config
-from hf_growattn.model.extra import ROLES
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
+from hf_growattn.model.new_dims import ROLES
 
 
 def grown(variant: str):
@@ -99,9 +100,11 @@ def test_a_grown_model_made_from_its_config_is_drawn_as_the_stock_one_is(variant
             deviation = theirs.weight_of(role).std()
             # Thousands of draws: their deviation is within a tenth.
             assert (ours.weight_of(role).std() - deviation).abs() < 0.1 * deviation, role
-        for weight in (weight for part in ours.parts for weight in (part.inside.weight, part.outside.weight)):
+        for weight in (
+            weight for part in ours.growths.values() for weight in (part.in_proj.weight, part.out_proj.weight)
+        ):
             assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.2)
-        assert not any(part.inside.bias.any() for part in ours.parts if part.inside.bias is not None)
+        assert not any(part.in_proj.bias.any() for part in ours.growths.values() if part.in_proj.bias is not None)
 
 
 def test_a_config_is_marked_where_its_model_grew_and_saved_as_often_as_one_likes(tmp_path):

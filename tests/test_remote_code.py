@@ -10,7 +10,8 @@ from conftest import ROOT
 from families import add_dims, build
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 
 MODEL = ROOT / "hf_growattn" / "model"
 # Of the standard library: nothing that starts a process, opens a connection, or reads what a pickle holds.

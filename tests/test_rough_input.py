@@ -8,7 +8,7 @@ from test_cli import call, only_line
 from transformers import Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, trim_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
 DIM = 6 * 48  # weights that one more dim of patterns or messages adds to a layer of "llama-2"

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_growattn import patch_model, unpatch_model
 from hf_growattn.growable import folders
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 
 
 def grown(qk_dims: int, variant: str = "llama-2"):
@@ -175,7 +176,7 @@ def test_a_rank_that_is_not_the_main_process_writes_nothing(tmp_path):
 
 def test_a_model_built_from_a_config_starts_random_everywhere():
     model = AutoModelForCausalLM.from_config(grown(4).config)
-    part = attentions(model)[0].parts[0]
+    part = attentions(model)[0].growths["growth_1"]
     assert part.qk_dims == 4 and all(0.1 < part.weight_of(role).std() < 0.5 for role in ("query", "key"))
 
 

@@ -8,7 +8,8 @@ from families import VARIANTS, lm_batches, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
-from hf_growattn.growable.growths import attentions, is_grown
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import is_grown
 
 BOTH = ("num_key_value_heads", "head_dim")
 IGNORED = dict.fromkeys(("gpt2-2", "gpt2-5-scaled", "gpt-neox", "opt"), BOTH)

@@ -10,7 +10,7 @@ from training import Rows
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 CONFIG = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4)
 

@@ -7,8 +7,8 @@ from families import VARIANTS, add_dims, build, lm_batches, padded, tokens
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.plan import candidates
 from hf_growattn.grow.trial import StepSearch, Trial
-from hf_growattn.growable.attention import set_trial
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions, set_trial
+from hf_growattn.growable.growths import sync_config
 from hf_growattn.measure.blocks import PATTERNS, measure_moments
 from hf_growattn.measure.gradients import exact_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of, mean_loss
@@ -28,7 +28,7 @@ def test_kept_dims_compute_what_they_did_on_trial(variant, qk_dims, v_dims):
     sync_config(model)
     after, drafted = model(**batch).logits, model.generate(tokens(), max_new_tokens=4, do_sample=False)
     assert (after - before)[kept].abs().max() > 0.01
-    parts = {attention: attention.extra.parts.pop("growth_1") for attention in attentions(model)}
+    parts = {attention: attention.extra.growths.pop("growth_1") for attention in attentions(model)}
     for attention, part in parts.items():
         set_trial(attention, part)
     assert torch.equal(model(**batch).logits, after)

@@ -14,7 +14,8 @@ from hf_growattn import Grower, GrowthConfig, patch_model, trim_model, unpatch_m
 from hf_growattn.grow import trim
 from hf_growattn.grow.trial import read_factors
 from hf_growattn.grow.trim import GrownDims, cut_parts
-from hf_growattn.growable.growths import attentions, next_name, swap_parts, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import next_name, swap_parts, sync_config
 from hf_growattn.measure.blocks import MESSAGES, PATTERNS, Block, Roots, measure_moments
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 from hf_growattn.report.report import LayerTrim, TrimReport
@@ -29,7 +30,7 @@ def grown(variant, scale=0.3, dtype=torch.float32):
     model = patch_model(build(variant, dtype=dtype))
     generator = torch.Generator().manual_seed(5)
     for attention in attentions(model):
-        attention.make_extra().parts["growth_1"] = attention.new_part(QK, V)
+        attention.make_extra().growths["growth_1"] = attention.make_new_dims(QK, V)
         for tensor in (new_dims(attention, role, name) for role in ROLES for name in ("weight", "bias")):
             if tensor is not None:
                 tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
@@ -128,7 +129,7 @@ def test_a_bias_keeps_a_dim_alive(variant):
 def test_a_model_trimmed_everywhere_is_stock_again(variant):
     model, stock = patch_model(build(variant)), build(variant)
     for attention in attentions(model):
-        attention.make_extra().parts["growth_1"] = attention.new_part(QK, V)
+        attention.make_extra().growths["growth_1"] = attention.make_new_dims(QK, V)
         torch.nn.init.normal_(new_dims(attention, "key"))  # half a dim computes nothing
     sync_config(model)
     report = trim_model(model)
@@ -225,7 +226,7 @@ def test_growths_that_lose_nothing_stay_as_they_are():
     model, batches = grown("llama-5-bias"), lm_batches()
     for attention in attentions(model):
         kill(attention, "key", 1)
-        attention.extra.parts["growth_2"] = part = attention.new_part(2, 2)
+        attention.extra.growths["growth_2"] = part = attention.make_new_dims(2, 2)
         for parameter in part.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     sync_config(model)
@@ -233,8 +234,8 @@ def test_growths_that_lose_nothing_stay_as_they_are():
     model(**batches[0]).loss.backward()
     optimizer.step()
     for attention in attentions(model):
-        attention.parts[0].weight_of("key").data[:, 1] = 0
-        attention.parts[0].bias_of("key").data[:, 1] = 0
+        attention.growths["growth_1"].weight_of("key").data[:, 1] = 0
+        attention.growths["growth_1"].bias_of("key").data[:, 1] = 0
     before, old = logits(model), {name: (p, p.grad) for name, p in model.named_parameters()}
     trim_model(model, optimizer=optimizer)
     assert model.config.extra_dims["0"] == {"growth_1": [QK - 1, V], "growth_2": [2, 2]}
@@ -252,13 +253,13 @@ def test_the_directions_of_several_growths_are_found_together():
     """Two growths of the same dims compute what half as many could: no direction of either is lost by that."""
     model, batches = grown("gpt2-2"), lm_batches()
     for attention in attentions(model):
-        attention.extra.parts["growth_2"] = copy.deepcopy(attention.parts[0])
+        attention.extra.growths["growth_2"] = copy.deepcopy(attention.growths["growth_1"])
     sync_config(model)
     before, every = logits(model), found(model, batches)
     keep = {new: QK if new.kind is PATTERNS else V for new in every}
     assert max(new.trimmed_to(kept).error for new, kept in keep.items()) < 1e-10
     swap_parts(cut_parts(keep))
-    assert [[*a.extra.parts] for a in attentions(model)] == [["growth_1"]] * 2
+    assert [[*a.extra.growths] for a in attentions(model)] == [["growth_1"]] * 2
     assert (logits(model) - before).abs().max() < 1e-4 * before.abs().max()
 
 
@@ -275,9 +276,11 @@ def test_training_goes_on(variant, dead):
                 kill_some(model)
             arguments = () if dead else (batches, 0.05)
             trim_model(model, *arguments, optimizer=optimizer)
-            part = next(part for a in attentions(model) for part in a.parts if (part.qk_dims, part.v_dims) != (QK, V))
-            assert part.inside.weight not in optimizer.state
-            before = part.inside.weight.detach().clone()
+            part = next(
+                part for a in attentions(model) for part in a.growths.values() if (part.qk_dims, part.v_dims) != (QK, V)
+            )
+            assert part.in_proj.weight not in optimizer.state
+            before = part.in_proj.weight.detach().clone()
         total = sum(model(**batch).loss for batch in batches) / len(batches)
         total.backward()
         optimizer.step()
@@ -285,7 +288,7 @@ def test_training_goes_on(variant, dead):
         optimizer.zero_grad()
         losses.append(total.item())
         if step == 4:  # no step is larger than Adam's ever are
-            assert (part.inside.weight - before).abs().max() < 3 * scheduler.get_last_lr()[0]
+            assert (part.in_proj.weight - before).abs().max() < 3 * scheduler.get_last_lr()[0]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()} == {id(p) for p in optimizer.state}
     assert losses[-1] < losses[4] < losses[0]
@@ -381,7 +384,7 @@ def test_whitened_directions_beat_plain_ones_and_the_first_dims(grown_llama, kin
         swap_parts(former)
     every = found(model, batches)
     for new in every:
-        new.factors = read_factors(new.attention.parts[0], new.kind)
+        new.factors = read_factors(new.attention.growths["growth_1"], new.kind)
     former = swap_parts(cut_parts({new: 2 if new.kind is kind else 8 for new in every}))
     rise["the first dims"] = loss(model, fresh) - uncut
     swap_parts(former)
@@ -426,7 +429,7 @@ def test_a_name_is_never_given_twice():
     """Where the first of several growths is gone, the next one must not take the place of the last."""
     model = patch_model(build("llama-2"))
     for attention in attentions(model):
-        attention.add_part("growth_2", 1, 1)
+        attention.add_new_dims("growth_2", 1, 1)
     assert next_name(model) == "growth_3"
 
 

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomModel, LlamaCon
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.views import attention_views
 
@@ -28,8 +29,8 @@ def grow(model, layers=None, qk_dims=3, v_dims=5):
     """Patch a model and widen some layers, by default every second, by random, that is function-changing, weights."""
     for attention in attentions(patch_model(model))[slice(0, None, 2) if layers is None else layers]:
         part = add_dims(attention, qk_dims, v_dims)
-        if part.inside.bias is not None:
-            torch.nn.init.normal_(part.inside.bias, std=0.3)
+        if part.in_proj.bias is not None:
+            torch.nn.init.normal_(part.in_proj.bias, std=0.3)
     sync_config(model)
     return model
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import VOCABULARY, add_dims
+from hf_growattn.model.families import growable_submodels
 from transformers import (
     Blip2QFormerConfig,
     Blip2QFormerModel,
@@ -17,8 +18,8 @@ from transformers import (
 from wrappers import WRAPPERS, batch, build
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
-from hf_growattn.growable.growths import attentions, sync_config
-from hf_growattn.model.seam import WideAttention, growable_parts
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 
 GROWTH = GrowthConfig(qk_dims=2, v_dims=2)
 
@@ -51,7 +52,7 @@ def test_it_is_trained_with_images_and_grown_and_reloaded(name, tmp_path):
     trainer = Trainer(model, arguments, train_dataset=rows, data_collator=lambda given: given[0], callbacks=[callback])
     trainer.train()
     assert [report.applied for report in callback.reports] == [True]
-    wide = {path for path, module in model.named_modules() if isinstance(module, WideAttention) and module.parts}
+    wide = {attention.name for attention in attentions(model) if attention.growths}
     assert wide and all("language_model" in path or "text_model" in path for path in wide)
     trainer.save_model(str(tmp_path / "grown"))
     loaded = type(model).from_pretrained(tmp_path / "grown")
@@ -61,30 +62,30 @@ def test_it_is_trained_with_images_and_grown_and_reloaded(name, tmp_path):
         loaded.generate(**prompt, max_new_tokens=5, do_sample=False, use_cache=use_cache) for use_cache in (True, False)
     )
     assert torch.equal(cached, full)
-    assert not hasattr(unpatch_model(model, drop_growth=True).config, "growable_parts")
+    assert not hasattr(unpatch_model(model, drop_growth=True).config, "growable_submodels")
 
 
-def test_the_parts_that_are_named_grow_and_travel_with_the_config(tmp_path):
-    model = patch_model(build("llava"), parts=["vision_tower"])
-    assert patch_model(model, parts=["vision_tower"]) is patch_model(model) is model
+def test_the_submodels_that_are_named_grow_and_travel_with_the_config(tmp_path):
+    model = patch_model(build("llava"), submodels=["vision_tower"])
+    assert patch_model(model, submodels=["vision_tower"]) is patch_model(model) is model
     with pytest.raises(ValueError, match="unpatch_model"):
-        patch_model(model, parts=["language_model"])
+        patch_model(model, submodels=["language_model"])
     for attention in attentions(model):
         add_dims(attention, 3, 2)
     sync_config(model)
-    assert {type(attention).__name__ for attention in attentions(model)} == {"GrowableCLIPAttention"}
+    assert {type(attention.module).__name__ for attention in attentions(model)} == {"CLIPAttention"}
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(logits(loaded, "llava"), logits(model, "llava"))
-    assert loaded.config.growable_parts == ["vision_tower"]
+    assert loaded.config.growable_submodels == ["vision_tower"]
 
 
-def test_of_two_parts_of_a_name_the_outer_one_is_meant():
+def test_of_two_submodels_of_a_name_the_outer_one_is_meant():
     small = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_hidden_layers=1)
     bart = dict(model_type="bart", d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32)
     config = EncoderDecoderConfig(encoder=small | {"model_type": "bert"}, decoder=bart | {"is_encoder_decoder": False})
     model = EncoderDecoderModel(config)
-    assert growable_parts(model, ["decoder"]) == [model.decoder] != [model.decoder.model.decoder]
+    assert growable_submodels(model, ["decoder"]) == [model.decoder] != [model.decoder.model.decoder]
 
 
 def test_two_towers_grow_both():
@@ -92,7 +93,7 @@ def test_two_towers_grow_both():
     sides = {f"{name}_config": dict(WRAPPERS["llava"]["vision_config"]) for name in ("text", "vision")}
     sides["text_config"] |= dict(model_type="clip_text_model", vocab_size=VOCABULARY, max_position_embeddings=32)
     model = patch_model(CLIPModel(CLIPConfig(**sides)))
-    paths = {name.partition(".")[0] for name, module in model.named_modules() if isinstance(module, WideAttention)}
+    paths = {attention.name.partition(".")[0] for attention in attentions(model)}
     assert paths == {"text_model", "vision_model"} and len(attentions(model)) == 4
 
 
@@ -105,19 +106,19 @@ def test_keys_of_an_input_of_another_size_stay_as_they_are():
     before = model(**inputs).last_hidden_state
     for attention in attentions(patch_model(model)):
         add_dims(attention, 3, 2)
-    paths = [name for name, module in model.named_modules() if isinstance(module, WideAttention)]
+    paths = [attention.name for attention in attentions(model)]
     assert paths == [f"encoder.layer.{index}.attention.attention" for index in (0, 1)]
     assert not torch.allclose(model(**inputs).last_hidden_state, before, atol=1e-2)
 
 
-def test_parts_that_cannot_grow_are_refused():
+def test_submodels_that_cannot_grow_are_refused():
     model = build("llava")
-    with pytest.raises(ValueError, match=r"no part 'tower': choose of .*model\.vision_tower"):
-        patch_model(model, parts=["tower"])
+    with pytest.raises(ValueError, match=r"no inner model 'tower': choose of .*model\.vision_tower"):
+        patch_model(model, submodels=["tower"])
     assert type(model) is type(build("llava"))
     with pytest.raises(ValueError, match="too few batches"):  # the images of all rows are in one tensor
         Grower(patch_model(build("qwen3_vl")), GROWTH).grow([batch("qwen3_vl")])
-    images = patch_model(build("qwen3_vl"), parts=["visual"])  # runs the patches of all images in one row
+    images = patch_model(build("qwen3_vl"), submodels=["visual"])  # runs the patches of all images in one row
     with pytest.raises(ValueError, match=r"the shape \(12, 32\) instead of \(batch, tokens, features\)"):
         Grower(images, GROWTH).grow([batch("qwen3_vl", seed=seed) for seed in range(2)])
 

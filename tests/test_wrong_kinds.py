@@ -48,7 +48,7 @@ def test_a_loss_that_is_no_function_or_no_number():
 
 def test_a_part_may_be_named_by_a_text():
     with pytest.raises(ValueError, match="no part 'encoder'"):
-        patch_model(build("llama-2"), parts="encoder")
+        patch_model(build("llama-2"), submodels="encoder")
 
 
 @pytest.mark.parametrize("name", ["keys", "training", "a.b", "", "forward"])

@@ -20,7 +20,7 @@ from torchrun import leave
 from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments, set_seed
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 ROUNDING = 2e-6  # of the loss: fp32, whose sums run over other batch sizes or in another order

@@ -356,6 +356,11 @@ class GrowableAttention:
         like = self.empty_like()
         return NewDims(self.shape, qk_dims, v_dims, dtype=like.dtype, device=like.device)
 
+    def add_new_dims(self, name: str, qk_dims: int, v_dims: int) -> NewDims:
+        """Let the module keep new dims, zeros, as the growth of a name."""
+        self.make_extra().growths[name] = new_dims = self.make_new_dims(qk_dims, v_dims)
+        return new_dims
+
     def weight_of(self, role: str) -> Tensor:
         """A role's old weight, (heads, stock width, features); for "output" that is `W_O` itself per head.
 

@@ -178,7 +178,7 @@ def measure_moments(
             mask = arguments.get("attention_mask")
 
     def add(attention, module, args, kwargs, output):
-        hidden_states, source = attention.arguments.read_inputs(args, kwargs)
+        hidden_states, source = attention.arguments.read_inputs(module, args, kwargs)
         dtype = outputs[attention].dtype
         with torch.autocast(outputs[attention].device.type, enabled=False):
             _add_moment(sums[attention], hidden_states.detach().to(dtype), mask, counted)

@@ -105,7 +105,10 @@ def _functions_in(function: Any, seen: set[int]) -> Iterator[Any]:
         yield function
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # not filled yet
-                yield from _functions_in(cell.cell_contents, seen)
+                inside = cell.cell_contents
+                # A method that calls super() closes over its class.
+                within = getattr(super(inside, inside), "forward", None) if isinstance(inside, type) else inside
+                yield from _functions_in(within, seen)
     for name in ("__wrapped__", "__func__", "func"):
         if not isinstance(function, (type, nn.Module)):
             yield from _functions_in(getattr(function, name, None), seen)

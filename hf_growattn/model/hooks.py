@@ -43,9 +43,18 @@ class Arguments(NamedTuple):
                 return name, value
         return "", None
 
-    def read_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """The input of the attention, (batch, tokens, in_features), and what cross-attention reads; None for others."""
+    def read_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """The input of the attention, (batch, tokens, in_features), and what cross-attention reads; None for others.
+
+        Raises:
+            ValueError: the input has another number of axes.
+        """
         hidden_states = args[0] if args else kwargs[self.names[0]]
+        if hidden_states.dim() != 3:
+            raise ValueError(
+                f"New dims cannot join {type(module).__name__}: its input has the shape {tuple(hidden_states.shape)} "
+                "instead of (batch, tokens, features). Leave it out of layers= or submodels=."
+            )
         return hidden_states, self.find(_SOURCES, args, kwargs)[1]
 
     def replace(self, name: str, value: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -208,12 +217,7 @@ def before_forward(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     new_dims = extra.active()
     if not new_dims:
         return None
-    hidden_states, source = extra.arguments.read_inputs(args, kwargs)
-    if hidden_states.dim() != 3:
-        raise ValueError(
-            f"New dims cannot join {type(module).__name__}: its input has the shape {tuple(hidden_states.shape)} "
-            "instead of (batch, tokens, features). Leave it out of layers= or submodels=."
-        )
+    hidden_states, source = extra.arguments.read_inputs(module, args, kwargs)
     implementation = module.config._attn_implementation or ""
     name, cache = extra.arguments.find(CACHES, args, kwargs)
     if implementation == "vllm" or not isinstance(cache, (Cache, type(None))):
@@ -350,7 +354,12 @@ def _attend_wide(function: Callable, call: Call, query: Tensor, key: Tensor, val
     if not is_filled:
         _check_shapes(call.module, shape, query, key, value)
         key, value = call.join(key, new_key, value, new_value)
-    output, weights = function(call.module, append(query, new_query, key.shape[-1]), key, value, *args, **kwargs)
+    query = append(query, new_query, key.shape[-1])
+    under_way, _thread.call = getattr(_thread, "call", None), None  # the function may ask the table for another one
+    try:
+        output, weights = function(call.module, query, key, value, *args, **kwargs)
+    finally:
+        _thread.call = under_way
     output = output.reshape(*output.shape[:2], -1, value.shape[-1])
     new = new_value.shape[-1]
     # The backward pass of one split is one `cat`; each slice would fill a tensor of zeros, and add it to the others.

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions, cache_bytes, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import cache_bytes, sync_config
 
 WIDTH, LAYERS, HEAD, VOCABULARY = 512, 2, 64, 512
 KEPT = 64  # tokens after which the cache is cut back
@@ -33,7 +34,7 @@ def prepare(implementation: str, cached: int, new_dims: tuple[int, int], head_di
     )
     model = patch_model(LlamaForCausalLM(config).eval())
     for attention in attentions(model) if any(new_dims) else ():
-        nn.init.normal_(attention.add_part("growth_1", *new_dims).inside.weight, std=0.02)
+        nn.init.normal_(attention.add_new_dims("growth_1", *new_dims).in_proj.weight, std=0.02)
     sync_config(model)
     return decoder(model, torch.randint(VOCABULARY, (1, cached))), cache_bytes(model)
 

@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from transformers.utils import is_flash_attn_2_available
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 
 VOCABULARY = 4096
 DIMS = (6, 8)  # new ones of queries and keys, and of values; the second number is a multiple of 8
@@ -104,9 +105,8 @@ def grow_by(model: nn.Module, dims: int) -> nn.Module:
     """Patch a model and give each head new dims with random weights; 0 only patches."""
     patch_model(model)
     for attention in attentions(model) if dims else []:
-        like = attention.empty_like()
-        part = attention.add_part("growth_1", dims, dims, dtype=like.dtype, device=like.device)
-        for weight in (part.inside.weight, part.outside.weight):
+        part = attention.add_new_dims("growth_1", dims, dims)
+        for weight in (part.in_proj.weight, part.out_proj.weight):
             nn.init.normal_(weight, std=0.02)
     sync_config(model)
     return model

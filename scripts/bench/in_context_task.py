@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,8 @@ class InContextRegression(Task):
         patch_model(model)
         if wide:
             for attention in attentions(model):
-                new = attention.add_part("wide", qk_dims=self.wide - self.narrow, v_dims=0)
-                nn.init.normal_(new.inside.weight, std=config.initializer_range)
+                new = attention.add_new_dims("wide", qk_dims=self.wide - self.narrow, v_dims=0)
+                nn.init.normal_(new.in_proj.weight, std=config.initializer_range)
             sync_config(model)
         return model
 

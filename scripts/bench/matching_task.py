@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, one_hot, pad
 from transformers import EuroBertConfig, EuroBertForTokenClassification
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.training.methods import weights_of_rank_one
 
 MATCH, CLASSIFY = "match", "classify"

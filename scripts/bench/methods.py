@@ -8,9 +8,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_growattn import Grower, GrowthConfig
-from hf_growattn.growable.attention import GrowableAttention
-from hf_growattn.growable.growths import attentions
-from hf_growattn.model.extra import Part
+from hf_growattn.growable.attention import GrowableAttention, attentions
+from hf_growattn.model.new_dims import NewDims
 from hf_growattn.training import methods as library
 
 ROLES = ("query", "key", "value", "output")
@@ -151,7 +150,7 @@ def _grow(model: nn.Module, method: Method, task, budget: int, batches: list[dic
 
 
 @torch.no_grad()
-def point_at_random(parts: dict[GrowableAttention, Part], seed: int) -> None:
+def point_at_random(parts: dict[GrowableAttention, NewDims], seed: int) -> None:
     """Draw new keys and values as large as the old ones, and let new queries and outputs be zero: nothing changes."""
     generator = torch.Generator().manual_seed(seed)
     for attention, part in parts.items():

@@ -10,7 +10,7 @@ from transformers import SmolLM3Config, SmolLM3ForTokenClassification
 from wide_values import widen_values
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class NearestNeighbour(Task):
         model.loss_function = loss_of_queries
         widen_values(model, self.d)
         (attention,) = attentions(patch_model(model))
-        attention.scaling = self.width**-0.5  # of a wide model, too, as after a growth
+        attention.module.scaling = self.width**-0.5  # of a wide model, too, as after a growth
         for role in ("query", "key", "value", "output"):
             nn.init.normal_(attention.projection_of(role).weight, std=config.initializer_range)
-        attention.requires_grad_(True)
+        attention.module.requires_grad_(True)
         return model
 
 

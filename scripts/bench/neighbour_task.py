@@ -10,7 +10,7 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from wide_values import widen_values
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.training.methods import weights_of_rank_one
 
 

@@ -29,7 +29,8 @@ from transformers import logging as transformers_logging
 from transformers.pytorch_utils import Conv1D
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 
 BATCH, VOCABULARY = 1, 512  # short turns: what else the machine does then hits both models alike
 HEAD, GROWN = 64, 80
@@ -104,8 +105,8 @@ def build(family: Callable, kind: str, size: Size) -> nn.Module:
         patch_model(model)
     if kind == "grown":
         for attention in attentions(model):
-            part = attention.add_part("growth_1", GROWN - HEAD, GROWN - HEAD)
-            for weight in (part.inside.weight, part.outside.weight):
+            part = attention.add_new_dims("growth_1", GROWN - HEAD, GROWN - HEAD)
+            for weight in (part.in_proj.weight, part.out_proj.weight):
                 nn.init.normal_(weight, std=0.02)
         sync_config(model)
     return model.eval()

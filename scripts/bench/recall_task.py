@@ -10,7 +10,8 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from wide_values import widen_values
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions, sync_config
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 
 THETA = 254.0  # with 4 dims, the base at which no other offset up to 160 is close to that of the token before
 QUESTIONS = 16  # of a held-out book
@@ -143,8 +144,8 @@ def build(task: PhoneBook, extra: int, seed: int) -> SmolLM3ForCausalLM:
     for role, weight in compared.items():
         match.projection_of(role).weight.copy_(weight[: task.head_dim])
     if extra:
-        of_first, of_match = (layer.add_part("wide", qk_dims=extra, v_dims=0) for layer in layers)
-        nn.init.normal_(of_first.inside.weight, std=0.02)
+        of_first, of_match = (layer.add_new_dims("wide", qk_dims=extra, v_dims=0) for layer in layers)
+        nn.init.normal_(of_first.in_proj.weight, std=0.02)
         for role, weight in compared.items():
             of_match.weight_of(role)[0] = weight[task.head_dim :]
         sync_config(model)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
-from hf_growattn.growable.growths import attentions
+from hf_growattn.growable.attention import attentions
 from hf_growattn.training.methods import weights_of_rank_one
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -71,7 +71,7 @@ class Pretrained(Task):
         """Weights that a method may train."""
         if self.rank:
             return self.rank * weights_of_rank_one(model)
-        parts = [attention.new_part(self.dims, self.dims) for attention in attentions(model)]
+        parts = [attention.make_new_dims(self.dims, self.dims) for attention in attentions(model)]
         return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
     def loss(self, model: nn.Module, batch: dict) -> Tensor:

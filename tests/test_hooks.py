@@ -1,0 +1,247 @@
+"""New dims join by two hooks: the attention keeps its class and its forward, and nothing else sees a call under way."""
+
+import importlib
+import pickle
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers.models.llama.modeling_llama as modeling
+from families import add_dims, build, lm_batches, tokens
+from transformers import AttentionInterface, BertConfig, BertForSequenceClassification
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
+from hf_growattn.growable.attention import attentions, set_trial
+from hf_growattn.growable.growths import sync_config
+from hf_growattn.model import hooks
+
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
+
+
+def bert():
+    size = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    return BertForSequenceClassification(BertConfig(**size)).eval()
+
+
+def grown(model):
+    for attention in attentions(patch_model(model)):
+        add_dims(attention, 3, 2)
+    sync_config(model)
+    return model
+
+
+def traces(model) -> dict:
+    """All that a library could have put on the modules of a model."""
+    hooked = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
+    return {
+        name: (type(module), module.forward.__func__, {*vars(module)}, [len(getattr(module, hook)) for hook in hooked])
+        for name, module in model.named_modules()
+        if "Attention" in type(module).__name__ or "Output" in type(module).__name__
+    }
+
+
+@pytest.mark.parametrize("make", [lambda: build("llama-2"), lambda: build("gpt2-2"), bert])
+def test_an_ungrown_model_has_nothing_of_ours_on_its_attention(make):
+    model = make()
+    before = traces(model)
+    patch_model(model)
+    assert traces(model) == before
+    for attention in attentions(model):
+        add_dims(attention, 1, 1)
+    assert traces(model) != before and {name: kind for name, (kind, *_) in traces(model).items()} == {
+        name: kind for name, (kind, *_) in before.items()
+    }
+    unpatch_model(model, drop_growth=True)
+    assert traces(model) == before
+
+
+def test_the_table_gives_others_the_stock_function():
+    model = grown(build("llama-2"))
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    seen = []
+
+    def ask(module, args):
+        seen.append(ALL_ATTENTION_FUNCTIONS["sdpa"] is stock)
+
+    model.model.layers[0].mlp.register_forward_pre_hook(ask)  # not an attention's call
+    model(tokens())
+    assert seen == [True] and ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None) is stock
+
+
+@pytest.mark.parametrize("make", [lambda: build("llama-2"), bert])
+def test_threads_that_share_a_model_compute_what_one_does(make):
+    model = grown(make())
+    requests = [torch.randint(0, 60, (2, 12)) for _ in range(40)]
+    with torch.no_grad():
+        expected = [model(each).logits for each in requests]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(torch.no_grad()(lambda each: model(each).logits), requests))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected))
+
+
+@torch.no_grad()
+def test_what_is_replaced_in_a_modeling_file_runs_in_grown_layers(monkeypatch):
+    """As kernels of other libraries are, before patching or after it."""
+    model = grown(build("llama-2"))
+    before, calls = model(tokens()).logits, []
+
+    def without_rotation(query, key, *args, **kwargs):
+        calls.append(1)
+        return query, key
+
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", without_rotation)
+    assert not torch.allclose(model(tokens()).logits, before) and len(calls) == 2
+
+
+@torch.no_grad()
+def test_an_attention_function_of_ones_own_runs_in_grown_layers():
+    widths = []
+
+    def own(module, query, key, value, *args, **kwargs):
+        widths.append(query.shape[-1])
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register("own", own)
+    try:
+        model = grown(build("llama-2"))
+        model.set_attn_implementation("sdpa")
+        expected = model(tokens()).logits
+        model.set_attn_implementation("own")
+        # What the function asks the table for, amid a call, passes it by: dims join once.
+        assert torch.equal(model(tokens()).logits, expected) and widths == [19, 19]
+    finally:
+        del AttentionInterface._global_mapping["own"]
+
+
+def test_a_call_that_an_interrupt_left_behind_changes_nothing():
+    model = patch_model(build("llama-2"))
+    before = model(tokens()).logits
+    attention = attentions(model)[0]
+    set_trial(attention, attention.make_new_dims(2, 2))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = attention.module.o_proj.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens())
+    handle.remove()
+    set_trial(attention, None)
+    assert torch.equal(model(tokens()).logits, before)
+    add_dims(attention, 2, 2)
+    after = model(tokens()).logits
+    hooks._thread.call = None
+    assert torch.equal(model(tokens()).logits, after)
+
+
+def test_an_error_amid_a_forward_leaves_no_call_behind():
+    model = grown(build("llama-2"))
+    before = model(tokens()).logits
+    handle = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens())
+    handle.remove()
+    assert hooks._thread.call is None and torch.equal(model(tokens()).logits, before)
+
+
+@torch.no_grad()
+def test_two_copies_of_the_code_serve_two_models():
+    """One that came with a checkpoint next to the installed one: each joins its own dims alone."""
+    ours = grown(build("llama-2"))
+    expected = ours(tokens()).logits
+    names = [name for name in sys.modules if name.startswith("hf_growattn.model")]
+    kept = {name: sys.modules.pop(name) for name in names}
+    wrapped = {name: getattr(AttentionInterface, name) for name in ("get_interface", "__getitem__")}
+    try:
+        other = importlib.import_module("hf_growattn.model.modeling")
+        theirs = other.WideModelMixin.mixed_into(type(build("llama-2")))(ours.config).eval()
+        theirs.load_state_dict(ours.state_dict())
+        assert type(theirs.model.layers[0].self_attn.extra) is not type(ours.model.layers[0].self_attn.extra)
+        for _ in range(2):
+            assert torch.equal(theirs(tokens()).logits, expected) and torch.equal(ours(tokens()).logits, expected)
+    finally:
+        for name, method in wrapped.items():
+            setattr(AttentionInterface, name, method)
+        for name in [name for name in sys.modules if name.startswith("hf_growattn.model")]:
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+@torch.no_grad()
+def test_replicas_of_a_model_take_their_own_shares():
+    """As DataParallel makes them: children that are copies, and hooks that all have in common."""
+    for model, inputs in ((grown(build("llama-2")), tokens()), (grown(bert()), torch.randint(0, 60, (2, 12)))):
+        expected = model(inputs).logits
+        def replicate(module):
+            twin = module._replicate_for_data_parallel()
+            for name, child in module._modules.items():
+                twin._modules[name] = None if child is None else replicate(child)
+            for name, parameter in module._parameters.items():
+                twin._parameters[name] = parameter
+            return twin
+
+        replica = replicate(model)
+        assert torch.equal(replica(inputs).logits, expected)
+
+
+CLASSES = """
+    from torch import nn
+    from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel
+
+    class OwnConfig(LlamaConfig):
+        model_type = "own_llama"
+
+    class Tagger(LlamaPreTrainedModel):
+        config_class = OwnConfig
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.model, self.head = LlamaModel(config), nn.Linear(config.hidden_size, 3)
+            self.post_init()
+
+        def forward(self, input_ids=None, **kwargs):
+            return self.head(self.model(input_ids).last_hidden_state)
+"""
+
+
+def test_a_pickle_of_ones_own_class_loads_in_another_process(tmp_path, monkeypatch):
+    (tmp_path / "tagger.py").write_text(textwrap.dedent(CLASSES))
+    monkeypatch.syspath_prepend(tmp_path)
+    tagger = importlib.import_module("tagger")
+    size = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = grown(tagger.Tagger(tagger.OwnConfig(**size)).eval())
+    expected = model(tokens())
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(tokens(), tmp_path / "tokens.pt")
+    code = f"""
+        import sys, torch
+        sys.path.insert(0, {str(tmp_path)!r})
+        model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+        with torch.no_grad():
+            torch.save(model(torch.load({str(tmp_path / "tokens.pt")!r})), {str(tmp_path / "found.pt")!r})
+        print(type(model).__name__, type(model.config).__name__, model.config.extra_dims["0"])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=2) == ["GrowAttnTagger", "GrowAttnOwnConfig", "{'growth_1': [3, 2]}\n"]
+    torch.testing.assert_close(torch.load(tmp_path / "found.pt"), expected)
+    assert type(pickle.loads(pickle.dumps(model))) is type(model)
+
+
+def test_a_parent_that_calls_forward_itself_is_found_out():
+    """Hooks run only where the module itself is called."""
+    model = patch_model(build("llama-2"))
+    layer = model.model.layers[1]
+    module = layer.self_attn
+
+    class Past(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return module.forward(*args, **kwargs)
+
+    del layer.self_attn
+    layer.self_attn, layer.hidden = Past(), module
+    with pytest.raises(ValueError, match=r"LlamaAttention.*forward.*itself"):
+        Grower(model, CONFIG).grow(lm_batches())
