@@ -20,7 +20,7 @@ def rebuild_output(
             logits = logits + attention_mask[:, 0]
         message = view.message(head)
         output += logits.softmax(-1) @ (features[..., : message.shape[0]] @ message.left @ message.right.T)
-    bias = view._attention.projection_of("output").bias
+    bias = view.attention.projection_of("output").bias
     return (output if bias is None else output + bias).to(hidden_states.dtype)
 
 
@@ -28,7 +28,7 @@ def compute_logits(view: AttentionView, head: int, features: Tensor, causal: boo
     """`P_h X^T` before the scale, (batch, tokens, tokens); minus infinity for later keys where `causal`."""
     length = features.shape[1]
     logits = features.new_full((*features.shape[:2], length), -torch.inf)
-    if view._attention.rotate is None:
+    if view.attention.rotate is None:
         pattern = view.pattern(head)
         queries = features[..., : pattern.shape[0]] @ pattern.left
         keys = features[..., : pattern.shape[1]] @ pattern.right

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import LONG
 from families import FAMILIES, add_dims, build, build_encoder_decoder, lm_batches, padded, tokens
-from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, GenerationConfig, LlamaConfig
+from transformers import AttentionInterface, AttentionMaskInterface, CompileConfig, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 from transformers.integrations.executorch import convert_and_export_with_cache
 from transformers.masking_utils import sdpa_mask

@@ -71,14 +71,11 @@ def test_layers_need_no_new_numbers_where_no_cache_is_used(order, tmp_path):
     assert torch.equal(loaded(tokens(), use_cache=False).logits, logits)
 
 
-def test_layers_that_were_added_grow_once_the_model_is_patched_again(tmp_path):
+def test_layers_that_were_added_grow_with_the_others(tmp_path):
     model = grown()
     model.model.layers.append(copy.deepcopy(build("llama-5-bias").model.layers[0]))
     model.model.layers[5].self_attn.layer_idx, model.config.num_hidden_layers = 5, 6
-    config = GrowthConfig(qk_dims=2, v_dims=2, layers=[5])
-    with pytest.raises(ValueError, match="no attention in layer 5"):
-        Grower(model, config).grow(BATCHES)
-    assert Grower(patch_model(model), config).grow(BATCHES).applied
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2, layers=[5])).grow(BATCHES).applied
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, model(tokens()).logits)
     assert export_model(model, tmp_path / "stock").difference < 1e-4  # fp32

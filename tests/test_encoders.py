@@ -144,8 +144,8 @@ def test_views_compute_what_the_module_does(grown, name):
             seen["mask"] = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
-        projection = views[1]._attention.projection_of("output")
-        for written in (projection, *(part.out_proj for part in views[1]._attention.growths.values())):
+        projection = views[1].attention.projection_of("output")
+        for written in (projection, *(part.out_proj for part in views[1].attention.growths.values())):
             written.register_forward_hook(lambda *call, seen=seen: seen.update(out=seen.get("out", 0) + call[-1]))
         outputs(model, name)
         found = rebuild_output(views[1], seen["x"], causal=False, attention_mask=seen["mask"])

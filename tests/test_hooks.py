@@ -176,6 +176,7 @@ def test_replicas_of_a_model_take_their_own_shares():
     """As DataParallel makes them: children that are copies, and hooks that all have in common."""
     for model, inputs in ((grown(build("llama-2")), tokens()), (grown(bert()), torch.randint(0, 60, (2, 12)))):
         expected = model(inputs).logits
+
         def replicate(module):
             twin = module._replicate_for_data_parallel()
             for name, child in module._modules.items():

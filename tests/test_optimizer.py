@@ -124,7 +124,11 @@ def largest_updates(name, seed):
     model, optimizers = trained("llama-2", OPTIMIZERS[name], steps=20)
     Grower(model, GrowthConfig(qk_dims=4, v_dims=2), optimizers).grow(lm_batches(8, seed=seed))
     new = [p for p in extra_parameters(model) if p.dim() == 2]
-    old = [module.weight for a in attentions(model) for module in (a.module.q_proj, a.module.k_proj, a.module.v_proj, a.module.o_proj)]
+    old = [
+        module.weight
+        for a in attentions(model)
+        for module in (a.module.q_proj, a.module.k_proj, a.module.v_proj, a.module.o_proj)
+    ]
     for batch in lm_batches(5, seed=81):
         before = [p.detach().clone() for p in (*new, *old)]
         step(model, optimizers, batch)

@@ -252,7 +252,7 @@ def test_unloading_gives_back_what_there_was():
 def test_one_kind_alone(dims):
     model = adapted(LLAMA, **dims)
     modules = {name.split("growattn_")[1].split(".")[0] for name in trainable(model)}
-    assert modules == ({"inside"} if "qk_dims" in dims else {"inside", "outside"})
+    assert modules == ({"in_proj"} if "qk_dims" in dims else {"in_proj", "out_proj"})
     expected = logits(model)
     differ(expected, logits(build(LLAMA)))
     near(logits(model.merge_and_unload()), expected)

@@ -34,38 +34,38 @@ def test_an_unknown_family_grows_and_is_saved_and_loaded(tmp_path):
     assert [(a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(20, 18)] * 2
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    assert isinstance(attentions(reloaded)[1], OwnAttention)
+    assert isinstance(attentions(reloaded)[1].module, OwnAttention)
     # The same weights through the same code: nothing but memory alignment differs.
     torch.testing.assert_close(reloaded(tokens()).logits, model(tokens()).logits, rtol=1e-6, atol=1e-6)
 
 
-def test_a_row_tells_what_old_dims_can_follow(registered):
+def test_a_layout_tells_what_old_dims_can_follow(registered):
     model = patch_model(own_model())
     report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).grow(lm_batches())
     assert report.applied and all(0 < layer.starvation <= 1 for layer in report.layers)
     attention = attentions(model)[1]
-    mixed = attention.mix.weight.view(4, 3, 16, 48)
+    mixed = attention.module.mix.weight.view(4, 3, 16, 48)
     assert all(torch.equal(attention.weight_of(role), mixed[:, i]) for i, role in enumerate(("query", "key", "value")))
 
 
-def test_without_a_row_views_say_how_to_give_one(registered):
+def test_without_a_layout_views_say_how_to_give_one(registered):
     assert attention_views(patch_model(own_model()))[0].pattern(0).shape == (48, 48)
-    row = REGISTERED.pop("own")
+    layout = REGISTERED.pop("own")
     with pytest.raises(ValueError, match=r"query projection of layer 0 is not known.*register_architecture"):
         attention_views(patch_model(own_model()))[0].pattern(0)
-    REGISTERED["own"] = row
+    REGISTERED["own"] = layout
 
 
-def test_a_row_that_cannot_be_is_refused():
+def test_a_layout_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="head is no role; roles are query, key, value and output"):
         register_architecture("own", AttentionLayout({"head": "mix"}))
     assert "own" not in REGISTERED
 
 
-def test_an_attention_with_names_of_ours_is_refused():
+def test_an_attention_with_a_child_of_our_name_is_refused():
     model = own_model()
-    model.model.layers[1].self_attn.layer = 1
-    with pytest.raises(ValueError, match="cannot join OwnAttention, which has its own layer"):
+    model.model.layers[1].self_attn.extra = torch.nn.Identity()
+    with pytest.raises(ValueError, match="cannot join OwnAttention, which has its own `extra`"):
         patch_model(model)
 
 

@@ -240,7 +240,7 @@ def test_normalized_queries_and_keys_have_no_pattern_but_messages(variant):
 @pytest.mark.parametrize("variant", ["mistral", "qwen2"])
 def test_a_window_is_a_mask(variant):
     for view, *(inputs, expected) in recorded(build(variant, dtype=torch.float64), input_ids=tokens(2, 12)):
-        width = window_of(view._attention)
+        width = window_of(view.attention)
         assert width in (None, 6)
         if width is None:
             assert_close(rebuild_output(view, inputs), expected, **ROTATED)

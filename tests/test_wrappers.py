@@ -3,7 +3,6 @@
 import pytest
 import torch
 from families import VOCABULARY, add_dims
-from hf_growattn.model.families import growable_submodels
 from transformers import (
     Blip2QFormerConfig,
     Blip2QFormerModel,
@@ -20,6 +19,7 @@ from wrappers import WRAPPERS, batch, build
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import sync_config
+from hf_growattn.model.families import growable_submodels
 
 GROWTH = GrowthConfig(qk_dims=2, v_dims=2)
 

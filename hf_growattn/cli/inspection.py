@@ -1,7 +1,6 @@
 """How wide a model's heads are, and how much of that width they use, as figures and as tables."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -23,7 +22,7 @@ def inspect_model(model: GrowableModelMixin) -> dict:
     """
     config, layers = model.config, []
     for view in tqdm(attention_views(model), desc="inspecting", unit="layer", leave=False, disable=None):
-        attention: Any = view.module
+        attention = view.attention
         layers.append(
             {
                 "layer": view.layer,

@@ -116,7 +116,7 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
             default that is the language model of a model that wraps one, and all of any other.
 
     Returns:
-        The same object. Patching it again changes nothing but layers that were added since.
+        The same object. Patching it again changes nothing.
 
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
@@ -133,7 +133,6 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
     if isinstance(model, GrowableModelMixin):
         if submodels is not None and [*submodels] != model.config.growable_submodels:
             raise ValueError("This model is patched with other submodels: unpatch_model(model) first.")
-        GrowableModelMixin.adopt(model)
         return model
     holder = _find_holder(model)
     if holder is not None:

@@ -287,12 +287,19 @@ def _base_alone(model: nn.Module) -> Iterator[None]:
     """Take the adapters out of a model for a while."""
     layers = adapter_layers(model)
     for layer in layers:
-        del layer.attention.make_extra()._modules["adapters"]
+        layer.attention.make_extra()._modules["adapters"] = _NoAdapters()
     try:
         yield
     finally:
         for layer in layers:
             layer.attention.make_extra()._modules["adapters"] = layer
+
+
+class _NoAdapters(nn.Module):
+    """Stands for the adapters that are taken out for a while."""
+
+    def active(self) -> list[NewDims]:
+        return []
 
 
 def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> dict[str, list[int]]:

@@ -69,6 +69,7 @@ class AttentionView:
 
     Attributes:
         module: the model's attention module.
+        attention: what is known of it.
         layer: number of the layer.
         scaling: the softmax scale `s`, which is not part of the patterns.
         heads: number of query heads `H`: there is a pattern and a message for each.
@@ -76,7 +77,7 @@ class AttentionView:
     """
 
     def __init__(self, attention: GrowableAttention, rotary: Any):
-        self.module, self._attention, self._rotary = attention.module, attention, rotary
+        self.module, self.attention, self._rotary = attention.module, attention, rotary
         self.layer, self.scaling = attention.layer, attention.softmax_scale
         self.heads, self.groups = attention.shape.num_heads, attention.shape.num_key_value_heads
 
@@ -99,7 +100,7 @@ class AttentionView:
             ValueError: the family normalizes queries and keys, so the logits are no bilinear form; or its projections
                 are not known.
         """
-        attention = self._attention
+        attention = self.attention
         if attention.normalizes:
             raise ValueError(
                 f"Layer {self.layer} normalizes its queries and keys, so that its logits are no bilinear form and "
@@ -143,7 +144,7 @@ class AttentionView:
 
     def _factors(self, role: str, head: int) -> Tensor:
         """Copy a query head's factors of a role, (d or d + 1, width)."""
-        attention, heads = self._attention, self.heads
+        attention, heads = self.attention, self.heads
         if head not in range(heads):
             raise IndexError(f"Layer {self.layer} has {heads} heads, 0 to {heads - 1}; got head {head}.")
         if problem := attention.why_unreadable(role):

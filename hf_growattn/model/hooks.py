@@ -57,7 +57,7 @@ class Arguments(NamedTuple):
             )
         return hidden_states, self.find(_SOURCES, args, kwargs)[1]
 
-    def replace(self, name: str, value: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def with_value(self, name: str, value: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The same call with another value of a parameter that was given."""
         place = self.names.index(name) if name in self.names else len(args)
         if place < len(args):
@@ -225,7 +225,7 @@ def before_forward(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     call = Call(module, new_dims, hidden_states, source)
     call.one_width = implementation not in UNEQUAL_WIDTHS
     _thread.call = call
-    return None if cache is None else extra.arguments.replace(name, _widened(cache, call), args, kwargs)
+    return None if cache is None else extra.arguments.with_value(name, _widened(cache, call), args, kwargs)
 
 
 def after_forward(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -273,7 +273,7 @@ class Handover:
         share = share if dropout is None else dropout(share)
         arguments = Arguments(("hidden_states", "input_tensor"))
         _, residual = arguments.find(("input_tensor",), args, kwargs)
-        return arguments.replace("input_tensor", residual + share.to(residual.dtype), args, kwargs)
+        return arguments.with_value("input_tensor", residual + share.to(residual.dtype), args, kwargs)
 
 
 def add_extra(module: Any, shape: HeadShape, names: Sequence[str], sibling: Any = None) -> ExtraDims:
