@@ -13,7 +13,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..model.configuration import auto_map, growable_config_class
 from ..model.families import find_attentions, find_obstacle
-from ..model.modeling import WideModelMixin, class_by_name, growable_configs
+from ..model.modeling import WideModelMixin, class_by_name, growable_configs, sync_config
+from ..model.new_dims import ExtraDims
 from .attention import attentions
 from .folders import loading, replacing
 from .growths import Dims, extra_parameters, is_grown, save_growth_beside, set_dims
@@ -149,6 +150,7 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
     _register(type(model.config))
     _replace_configs(model, submodels)
     GrowableModelMixin.adopt(model)
+    sync_config(model)  # an inner model may have grown before
     return model
 
 
@@ -167,7 +169,7 @@ def _check(model: PreTrainedModel, submodels: Sequence[str] | None) -> None:
         reasons = "; ".join(f"{name} {obstacle}" for name, obstacle in why.items())
         raise ValueError(f"New dims cannot join {type(model).__name__}: {reasons or 'it has no attention module'}.")
     for module in found:
-        if hasattr(module, "extra"):
+        if not isinstance(getattr(module, "extra", None), (ExtraDims, type(None))):
             raise ValueError(f"New dims cannot join {type(module).__name__}, which has its own `extra`.")
 
 
