@@ -155,7 +155,7 @@ for view in attention_views(model):
 growth_batches = list(itertools.islice(batches, 12))
 measured = Grower(model, GrowthConfig(qk_dims=4, v_dims=4)).measure(growth_batches)
 for layer in measured.layers:
-    print(f"Layer {layer.layer}, {layer.kind}: starvation {layer.starvation:.2f}.")
+    print(f"Layer {layer.layer}, {layer.kind}: gradient out of reach {layer.out_of_reach:.2f}.")
 print("With 4 new dims everywhere: loss {:.4f} -> {:.4f} on those batches.".format(*measured.validated_loss))
 
 # %% [markdown]

@@ -7,8 +7,8 @@ from test_growth import fingerprint, same
 from transformers import AlbertConfig, AlbertModel, AutoModel
 
 from hf_growattn import Grower, GrowthConfig, attention_views, patch_model
+from hf_growattn.grow.plan import as_dicts
 from hf_growattn.growable.growths import attentions
-from hf_growattn.measure.passes import as_dicts
 
 BATCH = lm_batches(1)[0]
 

@@ -34,7 +34,7 @@ from hf_growattn.growable.growths import attentions, extra_parameters, origin_of
 from hf_growattn.interop import checkpoints
 from hf_growattn.interop.cards import write_card
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.blocks import KINDS
+from hf_growattn.measure.bottlenecks import KINDS
 from hf_growattn.model.configuration import register_type_names
 from hf_growattn.model.extra import in_order
 from hf_growattn.training.trainer import _random_states_kept

@@ -15,7 +15,7 @@ from hf_growattn.grow import trim
 from hf_growattn.grow.trial import read_factors
 from hf_growattn.grow.trim import GrownDims, cut_parts
 from hf_growattn.growable.growths import attentions, next_name, swap_parts, sync_config
-from hf_growattn.measure.blocks import MESSAGES, PATTERNS, Block, Roots, measure_moments
+from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, Bottleneck, Roots, compute_moments
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 from hf_growattn.report.report import LayerTrim, TrimReport
 
@@ -321,14 +321,14 @@ def test_a_head_with_fewer_directions_can_still_train():
 def found(model, batches, whitened=True):
     """The new dims of every layer and kind, factored anew; without the whitening in the metric of the weights."""
     with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
     every = []
-    for block in blocks:
+    for bottleneck in bottlenecks:
         if not whitened:
-            one, plain = torch.tensor(1.0), torch.eye(len(block.roots.shared_root))
-            block = Block(block.attention, block.kind, Roots(one, one, plain, plain))
-        every.append(GrownDims(block.attention, block.kind))
-        every[-1].refactor(block)
+            one, plain = torch.tensor(1.0), torch.eye(len(bottleneck.roots.shared_root))
+            bottleneck = Bottleneck(bottleneck.attention, bottleneck.kind, Roots(one, one, plain, plain))
+        every.append(GrownDims(bottleneck.attention, bottleneck.kind))
+        every[-1].refactor(bottleneck)
     return every
 
 

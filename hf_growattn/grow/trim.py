@@ -18,11 +18,11 @@ from ..growable.training_state import (
     refuse_sharded,
 )
 from ..measure import functional as F
-from ..measure.blocks import KINDS, Block, Kind, measure_moments
-from ..measure.passes import Objective, as_dicts, lowering, mean_loss, mean_of, preserved_state
+from ..measure.bottlenecks import KINDS, Bottleneck, Kind, compute_moments
+from ..measure.passes import Objective, lowering, mean_loss, mean_of, preserved_state
 from ..model.extra import Part
 from ..report.report import LayerTrim, TrimReport
-from .plan import model_to_grow
+from .plan import as_dicts, model_to_grow
 from .trial import parameters_of_a_dim, read_factors, write_factors
 
 _RIDGE = 0.05  # of the mean eigenvalue, as in growth: directions that these batches hardly show are not free
@@ -118,19 +118,19 @@ class GrownDims:
         self.count = sum(part.dims_of(kind.shared) for part in self.alive)
         self.live = sum(dims.shape[-1] for dims in self.alive.values())
 
-    def refactor(self, block: Block) -> None:
+    def refactor(self, bottleneck: Bottleneck) -> None:
         """Find the directions of `W_a W_b^T` over the new dims, by its SVD in the metric of the logits or outputs."""
         sides = zip(*(read_factors(part, self.kind) for part in self.alive))
-        stacked, shared = (torch.cat(side, -1).to(block.like.dtype) for side in sides)
-        left, right = F.balanced_factors(*block.whitened(stacked, shared), self.count)
+        stacked, shared = (torch.cat(side, -1).to(bottleneck.like.dtype) for side in sides)
+        left, right = F.balanced_factors(*bottleneck.whitened(stacked, shared), self.count)
         sigma = left.square().sum(-2)  # (G, p)
         self.errors = sigma.square().sum(0)
         # Where a group has fewer directions than others, both sides zero could never be trained: one stays as it is.
         none = (sigma <= 1e-6 * sigma[..., :1]).unsqueeze(-2)
-        left, right = block.unwhitened(left.masked_fill(none, 0), right)
+        left, right = bottleneck.unwhitened(left.masked_fill(none, 0), right)
         self.factors = left, torch.where(none, shared, right)
 
-    def columns(self, part: Part, kept: int) -> tuple[Tensor, ...]:
+    def dims_kept(self, part: Part, kept: int) -> tuple[Tensor, ...]:
         """What a part holds if `kept` of all new dims stay, stacked (H, a, n) and shared (G, b, n).
 
         All live ones stay as they are; fewer are the leading `factors`, which fill one part after the other.
@@ -162,9 +162,9 @@ def cut_parts(keep: dict[GrownDims, int]) -> Parts:
         for attention, own in parts.items():
             for name, part in attention.make_extra().parts.items():
                 inside = {new.kind: new for new in keep if part in new.alive}
-                columns = {kind: new.columns(part, keep[new]) for kind, new in inside.items()}
+                kept_dims = {kind: new.dims_kept(part, keep[new]) for kind, new in inside.items()}
                 dims = {"qk_dims": 0, "v_dims": 0}
-                dims |= {kind.width: sides[0].shape[-1] for kind, sides in columns.items()}
+                dims |= {kind.width: sides[0].shape[-1] for kind, sides in kept_dims.items()}
                 same = all(keep[new] == new.live for new in inside.values())
                 if same and dims == {"qk_dims": part.qk_dims, "v_dims": part.v_dims}:
                     own[name] = part
@@ -172,7 +172,7 @@ def cut_parts(keep: dict[GrownDims, int]) -> Parts:
                     weight = part.inside.weight
                     own[name] = Part(attention.shape, **dims, dtype=weight.dtype, device=weight.device)
                     own[name].train(part.training).requires_grad_(weight.requires_grad)
-                    for kind, sides in columns.items():
+                    for kind, sides in kept_dims.items():
                         write_factors(own[name], kind, *sides)
     return parts
 
@@ -186,9 +186,9 @@ def _least_needed(
     """
     bar.total = len(batches)
     involved = list({new.attention: None for new in found})
-    blocks, losses = measure_moments(objective, involved, list(KINDS.values()), batches, _RIDGE)
+    bottlenecks, losses = compute_moments(objective, involved, list(KINDS.values()), batches, _RIDGE)
     before = mean_of(losses)
-    by_place = {(block.attention, block.kind): block for block in blocks}
+    by_place = {(each.attention, each.kind): each for each in bottlenecks}
     # Of modules that the loss does not run, or only as cross-attention, nothing is known.
     live = [new for new in found if new.live and (new.attention, new.kind) in by_place]
     with raise_on_all_ranks():

@@ -22,7 +22,7 @@ from ..growable.attention import GrowableAttention, drop_if_empty
 from ..growable.growths import is_grown, next_name, sync_config
 from ..growable.models import GrowableModelMixin, patch_model, unpatch_model
 from ..growable.training_state import refuse_sharded
-from ..measure.blocks import KINDS
+from ..measure.bottlenecks import KINDS
 from ..model.extra import Part
 from ..report.report import GrowthReport
 

@@ -20,7 +20,7 @@ class LayerGrowth:
         width: before and after.
         step_size: the step `gamma` that was taken here; 0 after a rollback and where nothing grew.
         gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from.
-        starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
+        out_of_reach: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
             where their weights cannot be read.
     """
 
@@ -29,7 +29,7 @@ class LayerGrowth:
     width: tuple[int, int]
     step_size: float
     gain: float
-    starvation: float | None
+    out_of_reach: float | None
 
     @property
     def predicted_gain(self) -> float:
