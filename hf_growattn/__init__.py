@@ -2,7 +2,7 @@
 
 `patch_model` makes a model growable, and `Grower.find` (`grow.growth`) finds new dims. The way of a batch: the model
 computes its loss while a probe sits in each attention module (`model.seam` lets it join, `measure.passes` runs the
-batches); the probe's gradient says what new dims could do (`measure.gradients`); dims are chosen (`grow.plan`), tried
+batches); the probe's gradient says what new dims could do (`measure.directions`); dims are chosen (`grow.plan`), tried
 in the same place by steps that other batches judge (`grow.trial`), and kept there as a part of `attention.extra`
 (`growable.growths`), or dropped. Old weights are never touched. Each room, a sub-package, says in its first lines what
 lives there. Import from here alone: what lies deeper may move.

@@ -7,7 +7,7 @@ from test_growth import fingerprint, same
 from transformers import AlbertConfig, AlbertModel, AutoModel
 
 from hf_growattn import Grower, GrowthConfig, attention_views, patch_model
-from hf_growattn.grow.plan import as_dicts
+from hf_growattn.grow.plan import read_batches
 from hf_growattn.growable.growths import attentions
 
 BATCH = lm_batches(1)[0]
@@ -66,7 +66,7 @@ def test_what_is_no_list_of_batches(batches, match):
 
 def test_labels_of_detection_are_a_list_of_dicts():
     batch = {"pixel_values": torch.zeros(1, 3, 4, 4), "labels": [{"boxes": torch.zeros(1, 4)}]}
-    assert as_dicts([batch], patch_model(build("llama-2"))) == [batch]
+    assert read_batches([batch], patch_model(build("llama-2"))) == [batch]
 
 
 def test_views_of_what_is_no_model():

@@ -17,7 +17,7 @@ from hf_growattn.growable.growths import attentions, cache_bytes, extra_paramete
 from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
 from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.functional import step_factors
-from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss, mean_of
+from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss, mean_over_ranks
 
 FIXED = dict(qk_dims=4, v_dims=4)
 
@@ -68,7 +68,7 @@ def everything(model, batches, kinds=(PATTERNS, MESSAGES), dims=4):
     with evaluation_mode(model):
         bottlenecks, losses = compute_moments(objective, attentions(model), list(kinds), batches, 0.05)
         directions = exact_directions(objective, bottlenecks, (batches[0::2], batches[1::2]), dims=dims)
-    return Trial([Candidate(found, dims, torch.ones(dims)) for found in directions]), mean_of(losses)
+    return Trial([Candidate(found, dims, torch.ones(dims)) for found in directions]), mean_over_ranks(losses)
 
 
 @pytest.mark.parametrize(
@@ -268,13 +268,13 @@ def test_what_is_found_is_kept_or_dropped():
     grower = Grower(model, GrowthConfig(**FIXED, oversampling=4), optimizer)
     first, second = grower.find(lm_batches()), grower.find(lm_batches())
     assert same(fingerprint(model, optimizer), before)
-    assert first.report.found and [*first.parts] == attentions(model)
-    assert not first.drop().applied and not first.parts
+    assert first.report.found and [*first.new_dims] == attentions(model)
+    assert not first.drop().applied and not first.new_dims
     first.keep()
     assert same(fingerprint(model, optimizer), before)
-    parts = second.parts
+    found = second.new_dims
     report = second.keep()
-    assert report.applied and [a.extra.parts["growth_1"] for a in attentions(model)] == [*parts.values()]
+    assert report.applied and [a.extra.parts["growth_1"] for a in attentions(model)] == [*found.values()]
     assert loss_of(model, lm_batches()) == pytest.approx(report.loss_after, rel=1e-5)
     third = grower.grow(lm_batches())
     assert {part for a in attentions(model) for part in a.extra.parts} == {"growth_1", "growth_2"}

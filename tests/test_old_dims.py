@@ -61,7 +61,7 @@ def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors
             for bottleneck, norm in zip(bottlenecks, norms):
                 # The best of the stepped product, and balanced: both sides have the singular values as Gram matrix.
                 old = read_factors(bottleneck.attention, bottleneck.kind)
-                new = read_factors(trial.parts[bottleneck.attention], bottleneck.kind)
+                new = read_factors(trial.new_dims[bottleneck.attention], bottleneck.kind)
                 stacked, shared = (torch.cat(side, -1) for side in zip(old, new))
                 assert stacked.shape[-1] == STOCK + 4
                 stacked, shared = bottleneck.whitened(stacked, shared)

@@ -122,11 +122,11 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     with trial.attached():
         trial.set_steps([1.0] * len(trial.candidates))
         torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
-        for part in trial.parts.values():
+        for part in trial.new_dims.values():
             part.requires_grad_(True)
         model(**batches[0]).loss.backward()
     layer = attentions(model)[1]
-    part = trial.parts[layer]
+    part = trial.new_dims[layer]
     rms = [weight.square().mean().sqrt() for weight in (layer.weight_of("key"), part.weight_of("key"))]
     torch.testing.assert_close(*rms, rtol=0.2, atol=0)
     assert not part.weight_of("query").any() and not part.weight_of("output").any()
@@ -141,7 +141,7 @@ def test_a_new_dim_has_one_length_on_both_sides_but_its_shared_side_is_never_sma
     bottlenecks, products = [found.bottleneck for found in directions], {}
     for step in (1e-3, 1e9):
         trial.set_steps([step] * len(directions))
-        found = [read_factors(trial.parts[bottleneck.attention], bottleneck.kind) for bottleneck in bottlenecks]
+        found = [read_factors(trial.new_dims[bottleneck.attention], bottleneck.kind) for bottleneck in bottlenecks]
         products[step] = [stacked @ shared.mT / step for stacked, shared in found]
         for bottleneck, (stacked, shared) in zip(bottlenecks, found):
             old, new = bottleneck.old_factors()[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()

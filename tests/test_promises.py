@@ -118,13 +118,13 @@ def test_a_growth_is_kept_once():
     assert found.keep().applied
     grown = widths(model), len(extra_parameters(model))
     found.keep()
-    assert (widths(model), len(extra_parameters(model))) == grown and not found.parts
+    assert (widths(model), len(extra_parameters(model))) == grown and not found.new_dims
 
 
 def test_what_is_called_validated_is_measured_by_the_other_half(monkeypatch):
     given, seen = lm_batches(4), []
     half_of = {id(batch["input_ids"]): number % 2 for number, batch in enumerate(given)}
-    original = growing.losses_of
+    original = growing.compute_losses
 
     class Noted(growing.Trial):
         def set_steps(self, steps, half=None):
@@ -135,7 +135,7 @@ def test_what_is_called_validated_is_measured_by_the_other_half(monkeypatch):
     monkeypatch.setattr(growing, "Trial", Noted)
     monkeypatch.setattr(
         growing,
-        "losses_of",
+        "compute_losses",
         lambda objective, batches: (
             seen.extend((seen_half[0], half_of[id(batch["input_ids"])]) for batch in batches)
             or original(objective, batches)
@@ -352,7 +352,7 @@ def test_a_slower_token_is_told_as_slower():
     part = attention.new_part(1, 1)
     part.inside.register_forward_pre_hook(lambda *_: time.sleep(0.03))
     trial = Trial([])
-    trial.parts = {attention: part}
+    trial.new_dims = {attention: part}
     ratio, error, count = trial.time_decoding(model, tokens(1, 70))
     assert ratio > 1.5 and error < ratio and count == 70
 

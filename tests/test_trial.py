@@ -93,7 +93,7 @@ def test_a_trial_takes_off_what_it_put_on_after_an_exception_too():
         directions = exact_directions(Objective(model), bottlenecks, halves_of(lm_batches(2)), dims=2)
     trial = Trial(all_candidates(GrowthConfig(qk_dims=2), directions))
     with pytest.raises(KeyboardInterrupt), trial.attached():
-        assert all(attention.trial is trial.parts[attention] for attention in attentions(model))
+        assert all(attention.trial is trial.new_dims[attention] for attention in attentions(model))
         raise KeyboardInterrupt
     assert not any(attention.extra for attention in attentions(model))
     with pytest.raises(KeyboardInterrupt), probing(bottlenecks, [_eyes(each) for each in bottlenecks]):

@@ -26,19 +26,19 @@ from ..growable.training_state import (
 )
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
 from ..measure.directions import Directions, exact_directions, passes_over, sketched_directions
-from ..measure.passes import HalvedBatches, Objective, halves_of, losses_of, lowering, mean_loss, preserved_state
+from ..measure.passes import HalvedBatches, Objective, compute_losses, halves_of, lowering, mean_loss, preserved_state
 from ..model.extra import Part
 from ..report.report import GrowthReport
 from .plan import (
     GrowthConfig,
     all_candidates,
-    as_dicts,
     check_room,
     dims_worth_a_look,
     growth_report,
     layers_to_grow,
+    list_batches,
     model_to_grow,
-    read_once,
+    read_batches,
     spend,
 )
 from .trial import FEW, MOST_EVALUATIONS, SMALLEST_FALL, Candidate, StepSearch, Trial, price_kinds
@@ -85,22 +85,22 @@ class Growth:
         self._model, self._optimizers, self._trial, self.report = model, optimizers, trial, report
 
     @property
-    def parts(self) -> dict[GrowableAttention, Part]:
+    def new_dims(self) -> dict[GrowableAttention, Part]:
         """The new dims by attention module; empty where no step lowers the loss, and once they are dropped."""
-        return self._trial.parts if self._trial is not None else {}
+        return self._trial.new_dims if self._trial is not None else {}
 
     def keep(self) -> GrowthReport:
-        """Make the new dims parts of the model that train, in the optimizer's groups, too; returns the report.
+        """Make the new dims a part of the model that trains, in the optimizer's groups, too; returns the report.
 
         Where no step lowers the loss, nothing changes.
         """
         if self._trial is not None:
             reshard(self._model)
             name, kept = next_name(self._model), parts_of(self._model)
-            for attention, part in self.parts.items():
-                broadcast_from_rank0(*(parameter.detach() for parameter in part.parameters()))
-                part.requires_grad_(True).train(attention.training)
-            grown = {attention: kept[attention] | {name: part} for attention, part in self.parts.items()}
+            for attention, new in self.new_dims.items():
+                broadcast_from_rank0(*(parameter.detach() for parameter in new.parameters()))
+                new.requires_grad_(True).train(attention.training)
+            grown = {attention: kept[attention] | {name: new} for attention, new in self.new_dims.items()}
             replace_parts(self._model, grown, self._optimizers)
             leave_checkpoint(self._model)
             for candidate in self._trial.candidates:
@@ -207,7 +207,7 @@ class Grower:
 
                 check_old_dims(self.model, self.config, layers)
             check_optimizers(self.optimizers, self.model)
-            read = as_dicts(batches, self.model) if self.loss is None else read_once(batches)
+            read = read_batches(batches, self.model) if self.loss is None else list_batches(batches)
             halved = HalvedBatches(halves_of(read, whole=self.loss is not None))
         if not all(total(*map(len, halved.halves))):
             raise ValueError(
@@ -341,7 +341,7 @@ def _validated_loss(session: Session, trial: Trial, steps: list[float]) -> tuple
     falls: list[float] = []
     for half, batches in zip((1, 0), session.batches.few(FEW)):
         trial.set_steps(steps, half)
-        losses = losses_of(session.objective, batches)
+        losses = compute_losses(session.objective, batches)
         falls += [before - loss for before, loss in zip(session.batches.losses_before(batches), losses)]
     count, fall, squares = total(len(falls), sum(falls), sum(each * each for each in falls))
     variance = max(squares / count - (fall / count) ** 2, 0.0) / (count - 1)

@@ -215,8 +215,8 @@ class OldDimsCandidate(Candidate):
         """The same on batches that the directions were not computed from."""
         return super().gain + self.old_step.validated
 
-    def set_step(self, step: float, source: int, part: Part | None) -> None:
-        """Write the new dims for a step into a part, and the old ones into the attention's own weights."""
+    def set_step(self, step: float, source: int, new_dims: Part | None) -> None:
+        """Write the new dims for a step, and the old ones into the attention's own weights."""
         if self.refactors:
             width, (stacked, shared) = self.old[0].shape[-1], self._refactored(step, source)
             self.stepped, new = (stacked[..., :width], shared[..., :width]), (stacked[..., width:], shared[..., width:])
@@ -224,8 +224,8 @@ class OldDimsCandidate(Candidate):
             moved = self.bottleneck.unwhitened(self.old_step.stacked, self.old_step.shared)
             self.stepped = self.old[0] + step * moved[0], self.old[1] + step * moved[1]
             new = self.new_factors(step, source)
-        if part is not None:
-            write_factors(part, self.bottleneck.kind, *new)
+        if new_dims is not None:
+            write_factors(new_dims, self.bottleneck.kind, *new)
         self._write_old(self.stepped)
 
     def _refactored(self, step: float, source: int) -> tuple[Tensor, Tensor]:

@@ -242,7 +242,7 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
     return chosen
 
 
-def read_once(batches: Any) -> list:
+def list_batches(batches: Any) -> list:
     """The batches as a list; a ValueError for what is a single batch, or holds none."""
     listed = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if hasattr(batches, "keys") or isinstance(batches, str) or not listed:
@@ -252,10 +252,10 @@ def read_once(batches: Any) -> list:
     return [*batches]
 
 
-def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
+def read_batches(batches: Iterable, model: PreTrainedModel) -> list[dict]:
     """Read the batches once: tensors of input_ids become causal LM batches; a ValueError names one that is none."""
     listed = []
-    for index, batch in enumerate(read_once(batches)):
+    for index, batch in enumerate(list_batches(batches)):
         if torch.is_tensor(batch):
             batch = dict.fromkeys(("input_ids", "labels"), batch if batch.is_floating_point() else batch.long())
         if not hasattr(batch, "keys"):
@@ -306,13 +306,14 @@ def growth_report(
 
     `figures` are the report's losses and times.
     """
-    taken, parts = dict(zip(trial.candidates, steps)), trial.parts if sum(steps) > 0 else {}
-    added = [weight for part in parts.values() for weight in part.parameters()]
+    taken = dict(zip(trial.candidates, steps))
+    new_dims = trial.new_dims if sum(steps) > 0 else {}
+    added = [weight for new in new_dims.values() for weight in new.parameters()]
     return GrowthReport(
         layers=[_layer_growth(candidate, taken.get(candidate, 0.0)) for candidate in candidates],
         added_parameters=sum(weight.numel() for weight in added),
         added_bytes=sum(weight.nbytes for weight in added),
-        cache_bytes=(cache_bytes(model), cache_bytes(model, parts)),
+        cache_bytes=(cache_bytes(model), cache_bytes(model, new_dims)),
         parameters=model.num_parameters(),
         **figures,
     )

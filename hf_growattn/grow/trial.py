@@ -104,21 +104,21 @@ class Candidate:
         of_heads = (taken * step / scale).repeat_interleave(self.bottleneck.heads // self.bottleneck.groups, 0)
         return stacked * of_heads.unsqueeze(-2), shared * scale.unsqueeze(-2)
 
-    def set_step(self, step: float, source: int, part: Part | None) -> None:
-        """Write the new dims for a step into a part."""
-        if part is not None:
-            write_factors(part, self.bottleneck.kind, *self.new_factors(step, source))
+    def set_step(self, step: float, source: int, new_dims: Part | None) -> None:
+        """Write the new dims for a step."""
+        if new_dims is not None:
+            write_factors(new_dims, self.bottleneck.kind, *self.new_factors(step, source))
 
     def undo(self) -> None:
-        """Take back what a step wrote outside of the part: nothing here."""
+        """Take back what a step wrote outside of the new dims: nothing here."""
 
     def commit(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Write what the last step moves outside of the part for good: nothing here."""
+        """Write what the last step moves outside of the new dims for good: nothing here."""
 
 
 @torch.no_grad()
 def write_factors(dims: Part | GrowableAttention, kind: Kind, stacked: Tensor, shared: Tensor) -> None:
-    """Write both sides of a kind, (H, a, k) and (G, b, k), into a part, or into readable, unsharded old weights."""
+    """Write both sides of a kind, (H, a, k) and (G, b, k), into new dims, or into readable, unsharded old weights."""
     for role, factors in zip(kind.roles, (stacked, shared)):
         into = dims.weight_of(role)
         weight, bias = F.split_bias(factors, into.shape[-1])
@@ -136,11 +136,11 @@ def read_factors(dims: Part | GrowableAttention, kind: Kind) -> tuple[Tensor, Te
 
 
 class Trial:
-    """Candidates as parts of a live model, which computes with them while they are `attached`.
+    """Candidates as new dims of a live model, which computes with them while they are `attached`.
 
     Attributes:
         candidates: what is tried.
-        parts: the new dims of each attention module that gains some.
+        new_dims: those of each attention module that gains some.
     """
 
     def __init__(self, candidates: list[Candidate]):
@@ -152,7 +152,7 @@ class Trial:
                 own = widths.setdefault(bottleneck.attention, {"qk_dims": 0, "v_dims": 0})
                 own[bottleneck.kind.width] = candidate.dims
         with raise_on_all_ranks():
-            self.parts = {layer: layer.new_part(**own).requires_grad_(False) for layer, own in widths.items()}
+            self.new_dims = {layer: layer.new_part(**own).requires_grad_(False) for layer, own in widths.items()}
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -172,16 +172,16 @@ class Trial:
         """
         source = 0 if half is None else half + 1
         for candidate, step in zip(self.candidates, steps):
-            candidate.set_step(step, source, self.parts.get(candidate.bottleneck.attention))
+            candidate.set_step(step, source, self.new_dims.get(candidate.bottleneck.attention))
 
     def attach(self) -> None:
         """Let the model compute with the new dims."""
-        for attention, part in self.parts.items():
-            set_trial(attention, part)
+        for attention, new in self.new_dims.items():
+            set_trial(attention, new)
 
     def detach(self) -> None:
         """Let the model compute without them, and with its old weights."""
-        for attention in self.parts:
+        for attention in self.new_dims:
             set_trial(attention, None)
         for candidate in self.candidates:
             candidate.undo()

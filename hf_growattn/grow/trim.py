@@ -19,10 +19,10 @@ from ..growable.training_state import (
 )
 from ..measure import functional as F
 from ..measure.bottlenecks import KINDS, Bottleneck, Kind, compute_moments
-from ..measure.passes import Objective, lowering, mean_loss, mean_of, preserved_state
+from ..measure.passes import Objective, lowering, mean_loss, mean_over_ranks, preserved_state
 from ..model.extra import Part
 from ..report.report import LayerTrim, TrimReport
-from .plan import as_dicts, model_to_grow
+from .plan import model_to_grow, read_batches
 from .trial import parameters_of_a_dim, read_factors, write_factors
 
 _RIDGE = 0.05  # of the mean eigenvalue, as in growth: directions that these batches hardly show are not free
@@ -75,7 +75,7 @@ def trim_model(
         every = [GrownDims(attention, kind) for attention in attentions(model) for kind in KINDS.values()]
         found = [new for new in every if new.count]
         if batches is not None:
-            batches = as_dicts(batches, model) if loss is None else [*batches]
+            batches = read_batches(batches, model) if loss is None else [*batches]
     keep, before, after = {new: new.live for new in found}, None, None
     if batches is not None:
         with (
@@ -187,7 +187,7 @@ def _least_needed(
     bar.total = len(batches)
     involved = list({new.attention: None for new in found})
     bottlenecks, losses = compute_moments(objective, involved, list(KINDS.values()), batches, _RIDGE)
-    before = mean_of(losses)
+    before = mean_over_ranks(losses)
     by_place = {(each.attention, each.kind): each for each in bottlenecks}
     # Of modules that the loss does not run, or only as cross-attention, nothing is known.
     live = [new for new in found if new.live and (new.attention, new.kind) in by_place]

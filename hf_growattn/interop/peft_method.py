@@ -337,6 +337,6 @@ def initialize_growattn_weights(
         raise ValueError("Adapters are merged into the base; call unmerge_adapter() before the guided start.")
     with _base_alone(tuner.model):
         growth = Grower(tuner.model, config.growth, loss=loss).find(batches)
-    if growth.parts:
-        tuner.load_found(adapter_name, growth.parts)
+    if growth.new_dims:
+        tuner.load_found(adapter_name, growth.new_dims)
     return replace(growth.report, kept=True)

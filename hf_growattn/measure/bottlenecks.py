@@ -172,8 +172,8 @@ def compute_moments(
     bottlenecks = []
     for attention in attentions:
         roots_of = sums.pop_roots(attention, ridge)
-        for kind in kinds if roots_of else ():
-            bottlenecks.append(Bottleneck(attention, kind, roots_of(kind)))
+        if roots_of is not None:
+            bottlenecks += [Bottleneck(attention, kind, roots_of(kind)) for kind in kinds]
     return bottlenecks, losses
 
 

@@ -133,10 +133,10 @@ def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
 
 def mean_loss(objective: Objective, batches: list) -> float:
     """Return the mean of the batches' losses over all ranks, finite or not. Call inside `evaluation_mode`."""
-    return mean_of(losses_of(objective, batches))
+    return mean_over_ranks(compute_losses(objective, batches))
 
 
-def losses_of(objective: Objective, batches: list) -> list[float]:
+def compute_losses(objective: Objective, batches: list) -> list[float]:
     """Return the loss of each of this rank's batches, finite or not. Call inside `evaluation_mode`."""
     losses = []
     with torch.no_grad(), failing_together(objective.model):
@@ -175,7 +175,7 @@ def failing_together(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def mean_of(losses: list[float]) -> float:
+def mean_over_ranks(losses: list[float]) -> float:
     """Return the mean of the losses of all ranks' batches."""
     loss, count = total(sum(losses), len(losses))
     return loss / count
@@ -354,7 +354,7 @@ class HalvedBatches:
     def note_losses(self, losses: list[float]) -> None:
         """Keep the losses of the batches `as_given`, which the model has before anything is tried."""
         self._losses = dict(zip(map(id, self.as_given), losses))
-        self.loss_before = mean_of(losses)
+        self.loss_before = mean_over_ranks(losses)
 
     def losses_before(self, batches: list) -> list[float]:
         """The noted losses of some of the batches."""
@@ -362,7 +362,7 @@ class HalvedBatches:
 
     def few_loss_before(self, count: int) -> float:
         """The mean over both halves of the noted loss of their `few` batches, over all ranks."""
-        return sum(mean_of(self.losses_before(few)) for few in self.few(count)) / 2
+        return sum(mean_over_ranks(self.losses_before(few)) for few in self.few(count)) / 2
 
 
 def halves_of(batches: list, whole: bool = False) -> tuple[list, list]:
