@@ -313,14 +313,16 @@ class Grower:
 
         A subclass may judge otherwise.
         """
-        before = session.batches.loss_before
-        for share in _SMALLER if sum(steps) > 0 else ():
+        before, nothing = session.batches.loss_before, [0.0] * len(steps)
+        if steps == nothing:
+            return nothing, before
+        for share in _SMALLER:
             smaller = [step * share for step in steps]
             trial.set_steps(smaller)
             loss_after = mean_loss(session.objective, session.batches.every)
             if before - loss_after > SMALLEST_FALL * abs(before):
                 return smaller, loss_after
-        return [0.0] * len(steps), before
+        return nothing, before
 
     def _time_decoding(self, session: Session, trial: Trial) -> tuple[float, float, int] | None:
         """`Trial.time_decoding` after the first row of a batch of text; None for others, and short ones."""

@@ -42,7 +42,8 @@ class GrowthConfig:
         update_existing: take the steepest step of the existing weights too. This and "refactor" write old weights: they
             must be plain, and neither frozen nor under adapters. Neither bought anything on a small GPT-2.
         old_dims_train: that training will move the old dims too, itself or by adapters, so that new ones need not do
-            what those can; False where the new dims train alone. None for what `requires_grad` says, block by block.
+            what those can; False where the new dims train alone. None for what `requires_grad` says of each layer and
+            kind.
         ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
         oversampling: probe dims beyond the wanted ones in the sketch, half of them for either half of the batches.
         seed: of the sketch's random inputs.

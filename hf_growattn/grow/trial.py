@@ -243,6 +243,7 @@ class StepSearch:
         self.left, self.few = MOST_EVALUATIONS, 1
         self.loss_before = math.nan
         self.relative_steps: dict[Kind, float] = {}
+        self._slopes: dict[Kind, float] = {}
         self._lowest_point: dict[Kind, float] = {}  # of the last parabola
 
     def run(self, trial: Trial, spare: int = 0) -> tuple[list[float], float]:
@@ -252,8 +253,7 @@ class StepSearch:
             trial: the candidates, attached.
             spare: evaluations to leave for a later run with fewer dims.
         """
-        self._trial = trial
-        self._slopes: dict[Kind, float] = {}
+        self._trial, self._slopes = trial, {}
         for candidate in trial.candidates:
             kind = candidate.bottleneck.kind
             self._slopes[kind] = self._slopes.get(kind, 0.0) + candidate.slope

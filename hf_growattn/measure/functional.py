@@ -198,9 +198,9 @@ def decreasing(values: Tensor) -> Tensor:
 
 
 def allocate(gains: list[list[float]], costs: list[list[int]], budget: int) -> list[int]:
-    """Spend a budget greedily, by gain per cost: return how many chunks of each block to take.
+    """Spend a budget greedily, by gain per cost: return how many chunks of each bottleneck to take.
 
-    Each block gives its chunks of dims in order, with a gain and a cost each, and none that gains nothing.
+    Each bottleneck gives its chunks of dims in order, with a gain and a cost each, and none that gains nothing.
     """
     taken = [0] * len(gains)
     while True:
