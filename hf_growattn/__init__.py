@@ -2,7 +2,7 @@
 
 `patch_model` makes a model growable, and `Grower.find` (`grow.growth`) finds new dims. The way of a batch: the model
 computes its loss while a probe sits in each attention module (`model.seam` lets it join, `measure.passes` runs the
-batches); the probe's gradient says what new dims could do (`measure.gradients`); dims are chosen (`grow.plan`), tried
+batches); the probe's gradient says what new dims could do (`measure.directions`); dims are chosen (`grow.plan`), tried
 in the same place by steps that other batches judge (`grow.trial`), and kept there as a part of `attention.extra`
 (`growable.growths`), or dropped. Old weights are never touched. Each room, a sub-package, says in its first lines what
 lives there. Import from here alone: what lies deeper may move.
@@ -26,7 +26,6 @@ _PLACES = {
     "GrowthConfig": "grow.plan",
     "GrowthReport": "report.report",
     "AttentionLayout": "growable.attention",
-    "TrimReport": "report.report",
     "attention_views": "measure.views",
     "export_model": "interop.export",
     "initialize_growattn_weights": "interop.peft_method",
@@ -35,7 +34,6 @@ _PLACES = {
     "register_architecture": "growable.attention",
     "save_growth": "growable.growths",
     "save_report": "report.pages",
-    "trim_model": "grow.trim",
     "unpatch_model": "growable.models",
     "write_card": "interop.cards",
 }

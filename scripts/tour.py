@@ -43,7 +43,6 @@ from hf_growattn import (
     load_growth,
     patch_model,
     save_report,
-    trim_model,
     write_card,
 )
 
@@ -155,7 +154,7 @@ for view in attention_views(model):
 growth_batches = list(itertools.islice(batches, 12))
 measured = Grower(model, GrowthConfig(qk_dims=4, v_dims=4)).measure(growth_batches)
 for layer in measured.layers:
-    print(f"Layer {layer.layer}, {layer.kind}: starvation {layer.starvation:.2f}.")
+    print(f"Layer {layer.layer}, {layer.kind}: gradient out of reach {layer.out_of_reach:.2f}.")
 print("With 4 new dims everywhere: loss {:.4f} -> {:.4f} on those batches.".format(*measured.validated_loss))
 
 # %% [markdown]
@@ -229,15 +228,6 @@ trainer.remove_callback(PrinterCallback)  # the reports are enough to read
 trainer.train()
 save_report(growth.reports, output / "report.html", trainer.state.log_history)
 print(f"{len(growth.reports)} more growths, held-out loss {held_out_loss(model):.3f}: {output / 'report.html'}.")
-
-# %% [markdown]
-# ## Take back what does not pay
-#
-# `trim_model` cuts new dims again, those worth least first, for as long as the loss of these batches rises by no more
-# than a thousandth.
-
-# %%
-print(trim_model(model, growth_batches[:8], max_loss_increase=1e-3))
 
 # %% [markdown]
 # ## Save, export, and load without this library

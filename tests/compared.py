@@ -1,4 +1,4 @@
-"""The engine's gradients, for tests, and other ways to choose directions: the drafts' own, the plain one, and chance.
+"""The engine's directions, for tests, and other ways to choose directions: the drafts' own, the plain one, and chance.
 
 The others all look at the whole gradient, so they are for small models; none projects out what the old dims can do. In
 one process only.
@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 from hf_growattn import Grower, GrowthConfig
-from hf_growattn.grow.trial import StepSearch
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.blocks import MESSAGES, PATTERNS, Block, measure_moments
-from hf_growattn.measure.gradients import Gradient, beyond_old_dims, shares, sketched_gradients, whole_gradients
+from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, Bottleneck, compute_moments
+from hf_growattn.measure.directions import Directions, beyond_old_dims, shares, sketched_directions, whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 
 ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
 
 
 def sketched(model, batches, dims):
-    """The gradients of every layer and kind, as `Grower` measures them."""
+    """The directions of every layer and kind, as `Grower` measures them."""
     with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        return sketched_gradients(Objective(model), blocks, halves_of(batches), dims, oversampling=8, seed=0)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        return sketched_directions(Objective(model), bottlenecks, halves_of(batches), dims, oversampling=8, seed=0)
 
 
 def best_directions(whitened: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,58 +44,62 @@ class ComparedGrower(Grower):
         super().__init__(model, config, optimizer)
         self.estimator = estimator
 
-    def directions(self, objective: Objective, blocks: list[Block], halves) -> list[Gradient]:
+    def find_directions(self, objective: Objective, bottlenecks: list[Bottleneck], halves) -> list[Directions]:
         """Find them, in one pass over the batches."""
-        dims = max(self.config.most_dims(block.attention, block.kind) for block in blocks)
-        found = objective, blocks, halves, dims, self.config.ridge, self.config.seed
-        return compared_gradients(self.estimator, *found)
+        dims = max(self.config.most_dims(bottleneck.attention, bottleneck.kind) for bottleneck in bottlenecks)
+        found = objective, bottlenecks, halves, dims, self.config.ridge, self.config.seed
+        return compared_directions(self.estimator, *found)
 
-    def steps(self, run, search: StepSearch):
+    def search_steps(self, session, trial):
         """Search them, but for random dims: these wait for training."""
         if self.estimator != "random":
-            return super().steps(run, search)
-        steps = [1.0] * len(search.trial.changes)
-        search.trial.set_steps(steps)
-        return steps, run.loss
+            return super().search_steps(session, trial)
+        return [1.0] * len(trial.candidates)
+
+    def shorten_steps(self, session, trial, steps):
+        """Judge them, but for random dims, which change nothing yet."""
+        if self.estimator != "random":
+            return super().shorten_steps(session, trial, steps)
+        return steps, session.batches.loss_before
 
 
-def compared_gradients(
+def compared_directions(
     name: str,
     objective: Objective,
-    blocks: list[Block],
+    bottlenecks: list[Bottleneck],
     halves: tuple[list[dict], list[dict]],
     dims: int,
     ridge: float,
     seed: int,
-) -> list[Gradient]:
-    """Return every block's directions by one of the `ESTIMATORS`.
+) -> list[Directions]:
+    """Return every bottleneck's directions by one of the `ESTIMATORS`.
 
     Per-sequence, pooled-truncated and gradient differ in what they truncate: the mean over sequences of `X_n^+ G_n
     X_n^+T`, the pooled `C_a^-1 T C_b^-1` (draft 000 section 2), and `T` itself (GradMax, Evci et al. 2022). "random"
     draws the shared side and leaves the function as it is (Net2Net, Chen et al. 2016). Call inside `evaluation_mode`.
     """
-    whole = whole_gradients(objective, blocks, halves)
+    whole = whole_gradients(objective, bottlenecks, halves)
     weights = shares(halves)
     targets: list[list[Tensor]]
     if name == "per-sequence":
-        targets = _sequence_targets(objective, blocks, halves, ridge)
+        targets = _sequence_targets(objective, bottlenecks, halves, ridge)
     else:
-        targets = [[_target(name, block, part) for part in parts] for block, parts in zip(blocks, whole)]
+        targets = [[_target(name, bottleneck, part) for part in parts] for bottleneck, parts in zip(bottlenecks, whole)]
     generator = torch.Generator().manual_seed(seed)
-    gradients = []
-    for block, parts, target in zip(blocks, whole, targets):
-        _, starvation = beyond_old_dims(block, parts)
+    found = []
+    for bottleneck, parts, target in zip(bottlenecks, whole, targets):
+        _, out_of_reach = beyond_old_dims(bottleneck, parts)
         if name == "random":
-            gradients.append(_random(block, dims, generator, starvation))
+            found.append(_random(bottleneck, dims, generator, out_of_reach))
             continue
         of_both = weights[0] * parts[0] + weights[1] * parts[1]
-        directions = partial(_whitened_directions, block)
+        directions = partial(_whitened_directions, bottleneck)
         u, sigma, v = directions(weights[0] * target[0] + weights[1] * target[1], dims)
         own = tuple(directions(part, dims) for part in target)
         validated = (_gain(*own[0], parts[1]) + _gain(*own[1], parts[0])) / 2
         in_sample = _gain(u, sigma, v, of_both)
-        gradients.append(Gradient(block, u, sigma, v, in_sample, validated, starvation, own))
-    return gradients
+        found.append(Directions(bottleneck, u, sigma, v, in_sample, validated, out_of_reach, own))
+    return found
 
 
 def _gain(u: Tensor, sigma: Tensor, v: Tensor, whitened: Tensor) -> Tensor:
@@ -104,31 +107,31 @@ def _gain(u: Tensor, sigma: Tensor, v: Tensor, whitened: Tensor) -> Tensor:
     return (sigma * (u * (whitened @ v)).sum(-2)).sum(0)
 
 
-def _per_head(block: Block, stacked: Tensor, whitening: Tensor) -> Tensor:
+def _per_head(bottleneck: Bottleneck, stacked: Tensor, whitening: Tensor) -> Tensor:
     """Apply a root of the stacked side to a stacked matrix, (G, g a, n)."""
-    return F.stack_groups(F.apply_root(whitening, F.unstack_groups(stacked, block.heads)), block.groups)
+    return F.stack_groups(F.apply_root(whitening, F.unstack_groups(stacked, bottleneck.heads)), bottleneck.groups)
 
 
-def _target(name: str, block: Block, whitened: Tensor) -> Tensor:
+def _target(name: str, bottleneck: Bottleneck, whitened: Tensor) -> Tensor:
     """What an estimator truncates, (G, g a, b), from the whitened gradient."""
-    roots = block.roots
+    roots = bottleneck.roots
     if name == "pooled-truncated":
-        return _per_head(block, whitened, roots.stacked_whitening) @ roots.shared_whitening
-    return _per_head(block, whitened, roots.stacked_root) @ roots.shared_root
+        return _per_head(bottleneck, whitened, roots.stacked_whitening) @ roots.shared_whitening
+    return _per_head(bottleneck, whitened, roots.stacked_root) @ roots.shared_root
 
 
-def _sequence_targets(objective: Objective, blocks: list[Block], halves, ridge: float) -> list[list[Tensor]]:
+def _sequence_targets(objective: Objective, bottlenecks: list[Bottleneck], halves, ridge: float) -> list[list[Tensor]]:
     """Mean over the sequences of each half of the pooled-truncated target with that sequence's moments."""
-    attentions = list(dict.fromkeys(block.attention for block in blocks))
-    kinds = list(dict.fromkeys(block.kind for block in blocks))
-    targets: list[list[Tensor]] = [[] for _ in blocks]
+    attentions = list(dict.fromkeys(bottleneck.attention for bottleneck in bottlenecks))
+    kinds = list(dict.fromkeys(bottleneck.kind for bottleneck in bottlenecks))
+    targets: list[list[Tensor]] = [[] for _ in bottlenecks]
     for half in halves:
         rows = [{key: value[i : i + 1] for key, value in batch.items()} for batch in half for i in range(_rows(batch))]
-        sums: list[Tensor | float] = [0.0] * len(blocks)
+        sums: list[Tensor | float] = [0.0] * len(bottlenecks)
         for row in rows:
-            own, _ = measure_moments(objective, attentions, kinds, [row], ridge)
-            for index, (block, (part,)) in enumerate(zip(own, whole_gradients(objective, own, ([row],)))):
-                sums[index] = sums[index] + _target("pooled-truncated", block, part)
+            own, _ = compute_moments(objective, attentions, kinds, [row], ridge)
+            for index, (bottleneck, (part,)) in enumerate(zip(own, whole_gradients(objective, own, ([row],)))):
+                sums[index] = sums[index] + _target("pooled-truncated", bottleneck, part)
         for target, total in zip(targets, sums):
             target.append(total / len(rows))
     return targets
@@ -138,25 +141,25 @@ def _rows(batch: dict) -> int:
     return len(next(value for value in batch.values() if torch.is_tensor(value)))
 
 
-def _whitened_directions(block: Block, target: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
+def _whitened_directions(bottleneck: Bottleneck, target: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best directions of an unwhitened target, in whitened coordinates, with unit columns."""
     u, sigma, v = best_directions(target, dims)
-    u, v = _per_head(block, u, block.roots.stacked_root), block.roots.shared_root @ v
+    u, v = _per_head(bottleneck, u, bottleneck.roots.stacked_root), bottleneck.roots.shared_root @ v
     sizes = u.norm(dim=-2, keepdim=True), v.norm(dim=-2, keepdim=True)
     tiny = torch.finfo(u.dtype).tiny
     return u / sizes[0].clamp_min(tiny), sigma * (sizes[0] * sizes[1]).squeeze(-2), v / sizes[1].clamp_min(tiny)
 
 
-def _random(block: Block, dims: int, generator: torch.Generator, starvation: float) -> Gradient:
-    like = block.like
-    drawn = torch.randn((*block.shared_shape, dims), generator=generator, dtype=like.dtype).to(like.device)
+def _random(bottleneck: Bottleneck, dims: int, generator: torch.Generator, out_of_reach: float) -> Directions:
+    like = bottleneck.like
+    drawn = torch.randn((*bottleneck.shared_shape, dims), generator=generator, dtype=like.dtype).to(like.device)
     directions = (
-        like.new_zeros(*block.stacked_shape, dims),
-        like.new_zeros(block.groups, dims),
-        block.roots.shared_root @ drawn,
+        like.new_zeros(*bottleneck.stacked_shape, dims),
+        like.new_zeros(bottleneck.groups, dims),
+        bottleneck.roots.shared_root @ drawn,
     )
     nothing = like.new_zeros(dims)
-    return Gradient(block, *directions, nothing, nothing, starvation, (directions, directions))
+    return Directions(bottleneck, *directions, nothing, nothing, out_of_reach, (directions, directions))
 
 
 def whiten(cross: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor, groups: int) -> Tensor:

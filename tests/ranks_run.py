@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torchrun import leave
 
-from hf_growattn import Grower, GrowthConfig, patch_model, trim_model
+from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.training_state import of_all
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
@@ -120,18 +120,6 @@ def uneven_batches():
         assert_alike(model)
 
 
-def trimming_together():
-    model, ddp, optimizer = wrapped()
-    before = model.num_parameters()
-    assert Grower(ddp, CONFIG, optimizer).grow(mine(3)).applied
-    grown = model.num_parameters()
-    report = trim_model(ddp, mine(3), max_loss_increase=0.02, optimizer=optimizer)
-    assert before < model.num_parameters() == grown - report.removed_parameters < grown, report
-    assert report.loss_after <= report.loss_before + 0.02
-    train(ddp, optimizer)
-    assert_alike(model)
-
-
 def _not_finite(value, model, batches):
     embeds = model.get_input_embeddings()(batches[2]["input_ids"]).detach()
     embeds[1, 3, 5] = value
@@ -184,7 +172,6 @@ if __name__ == "__main__":
         in_the_middle_of_an_accumulation,
         a_single_sequence_on_each_rank,
         uneven_batches,
-        trimming_together,
         a_failure_on_one_rank_is_one_on_both,
     ):
         check()

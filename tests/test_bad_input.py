@@ -7,8 +7,8 @@ from test_growth import fingerprint, same
 from transformers import AlbertConfig, AlbertModel, AutoModel
 
 from hf_growattn import Grower, GrowthConfig, attention_views, patch_model
+from hf_growattn.grow.plan import read_batches
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure.passes import as_dicts
 
 BATCH = lm_batches(1)[0]
 
@@ -66,7 +66,7 @@ def test_what_is_no_list_of_batches(batches, match):
 
 def test_labels_of_detection_are_a_list_of_dicts():
     batch = {"pixel_values": torch.zeros(1, 3, 4, 4), "labels": [{"boxes": torch.zeros(1, 4)}]}
-    assert as_dicts([batch], patch_model(build("llama-2"))) == [batch]
+    assert read_batches([batch], patch_model(build("llama-2"))) == [batch]
 
 
 def test_views_of_what_is_no_model():
@@ -147,7 +147,7 @@ def test_wrapped_projections_are_read_by_what_they_compute():
     model = patch_model(build("llama-2"))
     layer = attentions(model)[0]
     expected = layer.weight_of("query").clone()
-    layer.module.q_proj = torch.nn.Sequential(layer.module.q_proj)
+    layer.q_proj = torch.nn.Sequential(layer.q_proj)
     torch.testing.assert_close(layer.weight_of("query"), expected)  # fp32
 
 

@@ -103,7 +103,7 @@ def test_finetune_leaves_a_model_that_loads(given, grown):
 
 def test_where_nothing_holds_an_exit_code_says_so(given, monkeypatch):
     monkeypatch.setattr(
-        "hf_growattn.grow.growth.StepSearch.run", lambda search, *_, **__: ([0.0] * len(search.trial.changes), 9.0)
+        "hf_growattn.grow.growth.StepSearch.run", lambda search, trial, **_: ([0.0] * len(trial.candidates), 9.0)
     )
     done = call("measure", given / "model", given / "text.txt", "--budget", "0.05", *SMALL)
     assert done.code == 3, done

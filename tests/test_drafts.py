@@ -272,7 +272,7 @@ def test_000_s2_the_step_is_eckart_young_in_the_metric_and_gains_sigma_squared(l
 @given(layers())
 def test_001_s1_1_the_gradient_splits_into_tangent_and_bottleneck(layer):
     bases = F.column_basis(layer.stacked), F.column_basis(layer.shared)
-    rest = F.bottleneck(layer.whitened, *bases)
+    rest = F.residual(layer.whitened, *bases)
     d_a, d_b = normal(*layer.stacked.shape, seed=layer.seed), normal(*layer.shared.shape, seed=layer.seed + 1)
     reached = d_a @ layer.shared.mT + layer.stacked @ d_b.mT
     assert abs((rest * reached).sum()) <= 1e-9 * (1 + rest.norm() * reached.norm())

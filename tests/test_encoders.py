@@ -20,7 +20,6 @@ from hf_growattn import (
     attention_views,
     export_model,
     patch_model,
-    trim_model,
     unpatch_model,
     write_card,
 )
@@ -199,13 +198,11 @@ def test_adapters_and_dims_beside(name):
     torch.testing.assert_close(outputs(merged, name), before, rtol=1e-4, atol=1e-4)
 
 
-def test_checkpointed_layers_and_trims(grown):
+def test_checkpointed_layers_grow(grown):
     model = grown("bert")
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     report = Grower(model, GrowthConfig(v_dims=2)).grow(batches("bert"))
     assert report.applied and not any(a.projection_of("output")._forward_hooks for a in attentions(model))
-    trim = trim_model(model, batches("bert"), max_loss_increase=0.05)
-    assert trim.loss_after <= trim.loss_before + 0.05
 
 
 @pytest.mark.parametrize("name", ["mpnet", "deberta-v2"])

@@ -1,6 +1,7 @@
 """`Grower`: what it promises, what it reports, and that nothing is lost on failure."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,14 +10,14 @@ from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import growth
-from hf_growattn.grow.trial import Change, StepSearch, Trial
+from hf_growattn.grow.trial import Candidate, StepSearch, Trial
 from hf_growattn.growable import growths
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.growable.growths import cache_bytes, extra_parameters
-from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
+from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.functional import step_factors
-from hf_growattn.measure.gradients import exact_gradients
-from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss, mean_of
+from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss, mean_over_ranks
 
 FIXED = dict(qk_dims=4, v_dims=4)
 
@@ -65,9 +66,9 @@ def everything(model, batches, kinds=(PATTERNS, MESSAGES), dims=4):
     """A trial of the best directions, held or not, and the loss without them."""
     objective = Objective(model)
     with evaluation_mode(model):
-        blocks, losses = measure_moments(objective, attentions(model), list(kinds), batches, 0.05)
-        gradients = exact_gradients(objective, blocks, (batches[0::2], batches[1::2]), dims=dims)
-    return Trial([Change(gradient, dims, torch.ones(dims)) for gradient in gradients]), mean_of(losses)
+        bottlenecks, losses = compute_moments(objective, attentions(model), list(kinds), batches, 0.05)
+        directions = exact_directions(objective, bottlenecks, (batches[0::2], batches[1::2]), dims=dims)
+    return Trial([Candidate(found, dims, torch.ones(dims)) for found in directions]), mean_over_ranks(losses)
 
 
 @pytest.mark.parametrize(
@@ -78,24 +79,26 @@ def test_first_order_is_right_in_fp64(variant, kinds):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches()
     model.loss_function = fp64_loss
     trial, before = everything(model, batches, kinds)
-    slope, count = sum(change.slope for change in trial.changes), len(trial.changes)
-    for promise in (1e-4, 3e-5):  # Llama's norms round to fp32, so smaller changes drown
-        trial.set_steps([promise / slope] * count)
-        measured = before - loss_of(model, batches)
-        print(f"{variant}: promised {promise}, measured {measured / promise:.5f} of it")
-        assert measured == pytest.approx(promise, rel=0.01)
-    trial.set_steps([0.0] * count)
-    assert loss_of(model, batches) == pytest.approx(before, rel=1e-9)
+    slope, count = sum(candidate.slope for candidate in trial.candidates), len(trial.candidates)
+    with trial.attached():
+        for expected in (1e-4, 3e-5):  # Llama's norms round to fp32, so smaller changes drown
+            trial.set_steps([expected / slope] * count)
+            measured = before - loss_of(model, batches)
+            print(f"{variant}: expected {expected}, measured {measured / expected:.5f} of it")
+            assert measured == pytest.approx(expected, rel=0.01)
+        trial.set_steps([0.0] * count)
+        assert loss_of(model, batches) == pytest.approx(before, rel=1e-9)
 
 
 def test_first_order_is_right_on_the_real_model(real_llama):
     batches = [{"input_ids": x, "labels": x} for x in real_batches(8)]
     trial, before = everything(real_llama, batches, dims=8)
-    promise = 1e-3 * before
-    trial.set_steps([promise / sum(change.slope for change in trial.changes)] * len(trial.changes))
-    measured = before - loss_of(real_llama, batches)
-    print(f"promised {promise:.6f}, measured {measured:.6f}")
-    assert measured == pytest.approx(promise, rel=0.01)
+    expected, slope = 1e-3 * before, sum(candidate.slope for candidate in trial.candidates)
+    with trial.attached():
+        trial.set_steps([expected / slope] * len(trial.candidates))
+        measured = before - loss_of(real_llama, batches)
+    print(f"expected {expected:.6f}, measured {measured:.6f}")
+    assert measured == pytest.approx(expected, rel=0.01)
 
 
 def test_the_real_model_gets_better_on_fresh_text(real_llama):
@@ -149,7 +152,7 @@ def test_report_holds_and_prints_what_happened():
     steps = [layer.step_size for layer in report.layers]
     assert all(steps) and len({*steps[0::2]}) == len({*steps[1::2]}) == 1  # one for each kind
     for layer in report.layers:
-        assert 0 <= layer.starvation <= 1 and layer.width == (16, 20)
+        assert 0 <= layer.out_of_reach <= 1 and layer.width == (16, 20)
         assert layer.predicted_gain == pytest.approx(layer.step_size * layer.gain)
     assert report.predicted_gain == pytest.approx(sum(layer.predicted_gain for layer in report.layers))
     assert report.loss_after < report.loss_before and report.cache_bytes[1] == cache_bytes(model)
@@ -163,20 +166,24 @@ def test_report_holds_and_prints_what_happened():
 
 
 class _Curve:
-    """Stands for a trial: a loss with one minimum, at a step of its own for each change."""
+    """Stands for a trial: a loss with one minimum, at a step of its own for each candidate."""
 
     def __init__(self, best, kinds):
         self.best = best
-        block = lambda kind: type("Block", (), {"kind": kind})  # noqa: E731
-        gradient = lambda kind: type("Gradient", (), {"block": block(kind)})  # noqa: E731
-        self.changes = [
-            type("Change", (), {"slope": 2 / b, "gradient": gradient(kind)}) for b, kind in zip(best, kinds)
+        self.candidates = [
+            SimpleNamespace(slope=2 / b, bottleneck=SimpleNamespace(kind=kind)) for b, kind in zip(best, kinds)
         ]
 
     def set_steps(self, steps, half):
         self.steps, self.half = steps, half
 
-    def measure(self, half):
+    def search(self, loss_before):
+        """The steps that a search finds, and the loss there."""
+        search = StepSearch(None, SimpleNamespace(few_loss_before=lambda count: loss_before))
+        search.loss_of_half = self.loss_of_half
+        return search.run(self)
+
+    def loss_of_half(self, half):
         assert half == 1 - self.half  # directions are judged by the other half
         return 1 + sum((1 - step / best) ** 2 for step, best in zip(self.steps, self.best))
 
@@ -184,15 +191,13 @@ class _Curve:
 def test_no_grid_ends_the_search():
     """Steps of 1e-9 and of 1e9 are found alike: the search has no ends, only a curve that turns."""
     for best in (1e-9, 1e-3, 1.0, 1e9):
-        curve = _Curve([best], [PATTERNS])
-        (step,), loss = StepSearch(curve, curve.measure, 2.0).run()
+        (step,), loss = _Curve([best], [PATTERNS]).search(2.0)
         assert step == pytest.approx(best, rel=0.3) and loss < 1.1
 
 
 def test_each_kind_finds_its_own_step():
     best, kinds = [1.0, 2.0, 3e-4, 6e-4], [PATTERNS, PATTERNS, MESSAGES, MESSAGES]
-    curve = _Curve(best, kinds)
-    steps, _ = StepSearch(curve, curve.measure, 5.0).run()
+    steps, _ = _Curve(best, kinds).search(5.0)
     assert steps[0] == steps[1] and steps[2] == steps[3] and steps[0] == pytest.approx(1.2, rel=0.5)
     assert steps[2] == pytest.approx(3.6e-4, rel=0.5)
 
@@ -223,8 +228,8 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
 @pytest.mark.parametrize(
     "phase, error",
     [
-        ("measure_moments", KeyboardInterrupt),
-        ("sketched_gradients", RuntimeError),
+        ("compute_moments", KeyboardInterrupt),
+        ("sketched_directions", RuntimeError),
         ("StepSearch", KeyboardInterrupt),
         ("add_new_parameters", MemoryError),
         *[("Trial", error) for error in (RuntimeError, KeyboardInterrupt, MemoryError)],
@@ -245,8 +250,8 @@ def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, mon
             return original(*args, **kwargs)
         if phase == "StepSearch":
             search = original(*args, **kwargs)
-            measure, calls = search.measure, iter(range(100))
-            search.measure = lambda half: measure(half) if next(calls) < 7 else _raise(error)
+            loss_of_half, calls = search.loss_of_half, iter(range(100))
+            search.loss_of_half = lambda half: loss_of_half(half) if next(calls) < 7 else _raise(error)
             return search
         if phase == "add_new_parameters":
             original(*args, **kwargs)  # some of them may be in already
@@ -265,13 +270,13 @@ def test_what_is_found_is_kept_or_dropped():
     grower = Grower(model, GrowthConfig(**FIXED, oversampling=4), optimizer)
     first, second = grower.find(lm_batches()), grower.find(lm_batches())
     assert same(fingerprint(model, optimizer), before)
-    assert first.report.found and [*first.parts] == attentions(model)
-    assert not first.drop().applied and not first.parts
+    assert first.report.found and [*first.new_dims] == attentions(model)
+    assert not first.drop().applied and not first.new_dims
     first.keep()
     assert same(fingerprint(model, optimizer), before)
-    parts = second.parts
+    found = second.new_dims
     report = second.keep()
-    assert report.applied and [a.extra.growths["growth_1"] for a in attentions(model)] == [*parts.values()]
+    assert report.applied and [a.extra.growths["growth_1"] for a in attentions(model)] == [*found.values()]
     assert loss_of(model, lm_batches()) == pytest.approx(report.loss_after, rel=1e-5)
     third = grower.grow(lm_batches())
     assert {part for a in attentions(model) for part in a.extra.growths} == {"growth_1", "growth_2"}

@@ -8,7 +8,7 @@ from modalities import MODELS, batches, build
 
 from hf_growattn import Grower, GrowthConfig, attention_views, export_model, patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure.blocks import KINDS, measure_moments
+from hf_growattn.measure.bottlenecks import KINDS, compute_moments
 from hf_growattn.measure.passes import Objective, preserved_state
 
 
@@ -75,7 +75,7 @@ def test_what_tokens_or_an_image_do_not_run_is_not_exported(name, tmp_path):
 def test_old_logits_of_t5_are_not_scaled_and_new_ones_are():
     model = patch_model(build("t5").double()).eval()
     for attention in attentions(model):
-        part = attention.add_new_dims("growth_1", 2, 1)
+        part = attention.add_new_dims("growth_1", 2, 1, dtype=torch.float64)
         torch.nn.init.normal_(part.in_proj.weight, std=0.1)
     view = attention_views(model)[0]
     model.set_attn_implementation("eager")
@@ -99,12 +99,12 @@ def test_cross_attention_is_measured_by_both_of_its_inputs():
     model(**given[0])
     hook.remove()
     with preserved_state(model, []):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [KINDS["patterns"]], given[:1], 1e-9)
-    (block,) = (block for block in blocks if block.attention.module is crossing)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [KINDS["patterns"]], given[:1], 1e-9)
+    (bottleneck,) = (bottleneck for bottleneck in bottlenecks if bottleneck.attention is crossing)
     kept = given[0]["attention_mask"].bool()
     sides = {
-        block.roots.shared_root: inputs["key_value_states"][kept],
-        block.roots.stacked_root: inputs["queries"].flatten(0, 1),
+        bottleneck.roots.shared_root: inputs["key_value_states"][kept],
+        bottleneck.roots.stacked_root: inputs["queries"].flatten(0, 1),
     }
     for root, states in sides.items():
         states = torch.cat((states, torch.ones(len(states), 1)), -1)

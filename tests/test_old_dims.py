@@ -8,13 +8,12 @@ from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import old_dims
-from hf_growattn.grow.old_dims import OldDimsTrial, make_trial, tangent_steps
-from hf_growattn.grow.plan import strength_of
-from hf_growattn.grow.trial import Change, read_factors
+from hf_growattn.grow.old_dims import tangent_steps, with_old_steps
+from hf_growattn.grow.trial import Candidate, Trial, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
-from hf_growattn.measure.gradients import whole_gradients
+from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.directions import whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of, mean_loss
 
 WAYS = [dict(update_existing=True), dict(method="refactor")]
@@ -30,11 +29,12 @@ def loss_of(model, batches):
         return mean_loss(Objective(model), batches)
 
 
-def trial_of(model, changes, batches, **config) -> OldDimsTrial:
+def trial_of(model, candidates, batches, **config) -> Trial:
+    """A trial in which old weights move, to be attached."""
     with evaluation_mode(model):
-        trial = make_trial(GrowthConfig(qk_dims=1, **config), Objective(model), changes, halves_of(batches))
-    trial.attach()
-    return trial
+        return Trial(
+            with_old_steps(GrowthConfig(qk_dims=1, **config), Objective(model), candidates, halves_of(batches))
+        )
 
 
 def old_weights(model):
@@ -47,29 +47,30 @@ def old_weights(model):
 @pytest.mark.parametrize("variant", ["gpt2-2", "gpt2-5-scaled"])
 def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors(variant):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
-    gradients = sketched(model, batches, 4)
-    blocks = [gradient.block for gradient in gradients]
+    directions = sketched(model, batches, 4)
+    bottlenecks = [found.bottleneck for found in directions]
     logits = model(**batches[0]).logits
-    norms = [product_norm(*block.whitened_factors()) for block in blocks]
-    changes = [Change(gradient, 4, strength_of(gradient)) for gradient in gradients]
-    trial = trial_of(model, changes, batches, method="refactor")
-    for step in (0.0, 1e-3):
-        trial.set_steps([step] * len(changes))
-        if step == 0:
-            torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-6, atol=1e-6)
-        for block, norm in zip(blocks, norms):
-            # The best of the stepped product, and balanced: both sides have the singular values as their Gram matrix.
-            old, new = read_factors(block.attention, block.kind), read_factors(trial.parts[block.attention], block.kind)
-            stacked, shared = (torch.cat(side, -1) for side in zip(old, new))
-            assert stacked.shape[-1] == STOCK + 4
-            stacked, shared = block.whitened(stacked, shared)
+    norms = [product_norm(*bottleneck.whitened_factors()) for bottleneck in bottlenecks]
+    candidates = [Candidate(found, 4, found.share_that_holds) for found in directions]
+    trial = trial_of(model, candidates, batches, method="refactor")
+    with trial.attached():
+        for step in (0.0, 1e-3):
+            trial.set_steps([step] * len(candidates))
             if step == 0:
-                torch.testing.assert_close(product_norm(stacked, shared), norm)
-                grams = stacked.mT @ stacked
-                diagonal = torch.diag_embed(grams.diagonal(dim1=-2, dim2=-1))
-                torch.testing.assert_close(grams, diagonal, rtol=1e-6, atol=1e-9)
-            torch.testing.assert_close(stacked.mT @ stacked, shared.mT @ shared, rtol=1e-6, atol=1e-9)
-    trial.drop()
+                torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-6, atol=1e-6)
+            for bottleneck, norm in zip(bottlenecks, norms):
+                # The best of the stepped product, and balanced: both sides have the singular values as Gram matrix.
+                old = read_factors(bottleneck.attention, bottleneck.kind)
+                new = read_factors(trial.new_dims[bottleneck.attention], bottleneck.kind)
+                stacked, shared = (torch.cat(side, -1) for side in zip(old, new))
+                assert stacked.shape[-1] == STOCK + 4
+                stacked, shared = bottleneck.whitened(stacked, shared)
+                if step == 0:
+                    torch.testing.assert_close(product_norm(stacked, shared), norm)
+                    grams = stacked.mT @ stacked
+                    diagonal = torch.diag_embed(grams.diagonal(dim1=-2, dim2=-1))
+                    torch.testing.assert_close(grams, diagonal, rtol=1e-6, atol=1e-9)
+                torch.testing.assert_close(stacked.mT @ stacked, shared.mT @ shared, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=0, atol=0)
 
 
@@ -98,7 +99,7 @@ def test_where_no_dims_join_old_weights_are_not_refactored_and_keep_their_optimi
     assert report.added_parameters and {layer.width[1] for layer in report.layers if layer.kind == "messages"} == {
         STOCK
     }
-    assert all(attention.module.c_proj.weight in optimizer.state for attention in attentions(model))
+    assert all(attention.c_proj.weight in optimizer.state for attention in attentions(model))
 
 
 def test_old_weights_that_moved_within_autocast_are_cast_anew():
@@ -129,15 +130,15 @@ def test_patterns_that_are_no_product_are_not_refactored(variant, reason):
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
 def test_the_steepest_step_of_the_existing_weights_descends(variant):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
-    gradients, before = sketched(model, batches, 1), loss_of(model, batches)
-    changes = [Change(gradient, 0, torch.zeros(0)) for gradient in gradients]
-    weights, trial = old_weights(model), trial_of(model, changes, batches, update_existing=True)
-    slope = sum(change.slope for change in changes)
+    directions, before = sketched(model, batches, 1), loss_of(model, batches)
+    candidates = [Candidate(found, 0, torch.zeros(0)) for found in directions]
+    weights, trial = old_weights(model), trial_of(model, candidates, batches, update_existing=True)
+    slope = sum(candidate.slope for candidate in trial.candidates)
     assert slope > 0
-    promise = 1e-4
-    trial.set_steps([promise / slope] * len(changes))
-    assert before - loss_of(model, batches) == pytest.approx(promise, rel=0.02)
-    trial.drop()
+    expected = 1e-4
+    with trial.attached():
+        trial.set_steps([expected / slope] * len(candidates))
+        assert before - loss_of(model, batches) == pytest.approx(expected, rel=0.02)
     assert all(torch.equal(value, weights[name]) for name, value in old_weights(model).items())
 
 
@@ -146,16 +147,18 @@ def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
     """Where nothing rotates the ordinary gradients are `T W_K` and `T^T W_Q`; messages never rotate."""
     model, batches = patch_model(build(variant)), lm_batches()
     with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        steps = tangent_steps(Objective(model), blocks, (batches, batches))  # halves that agree keep the step's length
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        steps = tangent_steps(
+            Objective(model), bottlenecks, (batches, batches)
+        )  # halves that agree keep the step's length
         assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
-        gradients = whole_gradients(Objective(model), blocks, (batches,))
-    for block, step, (whole,) in zip(blocks, steps, gradients):
+        gradients = whole_gradients(Objective(model), bottlenecks, (batches,))
+    for bottleneck, step, (whole,) in zip(bottlenecks, steps, gradients):
         assert step.slope > 0
-        if block.kind is PATTERNS and block.attention.rotate is not None:
+        if bottleneck.kind is PATTERNS and bottleneck.attention.rotate is not None:
             continue
-        stacked, shared = block.whitened_factors()
-        tangent = whole - F.bottleneck(whole, F.column_basis(stacked), F.column_basis(shared))
+        stacked, shared = bottleneck.whitened_factors()
+        tangent = whole - F.residual(whole, F.column_basis(stacked), F.column_basis(shared))
         moved = step.stacked @ shared.mT + stacked @ step.shared.mT
         assert (moved + tangent).norm() <= 1e-3 * tangent.norm()
         assert step.slope == pytest.approx(tangent.square().sum().item(), rel=1e-3)
@@ -218,7 +221,7 @@ def test_an_exception_leaves_everything_as_it_was(way, phase, error, monkeypatch
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(**batches[0]).loss.backward()
     optimizer.step()
-    before, room = fingerprint(model, optimizer), old_dims if phase == "tangent_steps" else old_dims.OldDimsWrite
+    before, room = fingerprint(model, optimizer), old_dims if phase == "tangent_steps" else old_dims.OldDimsCandidate
     original, calls = getattr(room, phase), iter(range(1000))
 
     def failing(*args):
@@ -265,8 +268,8 @@ def test_halves_that_disagree_promise_no_more_than_the_step_that_is_taken():
     """The step is shortened by what held on the other half, and so is its promise."""
     model = patch_model(build("llama-2"))
     with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS], lm_batches(2), ridge=0.05)
-        steps = tangent_steps(Objective(model), blocks, tuple([batch] for batch in lm_batches(2)))
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS], lm_batches(2), ridge=0.05)
+        steps = tangent_steps(Objective(model), bottlenecks, tuple([batch] for batch in lm_batches(2)))
     for step in steps:
         shortened = step.validated / step.slope  # of a step of which all held, its promise is its slope
         assert 0 <= step.validated < step.slope and shortened < 1

@@ -17,8 +17,8 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import hf_growattn.measure.functional as F
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
-from hf_growattn.measure.gradients import exact_gradients
+from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")
@@ -114,19 +114,19 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
     for base in (model.get_base_model(), merged):
         with evaluation_mode(base):
             objective = Objective(base)
-            blocks, _ = measure_moments(objective, attentions(base)[:1], [PATTERNS, MESSAGES], BATCHES, 0.05)
-            measured.append(exact_gradients(objective, blocks, (BATCHES[0::2], BATCHES[1::2]), dims=4))
+            bottlenecks, _ = compute_moments(objective, attentions(base)[:1], [PATTERNS, MESSAGES], BATCHES, 0.05)
+            measured.append(exact_directions(objective, bottlenecks, (BATCHES[0::2], BATCHES[1::2]), dims=4))
     for under_lora, plain_one in zip(*measured):
-        for one, other in zip(under_lora.block.old_factors(), plain_one.block.old_factors()):
+        for one, other in zip(under_lora.bottleneck.old_factors(), plain_one.bottleneck.old_factors()):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-        assert under_lora.starvation == pytest.approx(plain_one.starvation, rel=1e-3)
+        assert under_lora.out_of_reach == pytest.approx(plain_one.out_of_reach, rel=1e-3)
         torch.testing.assert_close(under_lora.in_sample, plain_one.in_sample, rtol=1e-3, atol=0)
-        basis = F.column_basis(plain_one.block.whitened_factors()[1])
+        basis = F.column_basis(plain_one.bottleneck.whitened_factors()[1])
         assert (basis.mT @ under_lora.v).abs().max() < 1e-3  # beyond the old dims, adapters and all
-        layer = under_lora.block.attention
+        layer = under_lora.bottleneck.attention
         bare = F.join_bias(layer.weight_of("value"), layer.bias_of("value"))
-        if under_lora.block.kind is MESSAGES:
-            basis = F.column_basis(under_lora.block.roots.shared_root @ bare)
+        if under_lora.bottleneck.kind is MESSAGES:
+            basis = F.column_basis(under_lora.bottleneck.roots.shared_root @ bare)
             assert (basis.mT @ under_lora.v).abs().max() > 0.01  # not beyond those of the bare weights
 
 
@@ -135,7 +135,7 @@ def test_half_precision_adds_adapters_in_fp32():
     model = peft.get_peft_model(model, lora(LLAMA, ALL[LLAMA]))  # peft keeps its own weights in fp32
     stir(model)
     layer = attentions(model)[0]
-    projection = layer.module.q_proj
+    projection = layer.q_proj
     a, b = projection.lora_A["default"].weight, projection.lora_B["default"].weight
     expected = projection.base_layer.weight.float() + 2 * b.float() @ a.float()
     assert torch.equal(layer.factors_of("query", torch.float32)[:, :48].mT.flatten(0, 1), expected)
@@ -317,7 +317,7 @@ def test_growth_under_other_adapters(method):
     model = peft.get_peft_model(patch_model(build(LLAMA)), OTHERS[method]()).eval()
     report = Grower(model, GROWTH).grow(BATCHES)
     assert report.applied and report.loss_after < report.loss_before
-    unknown = {layer.kind for layer in report.layers if layer.starvation is None}
+    unknown = {layer.kind for layer in report.layers if layer.out_of_reach is None}
     assert unknown == UNKNOWN.get(method, {"patterns"})
     model.set_adapter("default")
     train(model, torch.optim.AdamW(trainable(model), lr=1e-3))

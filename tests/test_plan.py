@@ -1,21 +1,22 @@
 """What a config buys: budgets, limits, multiples, validated gains, and the roads beside the main one."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import ComparedGrower, compared_gradients, product_norm, sketched
+from compared import ComparedGrower, compared_directions, product_norm, sketched
 from conftest import LONG, data_path, real_batches, real_model
 from families import add_dims, build, lm_batches
 from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow import plan
-from hf_growattn.grow.plan import candidates, prices_of, strength_of
-from hf_growattn.grow.trial import Change, Trial, read_factors
+from hf_growattn.grow import trial as trying
+from hf_growattn.grow.plan import all_candidates
+from hf_growattn.grow.trial import Candidate, Trial, price_kinds, read_factors
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
-from hf_growattn.measure.gradients import sketched_gradients, whole_gradients
+from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.directions import sketched_directions, whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
@@ -115,16 +116,17 @@ def test_a_wrong_config_names_the_fix(config, match):
 
 def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     model, batches = patch_model(build("llama-2")), lm_batches(6)
-    gradients = sketched(model, batches, 4)
+    directions = sketched(model, batches, 4)
     logits = model(**batches[0]).logits
-    trial = Trial([Change(gradient, 4, torch.zeros(4)) for gradient in gradients])
-    trial.set_steps([1.0] * len(trial.changes))
-    torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
-    for part in trial.parts.values():
-        part.requires_grad_(True)
-    model(**batches[0]).loss.backward()
+    trial = Trial([Candidate(found, 4, torch.zeros(4)) for found in directions])
+    with trial.attached():
+        trial.set_steps([1.0] * len(trial.candidates))
+        torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
+        for part in trial.new_dims.values():
+            part.requires_grad_(True)
+        model(**batches[0]).loss.backward()
     layer = attentions(model)[1]
-    part = trial.parts[layer]
+    part = trial.new_dims[layer]
     rms = [weight.square().mean().sqrt() for weight in (layer.weight_of("key"), part.weight_of("key"))]
     torch.testing.assert_close(*rms, rtol=0.2, atol=0)
     assert not part.weight_of("query").any() and not part.weight_of("output").any()
@@ -132,24 +134,24 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     assert part.in_proj.weight.grad[:rows].abs().amin(-1).gt(0).all() and part.out_proj.weight.grad.any()
 
 
-def test_a_new_pair_has_one_length_on_both_sides_but_its_shared_side_is_never_smaller_than_the_old_weights():
+def test_a_new_dim_has_one_length_on_both_sides_but_its_shared_side_is_never_smaller_than_the_old_weights():
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
-    gradients = sketched(model, batches, 4)
-    trial = Trial([Change(gradient, 4, torch.ones(4)) for gradient in gradients])
-    blocks, products = [gradient.block for gradient in gradients], {}
+    directions = sketched(model, batches, 4)
+    trial = Trial([Candidate(found, 4, torch.ones(4)) for found in directions])
+    bottlenecks, products = [found.bottleneck for found in directions], {}
     for step in (1e-3, 1e9):
-        trial.set_steps([step] * len(gradients))
-        found = [read_factors(trial.parts[block.attention], block.kind) for block in blocks]
+        trial.set_steps([step] * len(directions))
+        found = [read_factors(trial.new_dims[bottleneck.attention], bottleneck.kind) for bottleneck in bottlenecks]
         products[step] = [stacked @ shared.mT / step for stacked, shared in found]
-        for block, (stacked, shared) in zip(blocks, found):
-            old, new = block.old_factors()[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()
+        for bottleneck, (stacked, shared) in zip(bottlenecks, found):
+            old, new = bottleneck.old_factors()[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()
             assert new.shape == (4, 4)
             if step < 1:
                 torch.testing.assert_close(new, old.expand_as(new))
                 assert (stacked.norm(dim=-2) < 0.1 * shared.norm(dim=-2)).all()
             else:
                 assert (new > old).all()
-                whitened = block.whitened(stacked, shared)
+                whitened = bottleneck.whitened(stacked, shared)
                 torch.testing.assert_close(*(side.norm(dim=-2) for side in whitened), rtol=1e-3, atol=0)
     for small, large in zip(*products.values()):
         torch.testing.assert_close(small, large, rtol=1e-3, atol=1e-5 * large.abs().max().item())
@@ -177,14 +179,14 @@ def test_random_dims_change_nothing_yet():
 
 @pytest.mark.parametrize("estimator", ["whitened", "gradient"])
 def test_whitened_directions_gain_most_in_their_metric(estimator):
-    """At equal length in the metric no estimator promises more than the whitened one."""
+    """At equal length in the metric no estimator expects more than the whitened one."""
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
     halves = halves_of(batches)
     with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
-        whole = whole_gradients(Objective(model), blocks, halves)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        whole = whole_gradients(Objective(model), bottlenecks, halves)
         name = "pooled-truncated" if estimator == "whitened" else estimator
-        others = compared_gradients(name, Objective(model), blocks, halves, 4, 0.05, 0)
+        others = compared_directions(name, Objective(model), bottlenecks, halves, 4, 0.05, 0)
     for parts, other in zip(whole, others):
         best = torch.linalg.svdvals(sum(parts) / 2)[:, :4].square().sum().sqrt()
         length = product_norm(other.u * other.sigma.unsqueeze(-2), other.v)
@@ -201,8 +203,8 @@ def test_a_single_batch_is_split_by_its_rows_and_a_single_sequence_refused():
         grow(patch_model(build("llama-2")), [{key: value[:1] for key, value in batch.items()}], qk_dims=2)
 
 
-def test_promised_gains_are_those_of_fresh_batches():
-    """Several draws: the promise, first order, against what fresh batches measure along the same step."""
+def test_expected_gains_are_those_of_fresh_batches():
+    """Several draws: the expected gain, first order, against what fresh batches measure along the same step."""
     model = patch_model(real_model())
     data_path("text", "tinyshakespeare.txt")
     pool = [{"input_ids": x, "labels": x} for x in real_batches(110, size=4)]
@@ -215,33 +217,32 @@ def test_promised_gains_are_those_of_fresh_batches():
         batches = [pool[i] for i in order]
         halves = halves_of(batches)
         with evaluation_mode(model):
-            blocks, _ = measure_moments(Objective(model), attentions(model), kinds, batches, 0.05)
-            gradients = sketched_gradients(Objective(model), blocks, halves, dims, oversampling=16, seed=draw)
+            bottlenecks, _ = compute_moments(Objective(model), attentions(model), kinds, batches, 0.05)
+            directions = sketched_directions(Objective(model), bottlenecks, halves, dims, oversampling=16, seed=draw)
             if draw == 0:
                 # One whitening for the truth: products with the raw gradient do not depend on it.
-                truth = whole_gradients(Objective(model), blocks, (fresh,))
-                reference = blocks
-        for gradient, block, (whole,) in zip(gradients, reference, truth):
-            promised, measured = ratios[block.kind.name]
-            strength = strength_of(gradient)
-            u = gradient.u * (gradient.sigma * strength).unsqueeze(-2)
-            u, v = block.whitened(*gradient.block.unwhitened(u, gradient.v))
-            promised.append((gradient.validated * strength).sum().item())
+                truth = whole_gradients(Objective(model), bottlenecks, (fresh,))
+                reference = bottlenecks
+        for found, bottleneck, (whole,) in zip(directions, reference, truth):
+            expected, measured = ratios[bottleneck.kind.name]
+            share = found.share_that_holds
+            u = found.u * (found.sigma * share).unsqueeze(-2)
+            u, v = bottleneck.whitened(*found.bottleneck.unwhitened(u, found.v))
+            expected.append((found.validated * share).sum().item())
             measured.append((u * (whole @ v)).sum().item())
     layers = len(truth) // 2
-    for name, (promised, measured) in ratios.items():
-        totals = [torch.tensor(values).view(draws, layers).sum(1).median().item() for values in (promised, measured)]
+    for name, (expected, measured) in ratios.items():
+        totals = [torch.tensor(values).view(draws, layers).sum(1).median().item() for values in (expected, measured)]
         ratio = totals[0] / totals[1]
-        print(f"{name}: promised {totals[0]:.4g}, measured on fresh batches {totals[1]:.4g}, ratio {ratio:.3f}")
+        print(f"{name}: expected {totals[0]:.4g}, measured on fresh batches {totals[1]:.4g}, ratio {ratio:.3f}")
         assert 0.8 <= ratio <= 1.25
 
 
-def test_candidates_measure_every_block_once():
+def test_there_is_one_candidate_for_every_bottleneck():
     model, batches = patch_model(build("llama-2")), lm_batches(4)
-    gradients = sketched(model, batches, 4)
-    changes = candidates(GrowthConfig(qk_dims=3, v_dims=2), gradients)
-    assert [change.dims for change in changes] == [3, 2, 3, 2]
-    assert all(len(change.strength) == change.dims for change in changes)
+    candidates = all_candidates(GrowthConfig(qk_dims=3, v_dims=2), sketched(model, batches, 4))
+    assert [candidate.dims for candidate in candidates] == [3, 2, 3, 2]
+    assert all(len(candidate.share_that_holds) == candidate.dims for candidate in candidates)
 
 
 def test_a_kind_is_priced_by_what_it_adds_first_and_last(monkeypatch):
@@ -249,22 +250,19 @@ def test_a_kind_is_priced_by_what_it_adds_first_and_last(monkeypatch):
     alone = {PATTERNS: 0.8, MESSAGES: 0.1}
 
     class Search:
-        def __init__(self, trial, measure, loss_before, widen):
-            self.promises, self.loss_before = alone, loss_before
+        relative_steps, loss_before = alone, 5.0
 
-        def run(self, spare):
+        def run(self, trial, spare):
             return [], self.loss_before - 1.0
 
         def gain_alone(self, kind):
             return alone[kind]
 
-    gradients = [SimpleNamespace(block=SimpleNamespace(kind=kind)) for kind in alone]
-    changes = [Change(gradient, 1, torch.ones(1)) for gradient in gradients]
-    monkeypatch.setattr(plan, "Trial", lambda kept: SimpleNamespace(drop=lambda: None))
-    monkeypatch.setattr(plan, "StepSearch", Search)
-    monkeypatch.setattr(plan, "worth_of", lambda gradient: torch.tensor([2.0]))
-    prices, _ = prices_of(changes, lambda half: 0.0, 5.0, lambda: 5.0)
-    assert prices == pytest.approx([0.85 / 2, 0.15 / 2])
+    directions = [SimpleNamespace(bottleneck=SimpleNamespace(kind=kind), worth=torch.tensor([2.0])) for kind in alone]
+    candidates = [Candidate(found, 1, torch.ones(1)) for found in directions]
+    monkeypatch.setattr(trying, "Trial", lambda tried: SimpleNamespace(attached=nullcontext))
+    prices = price_kinds(Search(), candidates)
+    assert [prices[kind] for kind in alone] == pytest.approx([0.85 / 2, 0.15 / 2])
 
 
 def test_no_limit_lets_a_head_grow_wider_than_its_input():

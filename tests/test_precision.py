@@ -58,7 +58,7 @@ def test_gains_in_low_precision_are_those_of_fp32(variant, dtype):
         half = Grower(patch_model(build(variant)), CONFIG).grow(lm_batches())
     for one, other in zip(full.layers, half.layers):
         assert other.gain == pytest.approx(one.gain, rel=20 * torch.finfo(dtype).eps)
-        assert other.starvation == pytest.approx(one.starvation, abs=0.05)
+        assert other.out_of_reach == pytest.approx(one.out_of_reach, abs=0.05)
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

@@ -14,10 +14,10 @@ from transformers.masking_utils import eager_mask
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions, set_trial
+from hf_growattn.measure import directions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure import gradients
-from hf_growattn.measure.blocks import MESSAGES, PATTERNS, measure_moments
-from hf_growattn.measure.gradients import KindProbe, Probe, exact_gradients, sketched_gradients, whole_gradients
+from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.directions import KindProbe, Probe, exact_directions, sketched_directions, whole_gradients
 from hf_growattn.measure.passes import Objective, batch_loss, evaluation_mode, halves_of
 
 VARIANTS = ["llama-2", "llama-5-bias", "gpt2-2", "gpt2-5-scaled"]
@@ -63,14 +63,14 @@ def crosses(model, batches):
     return {"patterns": patterns, "messages": messages}
 
 
-def cut(cross, block):
-    """A materialised cross without the constant features that the block's projections lack."""
-    stacked, shared = block.old_factors()
+def cut(cross, bottleneck):
+    """A materialised cross without the constant features that the bottleneck's projections lack."""
+    stacked, shared = bottleneck.old_factors()
     return cross[:, : stacked.shape[1], : shared.shape[1]]
 
 
 def measured(model, batches, ridge=0.05, kinds=(PATTERNS, MESSAGES)):
-    return measure_moments(Objective(model), attentions(model), list(kinds), batches, ridge)
+    return compute_moments(Objective(model), attentions(model), list(kinds), batches, ridge)
 
 
 @pytest.mark.parametrize(
@@ -115,34 +115,39 @@ def test_exact_directions_are_those_of_the_whitened_gradient(variant):
     parts = [crosses(patch_model(build(variant)), half) for half in halves]
     model = patch_model(build(variant))
     with evaluation_mode(model):
-        blocks, losses = measured(model, batches)
-        gradients = exact_gradients(Objective(model), blocks, halves, dims=4)
+        bottlenecks, losses = measured(model, batches)
+        found = exact_directions(Objective(model), bottlenecks, halves, dims=4)
     assert losses == pytest.approx([model(**b).loss.item() for b in batches], rel=1e-6)
-    for block, gradient in zip(blocks, gradients):
-        layer = attentions(model).index(block.attention)
+    for bottleneck, own in zip(bottlenecks, found):
+        layer = attentions(model).index(bottleneck.attention)
         stacked_whitening, shared_whitening = (
-            block.roots.stacked_whitening,
-            block.roots.shared_whitening,
+            bottleneck.roots.stacked_whitening,
+            bottleneck.roots.shared_whitening,
         )
         whole = [
-            whiten(cut(part[block.kind.name][layer], block), stacked_whitening, shared_whitening, block.groups)
+            whiten(
+                cut(part[bottleneck.kind.name][layer], bottleneck),
+                stacked_whitening,
+                shared_whitening,
+                bottleneck.groups,
+            )
             for part in parts
         ]
-        bases = [F.column_basis(factors) for factors in block.whitened_factors()]
-        first, second = (F.bottleneck(part, *bases) for part in whole)
+        bases = [F.column_basis(factors) for factors in bottleneck.whitened_factors()]
+        first, second = (F.residual(part, *bases) for part in whole)
         sigma = torch.linalg.svdvals((first + second) / 2)[:, :4]
-        torch.testing.assert_close(gradient.sigma, sigma, rtol=1e-4, atol=1e-7)
-        torch.testing.assert_close(gradient.in_sample, sigma.square().sum(0), rtol=1e-3, atol=1e-9)
+        torch.testing.assert_close(own.sigma, sigma, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(own.in_sample, sigma.square().sum(0), rtol=1e-3, atol=1e-9)
         # Validated: the directions of one half, judged by the other.
         validated = 0
-        for own, other in ((first, second), (second, first)):
-            u, s, v = best_directions(own, 4)
+        for chosen, other in ((first, second), (second, first)):
+            u, s, v = best_directions(chosen, 4)
             validated = validated + (s * (u * (other @ v)).sum(-2)).sum(0) / 2
-        scale = gradient.in_sample.max().item()
-        torch.testing.assert_close(gradient.validated, validated, rtol=1e-3, atol=1e-3 * scale)
+        scale = own.in_sample.max().item()
+        torch.testing.assert_close(own.validated, validated, rtol=1e-3, atol=1e-3 * scale)
         agreed = (whole[0] * whole[1]).sum()
         share = ((first * second).sum() / agreed).clamp(0, 1).sqrt().item() if agreed > 0 else 0
-        assert gradient.starvation == pytest.approx(share, rel=1e-3)
+        assert own.out_of_reach == pytest.approx(share, rel=1e-3)
 
 
 def test_moments_leave_padding_out():
@@ -172,7 +177,7 @@ def test_cross_attention_has_a_moment_for_either_input():
     cross.register_forward_hook(record)
     batches = [{**encoded, "labels": tokens(seed=4)}]
     with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), [cross], [PATTERNS, MESSAGES], batches, 0.05)
+        bottlenecks, _ = compute_moments(Objective(model), [cross], [PATTERNS, MESSAGES], batches, 0.05)
         sources = model.model.encoder(**encoded).last_hidden_state
 
     def root(inputs, mask):
@@ -180,12 +185,12 @@ def test_cross_attention_has_a_moment_for_either_input():
         return F.square_roots(F.ridged(moment, 0.05))[0]
 
     every, size = torch.ones(queries[0].shape[:2]), outputs[0].norm(dim=-1).square().mean().sqrt()
-    torch.testing.assert_close(blocks[1].roots.stacked_whitening, size)
-    torch.testing.assert_close(blocks[1].roots.stacked_root, 1 / size)
-    torch.testing.assert_close(blocks[0].roots.stacked_root, root(queries[0], every), rtol=1e-4, atol=1e-5)
-    for block in blocks:
+    torch.testing.assert_close(bottlenecks[1].roots.stacked_whitening, size)
+    torch.testing.assert_close(bottlenecks[1].roots.stacked_root, 1 / size)
+    torch.testing.assert_close(bottlenecks[0].roots.stacked_root, root(queries[0], every), rtol=1e-4, atol=1e-5)
+    for bottleneck in bottlenecks:
         expected = root(sources, encoded["attention_mask"])
-        torch.testing.assert_close(block.roots.shared_root, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(bottleneck.roots.shared_root, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -200,15 +205,17 @@ def test_sketch_keeps_the_gain(name, every, old_dims_train):
     model = patch_model(real_model(name))
     halves = halves_of([{"input_ids": x, "labels": x} for x in real_batches(4, name, size=4)])
     with evaluation_mode(model):
-        blocks, _ = measured(model, halves[0] + halves[1])
-        blocks = [replace(block, old_dims_train=old_dims_train) for block in blocks]
-        exact = exact_gradients(Objective(model), blocks, halves, dims=16)
+        bottlenecks, _ = measured(model, halves[0] + halves[1])
+        bottlenecks = [replace(bottleneck, old_dims_train=old_dims_train) for bottleneck in bottlenecks]
+        exact = exact_directions(Objective(model), bottlenecks, halves, dims=16)
         for dims in every:
-            sketched = sketched_gradients(Objective(model), blocks, halves, dims, GrowthConfig.oversampling, seed=dims)
+            sketched = sketched_directions(
+                Objective(model), bottlenecks, halves, dims, GrowthConfig.oversampling, seed=dims
+            )
             for kind in (PATTERNS, MESSAGES):
-                pairs = [(s, e) for s, e in zip(sketched, exact) if s.block.kind is kind]
+                pairs = [(s, e) for s, e in zip(sketched, exact) if s.bottleneck.kind is kind]
                 kept = torch.cat([s.sigma.square().sum(-1) / e.sigma[:, :dims].square().sum(-1) for s, e in pairs])
-                validated = [sum(g.validated[:dims].sum().item() for g in gradients) for gradients in zip(*pairs)]
+                validated = [sum(g.validated[:dims].sum().item() for g in found) for found in zip(*pairs)]
                 print(
                     f"{name}: {kind.name}, p={dims}, mean {kept.mean():.4f}, least {kept.min():.4f}, "
                     f"validated {validated[0] / validated[1]:.3f} of the exact one"
@@ -216,39 +223,39 @@ def test_sketch_keeps_the_gain(name, every, old_dims_train):
                 assert kept.mean() >= 0.95
                 assert kept.max() <= 1 + 1e-4
                 assert validated[0] == pytest.approx(validated[1], rel=0.15)
-            starved = [sum(g.starvation for g in gradients) / len(blocks) for gradients in (sketched, exact)]
+            starved = [sum(g.out_of_reach for g in found) / len(bottlenecks) for found in (sketched, exact)]
             assert starved[0] == pytest.approx(starved[1], rel=0.1)
 
 
 def test_beside_old_dims_that_train_new_ones_leave_out_what_those_can_follow():
     model, batches = patch_model(build("llama-5-bias")), lm_batches(4)
     with evaluation_mode(model):
-        blocks, _ = measured(model, batches)
-        beyond = exact_gradients(Objective(model), blocks, halves_of(batches), dims=4)
-        frozen = [replace(block, old_dims_train=False) for block in blocks]
-        alone = exact_gradients(Objective(model), frozen, halves_of(batches), dims=4)
-    for block, one, other in zip(blocks, beyond, alone):
-        old = F.column_basis(block.whitened_factors()[1])
-        follows = [(old.mT @ gradient.v).norm() / gradient.v.norm() for gradient in (one, other)]
+        bottlenecks, _ = measured(model, batches)
+        beyond = exact_directions(Objective(model), bottlenecks, halves_of(batches), dims=4)
+        frozen = [replace(bottleneck, old_dims_train=False) for bottleneck in bottlenecks]
+        alone = exact_directions(Objective(model), frozen, halves_of(batches), dims=4)
+    for bottleneck, one, other in zip(bottlenecks, beyond, alone):
+        old = F.column_basis(bottleneck.whitened_factors()[1])
+        follows = [(old.mT @ found.v).norm() / found.v.norm() for found in (one, other)]
         assert follows[0] < 1e-4 and follows[1] > 0.05  # fp32 rounding against a share that is there
         assert other.sigma.square().sum() > one.sigma.square().sum()
-        assert one.starvation == other.starvation
+        assert one.out_of_reach == other.out_of_reach
 
 
 def test_sketched_gain_is_what_the_exact_gradient_gives_its_directions():
     model, batches = patch_model(build("llama-5-bias")), lm_batches(4)
     expected = crosses(patch_model(build("llama-5-bias")), batches)
     with evaluation_mode(model):
-        blocks, _ = measured(model, batches)
-        sketched = sketched_gradients(Objective(model), blocks, halves_of(batches), 4, oversampling=4, seed=0)
-    for gradient in sketched:
-        block = gradient.block
-        layer = attentions(model).index(block.attention)
-        magnitude = gradient.sigma.sqrt().unsqueeze(-2)
-        stacked, shared = block.unwhitened(gradient.u * magnitude, -gradient.v * magnitude)
+        bottlenecks, _ = measured(model, batches)
+        sketched = sketched_directions(Objective(model), bottlenecks, halves_of(batches), 4, oversampling=4, seed=0)
+    for found in sketched:
+        bottleneck = found.bottleneck
+        layer = attentions(model).index(bottleneck.attention)
+        magnitude = found.sigma.sqrt().unsqueeze(-2)
+        stacked, shared = bottleneck.unwhitened(found.u * magnitude, -found.v * magnitude)
         product = stacked @ shared.repeat_interleave(2, 0).mT
-        cross = cut(expected[block.kind.name][layer], block)
-        assert (cross * product).sum().item() == pytest.approx(-gradient.in_sample.sum().item(), rel=1e-3)
+        cross = cut(expected[bottleneck.kind.name][layer], bottleneck)
+        assert (cross * product).sum().item() == pytest.approx(-found.in_sample.sum().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True])
@@ -262,16 +269,16 @@ def test_activation_checkpointing_changes_no_statistic(variant, checkpointing):
     recomputed, hooks = [], len(model.get_input_embeddings()._forward_hooks)
     layers[0].register_forward_hook(lambda *args: recomputed.append(1))
     with evaluation_mode(model):
-        blocks, _ = measured(model, halves[0] + halves[1])
+        bottlenecks, _ = measured(model, halves[0] + halves[1])
         del recomputed[:]
-        gradients = exact_gradients(Objective(model), blocks, halves, dims=4)
+        found = exact_directions(Objective(model), bottlenecks, halves, dims=4)
         assert len(recomputed) == 3 * (1 if checkpointing is None else 2)
     assert len(model.get_input_embeddings()._forward_hooks) == hooks
     reference = patch_model(build(variant))
     with evaluation_mode(reference):
-        blocks, _ = measured(reference, halves[0] + halves[1])
-        expected = exact_gradients(Objective(reference), blocks, halves, dims=4)
-    for one, other in zip(gradients, expected):
+        bottlenecks, _ = measured(reference, halves[0] + halves[1])
+        expected = exact_directions(Objective(reference), bottlenecks, halves, dims=4)
+    for one, other in zip(found, expected):
         torch.testing.assert_close(one.sigma, other.sigma, rtol=1e-4, atol=1e-7)
 
 
@@ -297,8 +304,8 @@ def test_nothing_is_disturbed(variant, fails):
     batches = batches[:2] if not fails else [batches[0], {"input_ids": tokens() + 1000, "labels": tokens()}]
     try:
         with evaluation_mode(model):
-            blocks, _ = measured(model, batches[:1])
-            sketched_gradients(Objective(model), blocks, (batches[:1], batches[1:]), 2, oversampling=2, seed=0)
+            bottlenecks, _ = measured(model, batches[:1])
+            sketched_directions(Objective(model), bottlenecks, (batches[:1], batches[1:]), 2, oversampling=2, seed=0)
         assert not fails
     except IndexError:
         assert fails
@@ -319,13 +326,13 @@ def test_nothing_is_disturbed(variant, fails):
 def test_statistics_are_fp32_whatever_the_model():
     halves = halves_of(lm_batches())
     model, reference = patch_model(build("llama-2", dtype=torch.bfloat16)), patch_model(build("llama-2"))
-    gradients = []
+    found = []
     for one in (model, reference):
         with evaluation_mode(one):
-            blocks, _ = measured(one, halves[0] + halves[1])
-            gradients.append(exact_gradients(Objective(one), blocks, halves, dims=4))
-    for one, other in zip(*gradients):
-        assert one.block.like.dtype == one.sigma.dtype == torch.float32
+            bottlenecks, _ = measured(one, halves[0] + halves[1])
+            found.append(exact_directions(Objective(one), bottlenecks, halves, dims=4))
+    for one, other in zip(*found):
+        assert one.bottleneck.like.dtype == one.sigma.dtype == torch.float32
         # bf16 keeps 8 bits, and this net of wide random weights amplifies them.
         torch.testing.assert_close(one.sigma, other.sigma, rtol=0.3, atol=0)
 
@@ -344,32 +351,32 @@ def test_halves_of_unequal_size_weigh_as_many_batches_as_they_hold():
     model, dims = patch_model(build("llama-2")), 8
     batches = lm_batches(3)
     with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, ridge=0.05)
-        for block in blocks:
-            block.old_dims_train = False
-        found = exact_gradients(Objective(model), blocks, halves_of(batches), dims)
-        wholes = whole_gradients(Objective(model), blocks, (batches,))
-    for gradient, (whole,) in zip(found, wholes):
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, ridge=0.05)
+        for bottleneck in bottlenecks:
+            bottleneck.old_dims_train = False
+        found = exact_directions(Objective(model), bottlenecks, halves_of(batches), dims)
+        wholes = whole_gradients(Objective(model), bottlenecks, (batches,))
+    for own, (whole,) in zip(found, wholes):
         expected = torch.linalg.svdvals(whole)[..., :dims]
         # fp32: three batches are summed in another order.
-        torch.testing.assert_close(gradient.sigma, expected, rtol=1e-4, atol=1e-5 * expected.max().item())
+        torch.testing.assert_close(own.sigma, expected, rtol=1e-4, atol=1e-5 * expected.max().item())
 
 
 def test_a_half_chooses_its_columns_without_the_other(monkeypatch):
     """So what one half chose, the other can judge unseen."""
-    model, seen, solve = patch_model(build("llama-2")), [], gradients._gradient
+    model, seen, solve = patch_model(build("llama-2")), [], directions._solve_directions
     batches, others = lm_batches(4), lm_batches(2, seed=5)
 
-    def noting(block, inputs, products, owned, *rest):
+    def noting(bottleneck, inputs, products, owned, *rest):
         seen[-1].append([inputs[..., own] for own in owned])
-        return solve(block, inputs, products, owned, *rest)
+        return solve(bottleneck, inputs, products, owned, *rest)
 
-    monkeypatch.setattr(gradients, "_gradient", noting)
+    monkeypatch.setattr(directions, "_solve_directions", noting)
     with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, ridge=0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, ridge=0.05)
         for halves in ((batches[:2], batches[2:]), (batches[:2], others), (others, batches[2:])):
             seen.append([])
-            sketched_gradients(Objective(model), blocks, halves, dims=4, oversampling=4, seed=0)
+            sketched_directions(Objective(model), bottlenecks, halves, dims=4, oversampling=4, seed=0)
     for usual, other_second, other_first in zip(*seen):
         # fp32: kernels may sum the same columns in another order.
         torch.testing.assert_close(usual[0], other_second[0], rtol=1e-3, atol=1e-3)
@@ -392,8 +399,8 @@ def test_padding_does_not_count_in_the_size_of_outputs():
     for attention in attentions(model):
         attention.register_forward_hook(lambda module, args, output: outputs.update({module: output[0]}))
     with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [MESSAGES], [batch], ridge=0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [MESSAGES], [batch], ridge=0.05)
     counted = batch["attention_mask"].bool()
-    for block in blocks:
-        size = outputs[block.attention][counted].square().sum(-1).mean().sqrt()
-        torch.testing.assert_close(block.roots.stacked_whitening, size)
+    for bottleneck in bottlenecks:
+        size = outputs[bottleneck.attention][counted].square().sum(-1).mean().sqrt()
+        torch.testing.assert_close(bottleneck.roots.stacked_whitening, size)

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.models.auto import tokenization_auto
 
-from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, patch_model, trim_model
+from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.cli.commands import main
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing
@@ -35,8 +35,7 @@ from hf_growattn.growable.growths import extra_parameters, origin_of, sync_confi
 from hf_growattn.interop import checkpoints
 from hf_growattn.interop.cards import write_card
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.blocks import KINDS
-from hf_growattn.model import hooks
+from hf_growattn.measure.bottlenecks import KINDS
 from hf_growattn.model.configuration import register_type_names
 from hf_growattn.model.new_dims import in_order
 from hf_growattn.training.trainer import _random_states_kept
@@ -59,11 +58,11 @@ def test_a_forward_that_fails_leaves_nothing_behind():
     Grower(model, CONFIG).grow(lm_batches(2))
     before = model(tokens()).logits
     attention = attentions(model)[0]
-    hook = attention.module.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+    hook = attention.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(tokens())
     hook.remove()
-    assert hooks._thread.call is None
+    assert attention.call is None
     assert torch.equal(copy.deepcopy(model)(tokens()).logits, before)
 
 
@@ -120,13 +119,13 @@ def test_a_growth_is_kept_once():
     assert found.keep().applied
     grown = widths(model), len(extra_parameters(model))
     found.keep()
-    assert (widths(model), len(extra_parameters(model))) == grown and not found.parts
+    assert (widths(model), len(extra_parameters(model))) == grown and not found.new_dims
 
 
 def test_what_is_called_validated_is_measured_by_the_other_half(monkeypatch):
     given, seen = lm_batches(4), []
     half_of = {id(batch["input_ids"]): number % 2 for number, batch in enumerate(given)}
-    original = growing.losses_of
+    original = growing.compute_losses
 
     class Noted(growing.Trial):
         def set_steps(self, steps, half=None):
@@ -137,7 +136,7 @@ def test_what_is_called_validated_is_measured_by_the_other_half(monkeypatch):
     monkeypatch.setattr(growing, "Trial", Noted)
     monkeypatch.setattr(
         growing,
-        "losses_of",
+        "compute_losses",
         lambda objective, batches: (
             seen.extend((seen_half[0], half_of[id(batch["input_ids"])]) for batch in batches)
             or original(objective, batches)
@@ -245,12 +244,6 @@ def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
     model = patch_model(build("llama-2")).train(training)
     assert Grower(model, replace(CONFIG, update_existing=update_existing)).grow(lm_batches(4)).applied
     assert modes() == {training}
-    with torch.no_grad():
-        for attention in attentions(model):
-            for part in attention.growths.values():
-                part.weight_of("query")[:, 0] = 0.0  # one dim is dead
-    trim_model(model)
-    assert modes() == {training} and widths(model) == 2 * [16 + 1, 16 + 2]
 
 
 def test_new_dims_of_another_precision_read_both_inputs():
@@ -354,7 +347,7 @@ def test_a_slower_token_is_told_as_slower():
     part = attention.make_new_dims(1, 1)
     part.in_proj.register_forward_pre_hook(lambda *_: time.sleep(0.03))
     trial = Trial([])
-    trial.parts = {attention: part}
+    trial.new_dims = {attention: part}
     ratio, error, count = trial.time_decoding(model, tokens(1, 70))
     assert ratio > 1.5 and error < ratio and count == 70
 

@@ -28,7 +28,7 @@ from hf_growattn.growable.registration import register_when_imported
 from hf_growattn.interop import checkpoints, export
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
-from hf_growattn.report.report import LayerGrowth, LayerTrim, TrimReport
+from hf_growattn.report.report import LayerGrowth
 from hf_growattn.training import methods
 from hf_growattn.training.data import prepare_rows
 from hf_growattn.training.finetuning import finetune
@@ -76,9 +76,9 @@ def test_an_empty_folder_is_as_good_as_a_new_one(tmp_path):
         check_new_folder(str(tmp_path))
 
 
-def test_a_starvation_of_zero_is_known():
+def test_a_share_of_zero_out_of_reach_is_known():
     layer = LayerGrowth(0, "patterns", (8, 9), 1.0, 0.1, 0.0)
-    rows = words.rows_of(GrowthReport(2.0, 1.9, [layer, replace(layer, starvation=None)], 8))
+    rows = words.rows_of(GrowthReport(2.0, 1.9, [layer, replace(layer, out_of_reach=None)], 8))
     assert [row[3] for row in rows] == ["0.00", "unknown"]
 
 
@@ -93,12 +93,6 @@ def test_the_loss_of_a_trainer_leaves_its_arguments(tmp_path):
     assert options.average_tokens_across_devices
     loss_of(trainer)(trainer.model, lm_batches(1)[0])
     assert trainer.args.average_tokens_across_devices
-
-
-def test_a_loss_of_zero_was_measured():
-    layer = LayerTrim(0, "patterns", (9, 8), 0.0, 0.0, 64)
-    assert "Loss 0.0000 -> 0.0000" in str(TrimReport(0.0, 0.0, 1e-3, [layer]))
-    assert "Loss" not in str(TrimReport(None, None, 1e-3, [layer]))
 
 
 def test_inspection_knows_the_stock_width_of_either_kind():
@@ -211,7 +205,7 @@ def test_a_resumed_training_finds_its_last_checkpoint_itself(tmp_path):
 
 
 def test_a_growth_that_added_nothing_is_not_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr(StepSearch, "run", lambda self, spare=0: ([0.0] * len(self.trial.changes), self.loss_before))
+    monkeypatch.setattr(StepSearch, "run", lambda self, trial, spare=0: ([0.0] * len(trial.candidates), 9.0))
     figures = finetune(recipe_of(tmp_path, "--growth_batches 4 --v-dims 2 --max_steps 2 --save_strategy no"))
     assert len(figures["growths"]) == 1 and figures["grown_at"] == [] and "Nothing grew" in figures["summary"]
 

@@ -30,7 +30,7 @@ def test_an_unknown_family_grows_and_is_saved_and_loaded(tmp_path):
     before = model(tokens()).logits
     assert torch.equal(patch_model(model)(tokens()).logits, before)
     report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).grow(lm_batches())
-    assert report.applied and all(layer.starvation is None for layer in report.layers)
+    assert report.applied and all(layer.out_of_reach is None for layer in report.layers)
     assert [(a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(20, 18)] * 2
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -42,7 +42,7 @@ def test_an_unknown_family_grows_and_is_saved_and_loaded(tmp_path):
 def test_a_layout_tells_what_old_dims_can_follow(registered):
     model = patch_model(own_model())
     report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).grow(lm_batches())
-    assert report.applied and all(0 < layer.starvation <= 1 for layer in report.layers)
+    assert report.applied and all(0 < layer.out_of_reach <= 1 for layer in report.layers)
     attention = attentions(model)[1]
     mixed = attention.module.mix.weight.view(4, 3, 16, 48)
     assert all(torch.equal(attention.weight_of(role), mixed[:, i]) for i, role in enumerate(("query", "key", "value")))

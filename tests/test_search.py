@@ -8,8 +8,8 @@ from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import growth, trial
-from hf_growattn.measure import gradients
-from hf_growattn.measure.blocks import KINDS
+from hf_growattn.measure import directions
+from hf_growattn.measure.bottlenecks import KINDS
 
 CONFIGS = [GrowthConfig(budget=0.05, oversampling=4), GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)]
 
@@ -18,7 +18,7 @@ CONFIGS = [GrowthConfig(budget=0.05, oversampling=4), GrowthConfig(qk_dims=2, v_
 @pytest.mark.parametrize("batches", [2, 12])
 def test_ten_evaluations_of_few_batches_are_the_most(config, batches, monkeypatch):
     evaluated, measured = [], []
-    loss_at, mean_loss = trial.StepSearch.loss_at, growth.mean_loss
+    loss_at, mean_loss = trial.StepSearch.loss_at, trial.mean_loss
 
     def counting(self, steps):
         before = sum(measured)
@@ -32,7 +32,7 @@ def test_ten_evaluations_of_few_batches_are_the_most(config, batches, monkeypatc
         return mean_loss(objective, few)
 
     monkeypatch.setattr(trial.StepSearch, "loss_at", counting)
-    monkeypatch.setattr(growth, "mean_loss", noting)
+    monkeypatch.setattr(trial, "mean_loss", noting)
     assert Grower(patch_model(build("llama-2")), config).grow(lm_batches(batches)).applied
     assert 4 <= len(evaluated) <= 10 and evaluated[0] == 2 and max(evaluated) <= 4
 
@@ -40,8 +40,8 @@ def test_ten_evaluations_of_few_batches_are_the_most(config, batches, monkeypatc
 def test_what_pricing_leaves_of_the_evaluations_is_there_for_what_was_bought(monkeypatch):
     losses, left, loss_at, run = [], [], trial.StepSearch.loss_at, trial.StepSearch.run
 
-    def noting(self, spare=0):
-        found = run(self, spare)
+    def noting(self, tried, spare=0):
+        found = run(self, tried, spare)
         left.append((self.left, trial.MOST_EVALUATIONS - len(losses)))
         return found
 
@@ -82,7 +82,7 @@ def test_the_bar_knows_its_end_from_the_first_second(config, monkeypatch):
 
 
 def test_a_sketch_looks_at_part_of_the_batches_and_what_does_not_hold_is_not_grown(monkeypatch):
-    passes, backward, solve = [], gradients.backward, gradients._gradient
+    passes, backward, solve = [], directions.backward, directions._solve_directions
 
     def nothing_holds(*args):
         found = solve(*args)
@@ -90,11 +90,11 @@ def test_a_sketch_looks_at_part_of_the_batches_and_what_does_not_hold_is_not_gro
         return found
 
     monkeypatch.setattr(
-        gradients,
+        directions,
         "backward",
         lambda objective, batches: passes.append([*map(id, batches)]) or backward(objective, batches),
     )
-    monkeypatch.setattr(gradients, "_gradient", nothing_holds)
+    monkeypatch.setattr(directions, "_solve_directions", nothing_holds)
     report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(12))
     assert [*map(len, passes)] == [2, 2, 2, 2, 6, 6] and not report.applied
     first, second = {*passes[0], *passes[1]}, {*passes[2], *passes[3]}
@@ -102,56 +102,66 @@ def test_a_sketch_looks_at_part_of_the_batches_and_what_does_not_hold_is_not_gro
     assert "Nothing was grown" in str(report)
 
 
-def one_change(slope: float):
-    """A trial of one change with this slope, and the list of the steps that it is set to, one for each half."""
-    gradient, tried = SimpleNamespace(block=SimpleNamespace(kind=KINDS["patterns"])), []
-    changing = SimpleNamespace(changes=[SimpleNamespace(gradient=gradient, slope=slope)])
-    changing.set_steps = lambda steps, half: tried.append(steps[0])
-    return changing, tried
+def one_candidate(slope: float):
+    """A trial of one candidate with this slope, and the list of the steps that it is set to, one for each half."""
+    candidate, tried = SimpleNamespace(bottleneck=SimpleNamespace(kind=KINDS["patterns"]), slope=slope), []
+    return SimpleNamespace(candidates=[candidate], set_steps=lambda steps, half: tried.append(steps[0])), tried
+
+
+def search_of(loss_of_half, loss_before):
+    """A search whose batches have these losses; the one before is a function of how many of each half are read."""
+    search = trial.StepSearch(None, SimpleNamespace(few_loss_before=loss_before))
+    search.loss_of_half = loss_of_half
+    return search
 
 
 def test_a_search_of_a_loss_below_zero_steps_downhill():
     """Such as a reward with its sign turned: a step is counted by the size of the loss."""
-    changing, tried = one_change(slope=2.0)
-    (step,), loss = trial.StepSearch(changing, lambda half: 2 * tried[-1] ** 2 - 2 * tried[-1] - 5, -5.0).run()
+    candidate, tried = one_candidate(slope=2.0)
+    search = search_of(lambda half: 2 * tried[-1] ** 2 - 2 * tried[-1] - 5, lambda count: -5.0)
+    (step,), loss = search.run(candidate)
     assert min(tried) > 0 and 0 < step < 1 and loss < -5.3
 
 
 def test_a_step_that_does_not_fall_at_once_is_searched_on_more_batches():
     """Noise may hide a fall on few; without one there, too, it goes on with smaller steps, and widens no further."""
-    changing, tried = one_change(slope=10.0)
-    wide: list[int] = []
+    candidate, tried = one_candidate(slope=10.0)
+    read: list[tuple[int, int]] = []  # how many batches of each half, after how many steps
 
-    def measure(half):
-        return 5 + 50 * tried[-1] ** 2 - tried[-1] if wide else 2.0
+    def loss_of_half(half):
+        return 5 + 50 * tried[-1] ** 2 - tried[-1] if search.few == 2 else 2.0
 
-    search = trial.StepSearch(changing, measure, 1.0, lambda: wide.append(len(tried)) or 5.0)
-    (step,), loss = search.run()
-    assert wide == [2]  # once, after the first evaluation of both halves
+    def loss_before(count):
+        read.append((count, len(tried)))
+        return {1: 1.0, 2: 5.0}[count]
+
+    search = search_of(loss_of_half, loss_before)
+    (step,), loss = search.run(candidate)
+    assert read == [(1, 0), (2, 2)]  # once, after the first evaluation of both halves
     assert tried[4] == pytest.approx(tried[2] / 9)
     assert 0 < step < 0.02 and loss < 5.0 == search.loss_before
-    later = trial.StepSearch(changing, measure, 5.0, former=search)
-    later.run()
-    assert wide == [2]
+    spent = len(tried)
+    search.run(candidate)
+    assert read[2:] == [(2, spent)]
 
 
 def test_a_parabola_between_the_best_three_steps_finds_the_lowest_point():
-    changing, tried = one_change(slope=10.0)
-    search = trial.StepSearch(changing, lambda half: 5 + (tried[-1] ** 0.5 - 0.6**0.5) ** 2, 5.6)
-    (step,), _ = search.run()  # between the second and the third step that it tries
+    candidate, tried = one_candidate(slope=10.0)
+    search = search_of(lambda half: 5 + (tried[-1] ** 0.5 - 0.6**0.5) ** 2, lambda count: 5.6)
+    (step,), _ = search.run(candidate)  # between the second and the third step that it tries
     assert step == pytest.approx(0.6, rel=1e-6)
     spent = len(tried)
-    trial.StepSearch(changing, search.measure, 5.6, former=search).run()
-    assert tried[spent] == pytest.approx(0.6, rel=1e-6)  # a later search begins there
+    search.run(candidate)
+    assert tried[spent] == pytest.approx(0.6, rel=1e-6)  # a later run begins there
 
 
 def test_a_search_that_widens_compares_two_batches_of_each_half_with_themselves(monkeypatch):
-    read, searches, mean_loss, run = [], [], growth.mean_loss, trial.StepSearch.run
+    read, searches, mean_loss, run = [], [], trial.mean_loss, trial.StepSearch.run
     model, batches = patch_model(build("llama-2")), lm_batches(12)
     with torch.no_grad():
         losses = [model(**batches[index]).loss.item() for index in (0, 6, 1, 7)]
     monkeypatch.setattr(trial, "_FIRST", 1e3)  # far too long a step
-    monkeypatch.setattr(growth, "mean_loss", lambda loss, few: read.append(len(few)) or mean_loss(loss, few))
+    monkeypatch.setattr(trial, "mean_loss", lambda loss, few: read.append(len(few)) or mean_loss(loss, few))
     monkeypatch.setattr(trial.StepSearch, "run", lambda self, *args: searches.append(self) or run(self, *args))
     Grower(model, CONFIGS[1]).measure(batches)
     assert read[:4] == [1, 1, 2, 2]

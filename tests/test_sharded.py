@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DATA, LONG, ROOT, data_path
-from families import build, lm_batches
+from families import build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from hf_growattn import Grower, GrowthConfig, patch_model, trim_model
+from hf_growattn import Grower, GrowthConfig, export_model, patch_model
 from hf_growattn.growable.training_state import refuse_sharded
 
 
@@ -81,12 +81,12 @@ def refused(match, model, optimizer=None):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:FSDP is switching to use:UserWarning")
-def test_torch_shardings_are_refused(mesh):
+def test_torch_shardings_are_refused(mesh, tmp_path):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     cpu = torch.device("cpu")
     with pytest.raises(ValueError, match="the model is sharded by FSDP2"):
-        trim_model(fully_shard(patch_model(build("llama-2")), mesh=mesh), lm_batches(2))
+        export_model(fully_shard(patch_model(build("llama-2")), mesh=mesh), tmp_path)
     wrapped = FullyShardedDataParallel(patch_model(build("llama-2")), device_id=cpu)
     refused("_flat_param is flattened by FSDP1", wrapped)
     refused("_flat_param is flattened by FSDP1", wrapped.module)

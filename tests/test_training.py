@@ -83,7 +83,7 @@ def test_resumed_from_before_a_growth_killed_after_it_and_resumed(unbroken, fork
 
 
 def test_what_growing_together_must_bear(forks):
-    """Settings and hooks of the wrapper, accumulation, uneven and absent batches, trimming, a failure."""
+    """Settings and hooks of the wrapper, accumulation, uneven and absent batches, a failure."""
     done = forks.run(SCRIPT.with_name("ranks_run.py"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert "uneven_batches" in done.stdout and "You've set static_graph" not in done.stderr

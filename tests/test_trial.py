@@ -5,13 +5,13 @@ import torch
 from families import VARIANTS, add_dims, build, lm_batches, padded, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow.plan import candidates
+from hf_growattn.grow.plan import all_candidates
 from hf_growattn.grow.trial import StepSearch, Trial
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.growable.growths import sync_config
-from hf_growattn.measure.blocks import PATTERNS, measure_moments
-from hf_growattn.measure.gradients import exact_gradients
-from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of, mean_loss
+from hf_growattn.measure.bottlenecks import PATTERNS, compute_moments
+from hf_growattn.measure.directions import exact_directions, probing
+from hf_growattn.measure.passes import HalvedBatches, Objective, evaluation_mode, halves_of
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_search_reads_the_weights_and_writes_none(variant, monkeypatch):
 
 def test_the_directions_of_either_half_are_judged_on_the_other(monkeypatch):
     model, batches = patch_model(build("llama-2")), lm_batches(4)
-    halves, calls = halves_of(batches), []
+    halves, calls = HalvedBatches(halves_of(batches)), []
 
     def set_steps(trial, steps, half=None, original=Trial.set_steps):
         original(trial, steps, half)
@@ -69,15 +69,42 @@ def test_the_directions_of_either_half_are_judged_on_the_other(monkeypatch):
 
     monkeypatch.setattr(Trial, "set_steps", set_steps)
     with evaluation_mode(model):
-        blocks, _ = measure_moments(Objective(model), attentions(model), [PATTERNS], batches, 0.05)
-        gradients = exact_gradients(Objective(model), blocks, halves, dims=2)
-        trial = Trial(candidates(GrowthConfig(qk_dims=2), gradients))
+        bottlenecks, losses = compute_moments(Objective(model), attentions(model), [PATTERNS], batches, 0.05)
+        halves.note_losses(losses)
+        directions = exact_directions(Objective(model), bottlenecks, halves.halves, dims=2)
+        trial, search = Trial(all_candidates(GrowthConfig(qk_dims=2), directions)), StepSearch(Objective(model), halves)
 
-        def measure(half):
+        def loss_of_half(half, original=search.loss_of_half):
             calls.append(("loss", half))
-            return mean_loss(Objective(model), halves[half])
+            return original(half)
 
-        search = StepSearch(trial, measure, mean_loss(Objective(model), batches))
-        calls.clear()
-        search.loss_at([0.1] * len(blocks))
-    assert calls == [("directions", 0), ("loss", 1), ("directions", 1), ("loss", 0)]
+        search.loss_of_half = loss_of_half
+        with trial.attached():
+            calls.clear()
+            search.run(trial)
+    assert calls[:4] == [("directions", 0), ("loss", 1), ("directions", 1), ("loss", 0)]
+    assert calls == calls[:4] * (len(calls) // 4)
+
+
+def test_a_trial_takes_off_what_it_put_on_after_an_exception_too():
+    model = patch_model(build("llama-2"))
+    with evaluation_mode(model):
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS], lm_batches(2), 0.05)
+        directions = exact_directions(Objective(model), bottlenecks, halves_of(lm_batches(2)), dims=2)
+    trial = Trial(all_candidates(GrowthConfig(qk_dims=2), directions))
+    with pytest.raises(KeyboardInterrupt), trial.attached():
+        assert all(attention.trial is trial.new_dims[attention] for attention in attentions(model))
+        raise KeyboardInterrupt
+    assert not any(attention.extra for attention in attentions(model))
+    with pytest.raises(KeyboardInterrupt), probing(bottlenecks, [_eyes(each) for each in bottlenecks]):
+        assert all(attention.trial for attention in attentions(model))
+        raise KeyboardInterrupt
+    assert not any(attention.extra for attention in attentions(model))
+
+
+def _eyes(bottleneck):
+    """Inputs that probe one column of either side."""
+    return tuple(
+        torch.eye(rows, 1).expand(groups, -1, -1)
+        for groups, rows in (bottleneck.stacked_shape, bottleneck.shared_shape)
+    )

@@ -3,13 +3,13 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import leave_checkpoint, next_name, parts_of, replace_parts
@@ -24,70 +24,48 @@ from ..growable.training_state import (
     several,
     total,
 )
-from ..measure.blocks import Block, measure_moments
-from ..measure.gradients import Gradient, exact_gradients, passes_over, sketched_gradients
-from ..measure.passes import Objective, as_dicts, halves_of, losses_of, lowering, mean_loss, preserved_state, read_once
+from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
+from ..measure.directions import Directions, exact_directions, passes_over, sketched_directions
+from ..measure.passes import HalvedBatches, Objective, compute_losses, halves_of, lowering, mean_loss, preserved_state
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 from .plan import (
     GrowthConfig,
-    candidates,
+    all_candidates,
     check_room,
     dims_worth_a_look,
     growth_report,
     layers_to_grow,
+    list_batches,
     model_to_grow,
-    prices_of,
+    read_batches,
     spend,
 )
-from .trial import MOST_EVALUATIONS, SMALLEST_FALL, Change, StepSearch, Trial
+from .trial import FEW, MOST_EVALUATIONS, SMALLEST_FALL, Candidate, StepSearch, Trial, price_kinds
 
-_FEW = 2  # batches of each half that a step is judged on, and that it is searched on where one does not fall at once
 _LONG = 64  # tokens, after which the time of the next one says something about a generation
-_SMALLER = (1.0, 1 / 4, 1 / 16)  # parts of the steps found, tried in turn on all batches
+_SMALLER = (1.0, 1 / 4, 1 / 16)  # shares of the steps found, tried in turn on all batches
 
 
-@dataclass
-class _Run:
-    """One search for new dims: its layers, its batches in two halves that judge each other, and the losses before."""
+@dataclass(frozen=True)
+class Session:
+    """What one growth works with, while the model is in evaluation mode.
+
+    Attributes:
+        objective: the loss that is lowered.
+        layers: the attention modules that may grow.
+        old_dims_train: of each layer and kind whether training moves its old dims.
+        batches: in two halves that judge each other, with the losses before.
+        search: for the steps; it counts what the whole growth spends.
+        bar: shows the progress.
+    """
 
     objective: Objective
-    chosen: list[GrowableAttention]
-    halves: tuple[list, list]
+    layers: list[GrowableAttention]
+    old_dims_train: dict[tuple[GrowableAttention, Kind], bool]
+    batches: HalvedBatches
+    search: StepSearch
     bar: tqdm
-    losses: dict[int, float] = field(default_factory=dict)  # of each of this rank's batches, by identity
-    loss: float = math.nan  # the mean of all batches
-    searched: int = 1  # batches of each half that the step is searched on; what it gains is then measured on all
-
-    @property
-    def batches(self) -> list:
-        return self.halves[0] + self.halves[1]
-
-    def few_batches(self, count: int) -> list[list]:
-        """At most `count` batches of each half, evenly spaced."""
-        return [half[:: max(-(-len(half) // count), 1)] for half in self.halves]
-
-    def loss_before(self, batches: list) -> float:
-        """The mean loss of some of the batches, over all ranks, before anything was tried."""
-        loss, count = total(sum(self.losses[id(batch)] for batch in batches), len(batches))
-        return loss / count
-
-    def measure(self, half: int) -> float:
-        """The mean loss of the batches of one half that the step is searched on."""
-        return mean_loss(self.objective, self.few_batches(self.searched)[half])
-
-    def few_before(self, count: int) -> float:
-        """The mean over both halves of the loss of their `few_batches`, before anything was tried."""
-        return sum(map(self.loss_before, self.few_batches(count))) / 2
-
-    def search_loss(self) -> float:
-        """The mean of both halves' `measure` before anything was tried."""
-        return self.few_before(self.searched)
-
-    def search_wider(self) -> float:
-        """Let `measure` read more batches from now on, and return their `search_loss`."""
-        self.searched = _FEW
-        return self.search_loss()
 
 
 class Growth:
@@ -97,30 +75,36 @@ class Growth:
         report: what was measured; prints as a table. `report.applied` says whether any step lowers the loss.
     """
 
-    def __init__(self, grower: "Grower", trial: Trial | None, report: GrowthReport):
-        self._grower, self._trial, self.report = grower, trial, report
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizers: list[torch.optim.Optimizer],
+        trial: Trial | None,
+        report: GrowthReport,
+    ):
+        self._model, self._optimizers, self._trial, self.report = model, optimizers, trial, report
 
     @property
-    def parts(self) -> dict[GrowableAttention, NewDims]:
+    def new_dims(self) -> dict[GrowableAttention, NewDims]:
         """The new dims by attention module; empty where no step lowers the loss, and once they are dropped."""
-        return self._trial.parts if self._trial is not None else {}
+        return self._trial.new_dims if self._trial is not None else {}
 
     def keep(self) -> GrowthReport:
-        """Make the new dims parts of the model that train, in the optimizer's groups, too; returns the report.
+        """Make the new dims a part of the model that trains, in the optimizer's groups, too; returns the report.
 
         Where no step lowers the loss, nothing changes.
         """
-        grower = self._grower
         if self._trial is not None:
-            reshard(grower.model)
-            name, kept = next_name(grower.model), parts_of(grower.model)
-            for attention, part in self.parts.items():
-                broadcast_from_rank0(*(parameter.detach() for parameter in part.parameters()))
-                part.requires_grad_(True).train(attention.module.training)
-            grown = {attention: kept[attention] | {name: part} for attention, part in self.parts.items()}
-            replace_parts(grower.model, grown, grower.optimizers)
-            leave_checkpoint(grower.model)
-            self._trial.commit(grower.optimizers)
+            reshard(self._model)
+            name, kept = next_name(self._model), parts_of(self._model)
+            for attention, new in self.new_dims.items():
+                broadcast_from_rank0(*(parameter.detach() for parameter in new.parameters()))
+                new.requires_grad_(True).train(attention.module.training)
+            grown = {attention: kept[attention] | {name: new} for attention, new in self.new_dims.items()}
+            replace_parts(self._model, grown, self._optimizers)
+            leave_checkpoint(self._model)
+            for candidate in self._trial.candidates:
+                candidate.commit(self._optimizers)
         self.drop()
         return replace(self.report, kept=True)
 
@@ -189,9 +173,11 @@ class Grower:
                 stepped, tokens that the model does not know, a budget that buys nothing, or a layer that does not exist
                 or is as wide as it can be. The message names the fix.
         """
-        with self._run(batches) as run:
-            changes, pricing = self._plan(run, self._measure(run))
-            return self._try(run, changes, pricing)
+        with self._session(batches) as session:
+            directions = self._measure_directions(session)
+            candidates = self._choose_candidates(session, directions)
+            trial, steps = self._try_candidates(session, candidates)
+            return self._judge_steps(session, candidates, trial, steps)
 
     def grow(self, batches: Iterable) -> GrowthReport:
         """Find new dims, and keep them if they lower the loss; arguments and errors are those of `find`.
@@ -207,162 +193,168 @@ class Grower:
 
     def check(self, batches: Iterable) -> float:
         """Check what `find` checks before it begins, with the same errors, and return the mean loss of the batches."""
-        with self._run(batches) as run, preserved_state(self.wrapped, self.optimizers):
-            return mean_loss(run.objective, run.batches)
+        with self._session(batches) as session:
+            return mean_loss(session.objective, session.batches.every)
 
     @contextlib.contextmanager
-    def _run(self, batches: Iterable) -> Iterator[_Run]:
-        """Check all that can be checked before anything is measured, and read the batches."""
+    def _session(self, batches: Iterable) -> Iterator[Session]:
+        """Check what can be checked before anything is measured, read the batches, and enter evaluation mode."""
         with raise_on_all_ranks():
             reshard(self.model)
-            chosen = layers_to_grow(self.model, self.config)
+            layers = layers_to_grow(self.model, self.config)
             if self.config.moves_old_dims:
                 from .old_dims import check_old_dims
 
-                check_old_dims(self.model, self.config, chosen)
+                check_old_dims(self.model, self.config, layers)
             check_optimizers(self.optimizers, self.model)
-            read = as_dicts(batches, self.model) if self.loss is None else read_once(batches)
-            halves = halves_of(read, whole=self.loss is not None)
-        if not all(total(*map(len, halves))):
+            read = read_batches(batches, self.model) if self.loss is None else list_batches(batches)
+            halved = HalvedBatches(halves_of(read, whole=self.loss is not None))
+        if not all(total(*map(len, halved.halves))):
             raise ValueError(
                 "There are too few batches to grow on: a growth needs two sequences at least, two batches with loss=, "
                 "so that one can judge what the other found. Pass a few dozen of your training batches."
             )
+        old_dims_train = self._old_dims_train(layers)
         with (
             tqdm(desc="growth: measuring", disable=True if rank() > 0 else None, leave=False) as bar,
             lowering(self.loss, self.model, self.wrapped, bar.update) as objective,
+            preserved_state(self.wrapped, self.optimizers),
         ):
-            run = _Run(objective, chosen, halves, bar)
-            bar.total = self._length(run)
-            yield run
+            bar.total = self._most_passes(layers, halved)
+            yield Session(objective, layers, old_dims_train, halved, StepSearch(objective, halved), bar)
 
-    def _dims_to_sketch(self, chosen: list[GrowableAttention]) -> tuple[int, bool]:
+    def _old_dims_train(self, layers: list[GrowableAttention]) -> dict[tuple[GrowableAttention, Kind], bool]:
+        """Of each layer and kind whether training moves its old dims: what the config says, or `requires_grad`."""
+        kinds, setting = self.config.chosen_kinds, self.config.old_dims_train
+        trains = {(layer, kind): layer.trains(*kind.roles) for layer in layers for kind in kinds}
+        return trains if setting is None else dict.fromkeys(trains, setting)
+
+    def _dims_to_sketch(self, layers: list[GrowableAttention]) -> tuple[int, bool]:
         """How many dims to look for, in every layer alike, and whether to sketch them.
 
         That is not done where the whole gradient is cheaper than a sketch of both sides, and no larger.
         """
-        dims = max(self.config.most_dims(layer, kind) for layer in chosen for kind in self.config.chosen_kinds)
-        features = min(attention.shape.in_features for attention in chosen)
+        dims = max(self.config.most_dims(layer, kind) for layer in layers for kind in self.config.chosen_kinds)
+        features = min(layer.shape.in_features for layer in layers)
         return dims, dims > 0 and 2 * (dims + self.config.oversampling) < features
 
-    def _length(self, run: _Run) -> int:
+    def _most_passes(self, layers: list[GrowableAttention], batches: HalvedBatches) -> int:
         """How long the search will take at most, in batches that go through the model once."""
-        passes = passes_over(run.halves) if self._dims_to_sketch(run.chosen)[1] else [run.halves]
-        passes += [run.halves] * self.config.moves_old_dims
+        sketches = self._dims_to_sketch(layers)[1]
+        passes = passes_over(batches.halves) if sketches else [batches.halves]
+        passes += [batches.halves] * self.config.moves_old_dims
         back = sum(len(half) for halves in passes for half in halves)
-        return 2 * len(run.batches) + 3 * back + (MOST_EVALUATIONS + 1) * sum(map(len, run.few_batches(_FEW)))
+        return 2 * len(batches.every) + 3 * back + (MOST_EVALUATIONS + 1) * sum(map(len, batches.few(FEW)))
 
-    def _measure(self, run: _Run) -> list[Gradient]:
-        """Measure the mean losses, and return every block's best directions."""
-        config = self.config
-        trained = {(layer, kind): layer.trains(*kind.roles) for layer in run.chosen for kind in config.chosen_kinds}
-        with preserved_state(self.wrapped, self.optimizers):
-            # In the order they were given in: an error names a batch by its number.
-            given = [batch for pair in zip_longest(*run.halves) for batch in pair if batch is not None]
-            blocks, losses = measure_moments(run.objective, run.chosen, config.chosen_kinds, given, config.ridge)
-            run.losses = dict(zip(map(id, given), losses))
-            run.loss = run.loss_before(given)
-            if not blocks:
-                raise ValueError("The loss runs none of the attention modules that shall grow: choose other layers.")
-            for block in blocks:
-                setting = config.old_dims_train
-                block.old_dims_train = trained[block.attention, block.kind] if setting is None else setting
-            return self.directions(run.objective, blocks, run.halves)
+    def _measure_directions(self, session: Session) -> list[Directions]:
+        """Note the losses of the batches, and return the best directions of every bottleneck that the loss runs."""
+        config, batches = self.config, session.batches
+        bottlenecks, losses = compute_moments(
+            session.objective, session.layers, config.chosen_kinds, batches.as_given, config.ridge
+        )
+        batches.note_losses(losses)
+        if not bottlenecks:
+            raise ValueError("The loss runs none of the attention modules that shall grow: choose other layers.")
+        for bottleneck in bottlenecks:
+            bottleneck.old_dims_train = session.old_dims_train[bottleneck.attention, bottleneck.kind]
+        return self.find_directions(session.objective, bottlenecks, batches.halves)
 
-    def _plan(self, run: _Run, gradients: list[Gradient]) -> tuple[list[Change], StepSearch | None]:
-        """Choose the dims of each block, those of the config or what a budget buys by the prices of a search."""
-        changes, pricing = candidates(self.config, gradients), None
+    def find_directions(
+        self, objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list, list]
+    ) -> list[Directions]:
+        """Find every bottleneck's best directions; a subclass may find others."""
+        config, layers = self.config, [bottleneck.attention for bottleneck in bottlenecks]
+        dims, sketches = self._dims_to_sketch(layers)
+        if not sketches:
+            return exact_directions(objective, bottlenecks, halves, dims)
+        if config.budget is not None:
+            dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
+        return sketched_directions(objective, bottlenecks, halves, dims, config.oversampling, config.seed)
+
+    def _choose_candidates(self, session: Session, directions: list[Directions]) -> list[Candidate]:
+        """Choose the dims of each bottleneck: those of the config, or what a budget buys at the prices of a trial."""
+        candidates = all_candidates(self.config, directions)
         if self.config.budget is not None:
-            with preserved_state(self.wrapped, self.optimizers):
-                prices, pricing = prices_of(changes, run.measure, run.search_loss(), run.search_wider)
-            changes = spend(self.config, changes, prices, self.model.num_parameters())
-        return [_as_on_rank0(change) for change in changes], pricing
-
-    def _try(self, run: _Run, changes: list[Change], pricing: StepSearch | None) -> Growth:
-        """Attach the new dims for a while, and search the steps that lower the loss most."""
-        run.bar.set_description("growth: searching the step")
-        trial = self._make_trial(run, changes)
-        try:
-            search = StepSearch(trial, run.measure, run.search_loss(), run.search_wider, pricing)
-            with preserved_state(self.wrapped, self.optimizers):
-                steps, loss = self.steps(run, search)
-                validated = _validated_loss(run, trial, steps)
-                decoding = self._time_decoding(run, trial) if any(steps) else None
-            trial.set_steps(steps)
-            trial.detach()
-            losses = {"loss_before": run.loss, "loss_after": loss, "validated_loss": validated}
-            report = growth_report(self.model, changes, trial, steps, **losses, decoding=decoding)
-        except BaseException:
-            trial.drop()
-            raise
-        return Growth(self, trial if any(steps) else None, report)
-
-    def _make_trial(self, run: _Run, changes: list[Change]) -> Trial:
-        """Attach the changes; where old weights take steps along, by what `old_dims.py` does."""
+            prices = price_kinds(session.search, candidates)
+            candidates = spend(self.config, candidates, prices, self.model.num_parameters())
+        candidates = [_as_on_rank0(candidate) for candidate in candidates]
         if not self.config.moves_old_dims:
-            return Trial([change for change in changes if change.dims])
-        from .old_dims import make_trial
+            return candidates
+        from .old_dims import with_old_steps
 
-        with preserved_state(self.wrapped, self.optimizers):  # which takes off on leaving what was attached inside
-            trial = make_trial(self.config, run.objective, changes, run.halves)
-        trial.attach()
-        return trial
+        return with_old_steps(self.config, session.objective, candidates, session.batches.halves)
 
-    def _time_decoding(self, run: _Run, trial: Trial) -> tuple[float, float, int] | None:
+    def _try_candidates(self, session: Session, candidates: list[Candidate]) -> tuple[Trial, list[float]]:
+        """Search the steps that lower the loss of a few batches most; zeros if none does."""
+        session.bar.set_description("growth: searching the step")
+        trial = Trial([candidate for candidate in candidates if not candidate.is_empty])
+        with trial.attached():
+            return trial, self.search_steps(session, trial)
+
+    def search_steps(self, session: Session, trial: Trial) -> list[float]:
+        """Search the step of each candidate of an attached trial; a subclass may take others."""
+        return session.search.run(trial)[0]
+
+    def _judge_steps(self, session: Session, candidates: list[Candidate], trial: Trial, steps: list[float]) -> Growth:
+        """Judge the steps on all batches, and return the growth, with the steps that hold set."""
+        validated = decoding = None
+        with trial.attached():
+            steps, loss = self.shorten_steps(session, trial, steps)
+            if any(steps):
+                validated = None if self.config.moves_old_dims else _validated_loss(session, trial, steps)
+                decoding = self._time_decoding(session, trial)
+            trial.set_steps(steps)
+        losses = {"loss_before": session.batches.loss_before, "loss_after": loss, "validated_loss": validated}
+        report = growth_report(self.model, candidates, trial, steps, **losses, decoding=decoding)
+        return Growth(self.model, self.optimizers, trial if any(steps) else None, report)
+
+    def shorten_steps(self, session: Session, trial: Trial, steps: list[float]) -> tuple[list[float], float]:
+        """Return the largest share of the steps that lowers the loss of all batches, and that loss; zeros if none does.
+
+        A subclass may judge otherwise.
+        """
+        before, nothing = session.batches.loss_before, [0.0] * len(steps)
+        if steps == nothing:
+            return nothing, before
+        for share in _SMALLER:
+            smaller = [step * share for step in steps]
+            trial.set_steps(smaller)
+            loss_after = mean_loss(session.objective, session.batches.every)
+            if before - loss_after > SMALLEST_FALL * abs(before):
+                return smaller, loss_after
+        return nothing, before
+
+    def _time_decoding(self, session: Session, trial: Trial) -> tuple[float, float, int] | None:
         """`Trial.time_decoding` after the first row of a batch of text; None for others, and short ones."""
         model: Any = self.model
-        batch: Any = next(iter(run.batches), None)
+        batch: Any = next(iter(session.batches.every), None)
         is_text = isinstance(batch, dict) and {"input_ids", "attention_mask", "labels"}.issuperset(batch)
         decodes = model.can_generate() and not model.config.is_encoder_decoder and not several()
         if not (is_text and decodes and batch["input_ids"].shape[-1] >= _LONG):
             return None
-        return trial.time_decoding(model, batch["input_ids"][:1].to(run.objective.device))
-
-    def steps(self, run: _Run, search: StepSearch) -> tuple[list[float], float]:
-        """Find steps on a few batches and set the part that lowers the loss of all batches; zeros if none does."""
-        steps, _ = search.run()
-        parts = _SMALLER if sum(steps) > 0 else ()
-        for part in parts:
-            smaller = [step * part for step in steps]
-            search.trial.set_steps(smaller)
-            loss_after = mean_loss(run.objective, run.batches)
-            if run.loss - loss_after > SMALLEST_FALL * abs(run.loss):
-                return smaller, loss_after
-        return [0.0] * len(steps), run.loss
-
-    def directions(self, objective: Objective, blocks: list[Block], halves: tuple[list, list]) -> list[Gradient]:
-        """Find every block's best directions; a subclass may find others."""
-        config, layers = self.config, [block.attention for block in blocks]
-        dims, sketches = self._dims_to_sketch(layers)
-        if not sketches:
-            return exact_gradients(objective, blocks, halves, dims)
-        if config.budget is not None:
-            dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
-        return sketched_gradients(objective, blocks, halves, dims, config.oversampling, config.seed)
+        return trial.time_decoding(model, batch["input_ids"][:1].to(session.objective.device))
 
 
-def _validated_loss(run: _Run, trial: Trial, steps: list[float]) -> tuple[float, float, float] | None:
+def _validated_loss(session: Session, trial: Trial, steps: list[float]) -> tuple[float, float, float]:
     """The mean loss of a few batches before and at these steps, each half along directions that the other found.
 
-    The third number is two standard errors of the fall. None without a step, and where old dims move: along directions
-    of both halves.
+    The third number is two standard errors of the fall.
     """
-    if not any(steps) or any(change.old_step for change in trial.changes):
-        return None
     falls: list[float] = []
-    for half, batches in zip((1, 0), run.few_batches(_FEW)):
+    for half, batches in zip((1, 0), session.batches.few(FEW)):
         trial.set_steps(steps, half)
-        losses = losses_of(run.objective, batches)
-        falls += [run.losses[id(batch)] - loss for batch, loss in zip(batches, losses)]
+        losses = compute_losses(session.objective, batches)
+        falls += [before - loss for before, loss in zip(session.batches.losses_before(batches), losses)]
     count, fall, squares = total(len(falls), sum(falls), sum(each * each for each in falls))
     variance = max(squares / count - (fall / count) ** 2, 0.0) / (count - 1)
-    before = run.few_before(_FEW)
+    before = session.batches.few_loss_before(FEW)
     return before, before - fall / count, 2 * math.sqrt(variance)
 
 
-def _as_on_rank0(change: Change) -> Change:
-    """Return the change with the dims and strengths of rank 0: rounding may differ between machines."""
-    dims = torch.tensor([change.dims], device=change.strength.device)
-    strength = torch.nn.functional.pad(change.strength, (0, len(change.gradient.validated) - change.dims))
-    broadcast_from_rank0(dims, strength)
-    return replace(change, dims=dims.item(), strength=strength[: dims.item()])
+def _as_on_rank0(candidate: Candidate) -> Candidate:
+    """Return the candidate with the dims and shares of rank 0: rounding may differ between machines."""
+    share = candidate.share_that_holds
+    dims = torch.tensor([candidate.dims], device=share.device)
+    share = nn.functional.pad(share, (0, len(candidate.directions.validated) - candidate.dims))
+    broadcast_from_rank0(dims, share)
+    return replace(candidate, dims=dims.item(), share_that_holds=share[: dims.item()])

@@ -7,7 +7,6 @@ of former growths stay as they are.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 from ..growable.attention import GrowableAttention, is_adapted, is_plain, quantization
 from ..growable.training_state import broadcast_from_rank0, is_sharded, sum_over_ranks, total
 from ..measure import functional as F
-from ..measure.blocks import PATTERNS, Block
-from ..measure.gradients import shares
+from ..measure.bottlenecks import PATTERNS, Bottleneck
+from ..measure.directions import shares
 from ..measure.passes import Objective, backward
 from ..model.families import base_layer
 from ..model.new_dims import NewDims
 from .plan import GrowthConfig
-from .trial import Change, Trial, Write, read_factors, write_factors
+from .trial import Candidate, read_factors, write_factors
 
 
 def check_old_dims(model: nn.Module, config: GrowthConfig, chosen: list[GrowableAttention]) -> None:
@@ -65,17 +64,21 @@ def _check_weight(attention: GrowableAttention, role: str, setting: str) -> None
         )
 
 
-def make_trial(config: GrowthConfig, objective: Objective, changes: list[Change], halves: tuple[list, list]) -> Trial:
-    """Return changes with the steepest step of the old weights, attached. Call inside `evaluation_mode`."""
-    steps = tangent_steps(objective, [change.gradient.block for change in changes], halves)
-    for change, step in zip(changes, steps):
-        change.old_step = step
-    return OldDimsTrial(changes, partial(OldDimsWrite, refactors=config.method == "refactor"))
+def with_old_steps(
+    config: GrowthConfig, objective: Objective, candidates: list[Candidate], halves: tuple[list, list]
+) -> list[Candidate]:
+    """Return candidates that take the steepest step of the old weights along. Call inside `evaluation_mode`."""
+    steps = tangent_steps(objective, [candidate.bottleneck for candidate in candidates], halves)
+    refactors = config.method == "refactor"
+    return [
+        OldDimsCandidate(each.directions, each.dims, each.share_that_holds, step, refactors and each.dims > 0)
+        for each, step in zip(candidates, steps)
+    ]
 
 
 @dataclass
 class OldStep:
-    """A step of size 1 of one block's old factors, as far as it holds on unseen batches.
+    """A step of size 1 of one bottleneck's old factors, as far as it holds on unseen batches.
 
     Attributes:
         stacked, shared: whitened changes, (G, g a, k) and (G, b, k).
@@ -89,57 +92,62 @@ class OldStep:
     validated: float
 
 
-def tangent_steps(objective: Objective, blocks: list[Block], halves: tuple[list, list]) -> list[OldStep]:
-    """Return the steepest step of each block's old factors.
+def tangent_steps(objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list, list]) -> list[OldStep]:
+    """Return the steepest step of each bottleneck's old factors.
 
     Read off the ordinary gradients of the weights in one pass: without rotation they are `T W_K` and `T^T W_Q`. Where
     the old dims rotate, `T` depends on the offset; their true gradients are used, so the step descends, in a metric
     that leaves the rotation out. The step is shortened to the share of its gain that holds when either half of the
     batches judges what the other found. Call inside `evaluation_mode`.
     """
-    weights = [p for block in blocks for role in block.kind.roles for p in _parameters(block.attention, role)]
+    weights = [
+        p
+        for bottleneck in bottlenecks
+        for role in bottleneck.kind.roles
+        for p in _parameters(bottleneck.attention, role)
+    ]
     for parameter in weights:
         parameter.requires_grad_(True)
-    read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
+    read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in bottlenecks]
     for batches in halves:
         backward(objective, batches)
         (count,) = total(len(batches))
-        for block, parts in zip(blocks, read):
-            parts.append(_weight_gradients(block, count))
+        for bottleneck, parts in zip(bottlenecks, read):
+            parts.append(_weight_gradients(bottleneck, count))
     for parameter in weights:
         parameter.requires_grad_(False)
         parameter.grad = None
     of_halves = shares(halves)
-    return [_old_step(block, parts, of_halves) for block, parts in zip(blocks, read)]
+    return [_old_step(bottleneck, parts, of_halves) for bottleneck, parts in zip(bottlenecks, read)]
 
 
 def _parameters(attention: GrowableAttention, role: str) -> list[nn.Parameter]:
     return list(base_layer(attention.projection_of(role)).parameters())
 
 
-def _old_factors(block: Block) -> tuple[Tensor, Tensor]:
+def _old_factors(bottleneck: Bottleneck) -> tuple[Tensor, Tensor]:
     """Copies of the old factors, (H, a, k) and (G, b, k), in the statistics' precision; former growths do not count."""
-    stacked, shared = read_factors(block.attention, block.kind)
-    return stacked.to(block.like.dtype, copy=True), shared.to(block.like.dtype, copy=True)
+    stacked, shared = read_factors(bottleneck.attention, bottleneck.kind)
+    return stacked.to(bottleneck.like.dtype, copy=True), shared.to(bottleneck.like.dtype, copy=True)
 
 
-def _weight_gradients(block: Block, batches: float) -> tuple[Tensor, Tensor]:
+def _weight_gradients(bottleneck: Bottleneck, batches: float) -> tuple[Tensor, Tensor]:
     """The whitened gradients of the mean loss in the old factors: (G, g a, k) and (G, b, k)."""
-    attention = block.attention
+    attention = bottleneck.attention
 
     def gradient(role: str) -> Tensor:
         inside: Any = base_layer(attention.projection_of(role))
         weight, biased = attention.view_of(role, inside.weight.grad), role in attention.shape.biased
         bias = attention.view_of(role, inside.bias.grad) if biased else None
-        return F.join_bias(weight, bias).to(block.like.dtype).contiguous() / batches
+        return F.join_bias(weight, bias).to(bottleneck.like.dtype).contiguous() / batches
 
-    stacked, shared = map(gradient, block.kind.roles)
+    stacked, shared = map(gradient, bottleneck.kind.roles)
     sum_over_ranks(stacked, shared)
-    return block.whitened_gradients(stacked, shared)
+    return bottleneck.whitened_gradients(stacked, shared)
 
 
-def _old_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[float, float]) -> OldStep:
-    factors = block.whitened(*_old_factors(block))
+def _old_step(bottleneck: Bottleneck, parts: list[tuple[Tensor, Tensor]], weights: tuple[float, float]) -> OldStep:
+    factors = bottleneck.whitened(*_old_factors(bottleneck))
 
     def slope(gradients: Iterable[Tensor], changes: Iterable[Tensor]) -> float:
         return -sum((gradient * change).sum().item() for gradient, change in zip(gradients, changes))
@@ -147,10 +155,10 @@ def _old_step(block: Block, parts: list[tuple[Tensor, Tensor]], weights: tuple[f
     own = [tangent_step(*part, *factors) for part in parts]
     validated = (slope(parts[1], own[0]) + slope(parts[0], own[1])) / 2
     in_sample = (slope(parts[0], own[0]) + slope(parts[1], own[1])) / 2
-    strength = min(max(validated / in_sample, 0.0), 1.0) if in_sample > 0 else 0.0
+    share_that_holds = min(max(validated / in_sample, 0.0), 1.0) if in_sample > 0 else 0.0
     whole = [weights[0] * first + weights[1] * second for first, second in zip(*parts)]
-    stacked, shared = (strength * change for change in tangent_step(whole[0], whole[1], *factors))
-    return OldStep(stacked, shared, slope(whole, (stacked, shared)), strength * validated)
+    stacked, shared = (share_that_holds * change for change in tangent_step(whole[0], whole[1], *factors))
+    return OldStep(stacked, shared, slope(whole, (stacked, shared)), share_that_holds * validated)
 
 
 def tangent_step(
@@ -176,64 +184,73 @@ def tangent_step(
     return half(stacked_gradient, stacked, shared), half(shared_gradient, shared, stacked)
 
 
-class OldDimsWrite(Write):
-    """The new and the old weights of one block as a function of the step.
+@dataclass(eq=False)
+class OldDimsCandidate(Candidate):
+    """New dims and a step of the old weights, which go back by `undo`, and move for good by `commit`.
 
     Attributes:
+        old_step: the step of size 1 of the old weights.
         refactors: the best balanced factors of the whole stepped product are written, not the two steps.
         old: the factors before any step, stacked (H, a, k) and shared (G, b, k).
         stepped: those of the last step that was set.
     """
 
-    def __init__(self, change: Change, refactors: bool):
-        super().__init__(change)
-        self.refactors = refactors and change.dims > 0
-        self.old = self.stepped = _old_factors(self.block)
+    old_step: OldStep
+    refactors: bool
 
-    def set_step(self, step: float, source: int, part: NewDims) -> None:
-        """Write the new dims for a step into a part, and the old ones into the attention's own weights."""
+    def __post_init__(self):
+        self.old = self.stepped = _old_factors(self.bottleneck)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to try: old weights move in any case."""
+        return False
+
+    @property
+    def slope(self) -> float:
+        """First-order decrease of the loss per unit of step, on the batches that were measured."""
+        return super().slope + self.old_step.slope
+
+    @property
+    def gain(self) -> float:
+        """The same on batches that the directions were not computed from."""
+        return super().gain + self.old_step.validated
+
+    def set_step(self, step: float, source: int, new_dims: NewDims | None) -> None:
+        """Write the new dims for a step, and the old ones into the attention's own weights."""
         if self.refactors:
-            width, (stacked, shared) = self.old[0].shape[-1], self._refactored(step, *self.directions[source])
+            width, (stacked, shared) = self.old[0].shape[-1], self._refactored(step, source)
             self.stepped, new = (stacked[..., :width], shared[..., :width]), (stacked[..., width:], shared[..., width:])
         else:
-            moved = self.block.unwhitened(self.change.old_step.stacked, self.change.old_step.shared)
+            moved = self.bottleneck.unwhitened(self.old_step.stacked, self.old_step.shared)
             self.stepped = self.old[0] + step * moved[0], self.old[1] + step * moved[1]
             new = self.new_factors(step, source)
-        write_factors(part, self.block.kind, *new)
-        self.write_old(self.stepped)
+        if new_dims is not None:
+            write_factors(new_dims, self.bottleneck.kind, *new)
+        self._write_old(self.stepped)
 
-    def _refactored(self, step: float, u: Tensor, sigma: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _refactored(self, step: float, source: int) -> tuple[Tensor, Tensor]:
         """The best balanced factors of the product after all steps, as wide as old and new dims together."""
-        (stacked, shared), old_step = self.block.whitened(*self.old), self.change.old_step
-        left = [stacked, -step * u * sigma.unsqueeze(-2), step * old_step.stacked, stacked]
-        right = [shared, v, shared, step * old_step.shared]
-        rank = stacked.shape[-1] + self.change.dims
-        return self.block.unwhitened(*F.balanced_factors(torch.cat(left, -1), torch.cat(right, -1), rank))
+        u, sigma, v = self.scaled_directions(source)
+        stacked, shared = self.bottleneck.whitened(*self.old)
+        left = [stacked, -step * u * sigma.unsqueeze(-2), step * self.old_step.stacked, stacked]
+        right = [shared, v, shared, step * self.old_step.shared]
+        rank = stacked.shape[-1] + self.dims
+        return self.bottleneck.unwhitened(*F.balanced_factors(torch.cat(left, -1), torch.cat(right, -1), rank))
 
-    def write_old(self, factors: tuple[Tensor, Tensor]) -> None:
+    def _write_old(self, factors: tuple[Tensor, Tensor]) -> None:
         """Write old factors into the attention's own weights."""
-        write_factors(self.block.attention, self.block.kind, *factors)
+        write_factors(self.bottleneck.attention, self.bottleneck.kind, *factors)
 
-
-class OldDimsTrial(Trial):
-    """A trial in which old weights move: they go back when it is detached, and `commit` moves them for good."""
-
-    writes: list[OldDimsWrite]
-
-    def detach(self) -> None:
-        """Let the model compute without the new dims, and with the old weights."""
-        super().detach()
-        for write in self.writes:
-            write.write_old(write.old)
-        # Where a budget bought nothing, old weights moved alone.
-        self.parts = {attention: part for attention, part in self.parts.items() if part.qk_dims + part.v_dims}
+    def undo(self) -> None:
+        """Let the attention have its old weights."""
+        self._write_old(self.old)
 
     def commit(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Write the last step of old weights for good; refactored ones start with a fresh optimizer state."""
-        for write in self.writes:
-            broadcast_from_rank0(*write.stepped)
-            write.write_old(write.stepped)
-            for role in write.block.kind.roles if write.refactors else ():
-                for parameter in _parameters(write.block.attention, role):
-                    for optimizer in optimizers:
-                        optimizer.state.pop(parameter, None)
+        broadcast_from_rank0(*self.stepped)
+        self._write_old(self.stepped)
+        for role in self.bottleneck.kind.roles if self.refactors else ():
+            for parameter in _parameters(self.bottleneck.attention, role):
+                for optimizer in optimizers:
+                    optimizer.state.pop(parameter, None)

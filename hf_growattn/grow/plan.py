@@ -1,8 +1,9 @@
-"""What to grow: `GrowthConfig`, what it needs of a model, how a budget is spent, and the report of what came of it."""
+"""What to grow: `GrowthConfig`, what it needs of model and batches, how a budget is spent, and the report of it."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from accelerate.utils import has_offloaded_params
@@ -11,11 +12,13 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import cache_bytes, growable_model
+from ..growable.training_state import several
 from ..measure import functional as F
-from ..measure.blocks import KINDS, PATTERNS, Kind
-from ..measure.gradients import Gradient
+from ..measure.bottlenecks import KINDS, PATTERNS, Kind
+from ..measure.directions import Directions
+from ..measure.passes import input_embeddings
 from ..report.report import GrowthReport, LayerGrowth
-from .trial import AFTER_PRICING, Change, StepSearch, Trial, parameters_of_a_dim
+from .trial import Candidate, Trial, parameters_of_a_dim
 
 _CANDIDATES = 16  # directions of a layer and kind that a budget chooses from in one growth
 _EVEN_SHARES = 4  # times the even share of a budget: the most that one layer and kind gets
@@ -29,7 +32,7 @@ class GrowthConfig:
         qk_dims: dims to add to the queries and keys of each head (patterns).
         v_dims: dims to add to the values of each head (messages).
         budget: weights to add at most: a whole number, or a share of the model's parameters such as 0.01. Layers and
-            kinds get the more of it the more gain they promise on unseen batches, and none where no gain holds.
+            kinds get the more of it the more gain holds there on unseen batches, and none where no gain holds.
         kinds: what a budget may buy, "patterns", "messages" or both.
         layers: indices of the layers to grow; None grows every layer.
         max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
@@ -39,7 +42,8 @@ class GrowthConfig:
         update_existing: take the steepest step of the existing weights too. This and "refactor" write old weights: they
             must be plain, and neither frozen nor under adapters. Neither bought anything on a small GPT-2.
         old_dims_train: that training will move the old dims too, itself or by adapters, so that new ones need not do
-            what those can; False where the new dims train alone. None for what `requires_grad` says, block by block.
+            what those can; False where the new dims train alone. None for what `requires_grad` says of each layer and
+            kind.
         ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
         oversampling: probe dims beyond the wanted ones in the sketch, half of them for either half of the batches.
         seed: of the sketch's random inputs.
@@ -124,48 +128,40 @@ def dims_worth_a_look(config: GrowthConfig, layers: Iterable[GrowableAttention],
     return max(math.ceil(_EVEN_SHARES * weights_of(config.budget, parameters) / one_of_each), config.multiple_of)
 
 
-def candidates(config: GrowthConfig, gradients: list[Gradient]) -> list[Change]:
-    """Return the most dims that the config allows in each block; a budget then chooses among them."""
-    changes = []
-    for gradient in gradients:
-        dims = min(config.most_dims(gradient.block.attention, gradient.block.kind), gradient.sigma.shape[-1])
-        changes.append(Change(gradient, dims, strength_of(gradient)[:dims]))
-    return changes
+def all_candidates(config: GrowthConfig, directions: list[Directions]) -> list[Candidate]:
+    """Return the most dims that the config allows in each bottleneck; a budget then chooses among them."""
+    candidates = []
+    for found in directions:
+        dims = min(config.most_dims(found.bottleneck.attention, found.bottleneck.kind), found.sigma.shape[-1])
+        candidates.append(Candidate(found, dims, found.share_that_holds[:dims]))
+    return candidates
 
 
-def spend(config: GrowthConfig, changes: list[Change], prices: list[float], parameters: int) -> list[Change]:
-    """Return what the budget buys of each candidate, which may be 0 dims, by the `prices_of` its kind.
+def spend(
+    config: GrowthConfig, candidates: list[Candidate], prices: dict[Kind, float], parameters: int
+) -> list[Candidate]:
+    """Return what the budget buys of each candidate, which may be 0 dims, by what a unit of worth buys in its kind.
 
-    The n-th new dim of a layer and kind counts as the fourth root of all that growth promises there, over n. The gain
+    The n-th new dim of a layer and kind counts as the fourth root of the whole gain to expect there, over n. The gain
     itself overstates how much more one layer needs than another: its leading directions are learned within a few steps.
     """
     budget = weights_of(config.budget, parameters)
     gains, costs, ends = [], [], []
-    for change, price in zip(changes, prices):
-        block, values = change.gradient.block, worth_of(change.gradient)
-        width = block.attention.width_of(block.kind.shared)
-        stops = [n for n in range(1, change.dims + 1) if (width + n) % config.multiple_of == 0]
+    for candidate in candidates:
+        bottleneck, worth = candidate.bottleneck, candidate.directions.worth
+        width = bottleneck.attention.width_of(bottleneck.kind.shared)
+        stops = [n for n in range(1, candidate.dims + 1) if (width + n) % config.multiple_of == 0]
         spans = list(zip([0, *stops], stops))
-        promised = max(price * values.sum().item(), 0.0) ** 0.25
-        shares = (values > 0) / torch.arange(1, len(values) + 1, device=values.device)
-        gains.append([promised * shares[start:stop].sum().item() for start, stop in spans])
-        costs.append([(stop - start) * parameters_of_a_dim(block.attention, block.kind) for start, stop in spans])
+        expected = max(prices.get(bottleneck.kind, 0.0) * worth.sum().item(), 0.0) ** 0.25
+        shares = (worth > 0) / torch.arange(1, len(worth) + 1, device=worth.device)
+        gains.append([expected * shares[start:stop].sum().item() for start, stop in spans])
+        costs.append(
+            [(stop - start) * parameters_of_a_dim(bottleneck.attention, bottleneck.kind) for start, stop in spans]
+        )
         ends.append([0, *stops])
     taken = F.allocate(gains, costs, budget)
     dims = [stops[count] for stops, count in zip(ends, taken)]
-    return [Change(change.gradient, n, change.strength[:n]) for change, n in zip(changes, dims)]
-
-
-def worth_of(gradient: Gradient) -> Tensor:
-    """Decrease of the loss on unseen batches per unit of step of each dim, as it would be taken: (p,)."""
-    return F.decreasing(gradient.validated) * strength_of(gradient)
-
-
-def strength_of(gradient: Gradient) -> Tensor:
-    """Share of each direction's gain that holds on the half it was not chosen from, between 0 and 1, (p,)."""
-    own = torch.stack([sigma.square().sum(0) for _, sigma, _ in gradient.halves]).mean(0)
-    held = F.decreasing(gradient.validated)  # one gain alone is mostly noise
-    return (held / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp(0, 1)
+    return [replace(each, dims=n, share_that_holds=each.share_that_holds[:n]) for each, n in zip(candidates, dims)]
 
 
 def weights_of(budget: int | float | None, parameters: int) -> int:
@@ -202,34 +198,6 @@ def check_room(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> Non
                 )
 
 
-def prices_of(
-    changes: list[Change], measure: Callable[[int], float], loss_before: float, widen: Callable[[], float]
-) -> tuple[list[float], StepSearch]:
-    """Return what a unit of worth buys in each change's kind, and the search that found it.
-
-    All candidates are tried together for a moment. What they gain is divided between the kinds by the Shapley value,
-    the mean of what a kind adds first and what it adds last, and then among directions by their worth. Call inside
-    `evaluation_mode`.
-    """
-    kept = [change for change in changes if change.dims]
-    trial = Trial(kept)
-    try:
-        search = StepSearch(trial, measure, loss_before, widen)
-        _, after = search.run(spare=AFTER_PRICING)
-        gains = {kind: search.gain_alone(kind) for kind in search.promises}
-    finally:
-        trial.drop()
-    if len(gains) == 2:
-        both, (first, second) = search.loss_before - after, gains.values()
-        gains = dict(zip(gains, ((both + first - second) / 2, (both + second - first) / 2)))
-    worth = dict.fromkeys(gains, 0.0)
-    for change in kept:
-        if (kind := change.gradient.block.kind) in worth:
-            worth[kind] += worth_of(change.gradient)[: change.dims].sum().item()
-    kinds = [change.gradient.block.kind for change in changes]
-    return [gains[kind] / worth[kind] if worth.get(kind, 0.0) > 0 else 0.0 for kind in kinds], search
-
-
 def model_to_grow(model: nn.Module) -> PreTrainedModel:
     """The patched model that a module holds, or is; a ValueError if there is not one, or if peft adds prompts."""
     configs = (getattr(module, "peft_config", {}) for module in model.modules()) if isinstance(model, nn.Module) else ()
@@ -259,9 +227,8 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
     chosen = layers_of(model, config.layers)
     for attention in chosen:
         for name, parameter in attention.module.named_parameters():
-            owner = attention.module.get_submodule(
-                name.rpartition(".")[0]
-            )  # old weights come from elsewhere for each call
+            # Old weights of an offloaded module come from elsewhere for each call.
+            owner = attention.module.get_submodule(name.rpartition(".")[0])
             offloaded = has_offloaded_params(owner) and not name.startswith("extra.")
             if parameter.is_inference() or (parameter.is_meta and not offloaded):
                 state = "is on the meta device" if parameter.is_meta else "was made under torch.inference_mode()"
@@ -277,35 +244,92 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
     return chosen
 
 
+def list_batches(batches: Any) -> list:
+    """The batches as a list; a ValueError for what is a single batch, or holds none."""
+    listed = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if hasattr(batches, "keys") or isinstance(batches, str) or not listed:
+        raise ValueError(
+            f"Growth takes a list of batches, and was given a {type(batches).__name__}: pass [batch] for a single one."
+        )
+    return [*batches]
+
+
+def read_batches(batches: Iterable, model: PreTrainedModel) -> list[dict]:
+    """Read the batches once: tensors of input_ids become causal LM batches; a ValueError names one that is none."""
+    listed = []
+    for index, batch in enumerate(list_batches(batches)):
+        if torch.is_tensor(batch):
+            batch = dict.fromkeys(("input_ids", "labels"), batch if batch.is_floating_point() else batch.long())
+        if not hasattr(batch, "keys"):
+            raise ValueError(
+                f"Batch {index} is a {type(batch).__name__}; growth takes dicts for model(**batch), or tensors of "
+                "input_ids."
+            )
+        ids: Any = batch.get("input_ids")
+        good = torch.is_tensor(ids) and ids.dim() > 1 and ids.numel() and not ids.is_floating_point()
+        if ids is not None and not good:
+            found = f"{ids.dtype} of shape {tuple(ids.shape)}" if torch.is_tensor(ids) else f"a {type(ids).__name__}"
+            raise ValueError(
+                f"The input_ids of batch {index} are {found}, not a tensor of whole numbers (batch, tokens). Pass a "
+                "list of batches, [batch] for a single one; a DataLoader makes them of the rows of a data set."
+            )
+        labels: Any = batch.get("labels")
+        of_objects = isinstance(labels, list) and any(isinstance(label, Mapping) for label in labels)  # detection
+        if not (labels is None or of_objects or isinstance(labels, (Tensor, Mapping))):
+            raise ValueError(f"The labels of batch {index} are a {type(labels).__name__}: make them a tensor.")
+        _check_tokens(index, batch, model)
+        listed.append(dict(batch))
+    if not listed and not several():
+        raise ValueError("There are no batches; pass a few dozen of your training batches.")
+    return listed
+
+
+def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
+    """Refuse tokens that a model does not know: it would fail by an index, or on a GPU lose all that is in memory."""
+    head = model.get_output_embeddings()  # only where there is one are labels tokens
+    tokens = getattr(input_embeddings(model), "weight", None)  # images have patches, and no such weight
+    counts = {"input_ids": None if tokens is None else len(tokens), "labels": getattr(head, "out_features", None)}
+    for name, known in counts.items():
+        ids: Any = batch.get(name)
+        if known is None or not torch.is_tensor(ids) or ids.is_floating_point() or not ids.numel():
+            continue
+        lowest, highest = int(ids.min()), int(ids.max())
+        if highest >= known or (lowest < 0 and name == "input_ids"):  # a negative label is one to ignore
+            raise ValueError(
+                f"Batch {index} has {name} from {lowest} to {highest}, and the tokens of this model go from 0 to "
+                f"{known - 1}: tokenize with its own tokenizer, or resize_token_embeddings first."
+            )
+
+
 def growth_report(
-    model: PreTrainedModel, changes: list[Change], trial: Trial, steps: list[float], **figures
+    model: PreTrainedModel, candidates: list[Candidate], trial: Trial, steps: list[float], **figures
 ) -> GrowthReport:
-    """The report of all changes that were planned, of which the trial holds those that do something, with their steps.
+    """The report of all candidates, of which the trial holds those that are not empty, with their steps.
 
     `figures` are the report's losses and times.
     """
-    taken, parts = dict(zip(map(id, trial.changes), steps)), trial.parts if sum(steps) > 0 else {}
-    added = [weight for part in parts.values() for weight in part.parameters()]
+    taken = dict(zip(trial.candidates, steps))
+    new_dims = trial.new_dims if sum(steps) > 0 else {}
+    added = [weight for new in new_dims.values() for weight in new.parameters()]
     return GrowthReport(
-        layers=[_layer_growth(each, taken.get(id(each), 0.0)) for each in changes],
+        layers=[_layer_growth(candidate, taken.get(candidate, 0.0)) for candidate in candidates],
         added_parameters=sum(weight.numel() for weight in added),
         added_bytes=sum(weight.nbytes for weight in added),
-        cache_bytes=(cache_bytes(model), cache_bytes(model, parts)),
+        cache_bytes=(cache_bytes(model), cache_bytes(model, new_dims)),
         parameters=model.num_parameters(),
         **figures,
     )
 
 
-def _layer_growth(change: Change, step: float) -> LayerGrowth:
-    """The report of one change at the step that was taken."""
-    gradient, block = change.gradient, change.gradient.block
-    width = block.attention.width_of(block.kind.shared)
-    gain = (gradient.validated[: change.dims] * change.strength).sum().item()
+def _layer_growth(candidate: Candidate, step: float) -> LayerGrowth:
+    """The report of one candidate at the step that was taken."""
+    bottleneck = candidate.bottleneck
+    width = bottleneck.attention.width_of(bottleneck.kind.shared)
     return LayerGrowth(
-        layer=block.attention.layer,
-        kind=block.kind.name,
-        width=(width, width + (change.dims if step > 0 else 0)),
+        layer=bottleneck.attention.layer,
+        kind=bottleneck.kind.name,
+        width=(width, width + (candidate.dims if step > 0 else 0)),
         step_size=step,
-        gain=gain + (change.old_step.validated if change.old_step else 0.0),
-        starvation=gradient.starvation,
+        gain=candidate.gain,
+        out_of_reach=candidate.directions.out_of_reach,
     )

@@ -1,10 +1,12 @@
 """Try new dims on a live model, and search for the steps that lower the loss most: ten evaluations of a few batches."""
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,47 +15,110 @@ from torch import Tensor
 from ..growable.attention import GrowableAttention, set_trial
 from ..growable.training_state import raise_on_all_ranks
 from ..measure import functional as F
-from ..measure.blocks import Kind
-from ..measure.gradients import Gradient
+from ..measure.bottlenecks import Bottleneck, Kind
+from ..measure.directions import Directions
+from ..measure.passes import HalvedBatches, Objective, mean_loss
 from ..model.hooks import CACHES
 from ..model.new_dims import NewDims, full_tensor
 
 SMALLEST_FALL = 1e-7  # of the loss: below it, fp32 rounding hides an improvement
 MOST_EVALUATIONS = 10  # of one growth, the pricing of a budget included
 AFTER_PRICING = 4  # of these: one kind alone, the other alone, and the steps of what was bought
-_FIRST = 0.3  # the promise to begin with
-_FACTOR = 3.0  # from one promise to the next; squared while none lowers the loss
+FEW = 2  # batches of each half that a step is judged on, and that it is searched on where one does not fall at once
+_FIRST = 0.3  # the relative step to begin with
+_FACTOR = 3.0  # from one relative step to the next; squared while none lowers the loss
 _TURNS = 16  # of timing one more token
-_TILT = 1.4  # by which one kind's promise grows as the other's falls
+_TILT = 1.4  # by which one kind's relative step grows as the other's falls
 
 
-@dataclass
-class Change:
-    """What to do to one block.
+@dataclass(eq=False)
+class Candidate:
+    """New dims that a bottleneck may get, and their weights as a function of the step.
 
     Attributes:
-        gradient: what was measured there.
+        directions: what was measured there.
         dims: how many new dims to append.
-        strength: share of each one's gain that held on unseen batches, and with which it is taken, (dims,), 0 to 1;
-            with 0 a dim starts without effect.
-        old_step: a step that old weights take along, see `old_dims.py`; None leaves them as they are.
+        share_that_holds: share of each one's gain that held on unseen batches, and with which it is taken, (dims,), 0
+            to 1; with 0 a dim starts without effect.
     """
 
-    gradient: Gradient
+    directions: Directions
     dims: int
-    strength: Tensor
-    old_step: Any = None
+    share_that_holds: Tensor
+
+    @property
+    def bottleneck(self) -> Bottleneck:
+        """Where the new dims would be."""
+        return self.directions.bottleneck
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to try."""
+        return self.dims == 0
 
     @property
     def slope(self) -> float:
         """First-order decrease of the loss per unit of step, on the batches that were measured."""
-        new = (self.gradient.in_sample[: self.dims] * self.strength).sum().item()
-        return new + (self.old_step.slope if self.old_step else 0.0)
+        return (self.directions.in_sample[: self.dims] * self.share_that_holds).sum().item()
+
+    @property
+    def gain(self) -> float:
+        """The same on batches that the directions were not computed from."""
+        return (self.directions.validated[: self.dims] * self.share_that_holds).sum().item()
+
+    def scaled_directions(self, source: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The directions as they are taken: from both halves of the batches (0), from the first (1) or second (2)."""
+        found = self.directions
+        u, sigma, v = ((found.u, found.sigma, found.v), *found.halves)[source]
+        return u[..., : self.dims], sigma[..., : self.dims] * self.share_that_holds, v[..., : self.dims]
+
+    @cached_property
+    def _unit_factors(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For each source the even factors of a step of size 1, which others only scale, and which dims are taken."""
+        roots, factors = self.bottleneck.roots, []
+        whitening = full_tensor(roots.stacked_whitening), full_tensor(roots.shared_whitening)
+        for u, sigma, v in map(self.scaled_directions, range(3)):
+            taken = sigma > 0
+            sizes = torch.where(taken, sigma, 1.0)  # of a dim that is not taken, the shared side is a direction
+            factors.append((*F.step_factors(u, sizes, v, *whitening, self.bottleneck.heads), taken))
+        return factors
+
+    @cached_property
+    def _usual_size(self) -> Tensor:
+        """The root mean square of the shared side's old weights; without them, of a usual start."""
+        if self.bottleneck.is_known:
+            return self.bottleneck.old_factors()[1].square().mean().sqrt()
+        return self.bottleneck.like.new_tensor(self.bottleneck.shared_shape[1] ** -0.5)
+
+    def new_factors(self, step: float, source: int) -> tuple[Tensor, Tensor]:
+        """New dims of the stacked (H, a, p) and the shared side (G, b, p) for a step `gamma`.
+
+        They are evenly split but for shared ones, which are as large as the old ones at least: as in LoRA, one side is
+        never small, since where both are, training can move their product only slowly. The stacked side of a dim that
+        is not taken is zero.
+        """
+        stacked, shared, taken = self._unit_factors[source]
+        sizes = shared.square().mean(-2).sqrt()
+        least = torch.where(sizes > 0, self._usual_size / sizes, 0.0).clamp_min(torch.finfo(sizes.dtype).tiny)
+        scale = torch.maximum(least, taken * step**0.5)
+        of_heads = (taken * step / scale).repeat_interleave(self.bottleneck.heads // self.bottleneck.groups, 0)
+        return stacked * of_heads.unsqueeze(-2), shared * scale.unsqueeze(-2)
+
+    def set_step(self, step: float, source: int, new_dims: NewDims | None) -> None:
+        """Write the new dims for a step."""
+        if new_dims is not None:
+            write_factors(new_dims, self.bottleneck.kind, *self.new_factors(step, source))
+
+    def undo(self) -> None:
+        """Take back what a step wrote outside of the new dims: nothing here."""
+
+    def commit(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Write what the last step moves outside of the new dims for good: nothing here."""
 
 
 @torch.no_grad()
 def write_factors(dims: NewDims | GrowableAttention, kind: Kind, stacked: Tensor, shared: Tensor) -> None:
-    """Write both sides of a kind, (H, a, k) and (G, b, k), into a part, or into readable, unsharded old weights."""
+    """Write both sides of a kind, (H, a, k) and (G, b, k), into new dims, or into readable, unsharded old weights."""
     for role, factors in zip(kind.roles, (stacked, shared)):
         into = dims.weight_of(role)
         weight, bias = F.split_bias(factors, into.shape[-1])
@@ -70,91 +135,56 @@ def read_factors(dims: NewDims | GrowableAttention, kind: Kind) -> tuple[Tensor,
     return stacked, shared
 
 
-class Write:
-    """The new weights of one block as a function of the step."""
-
-    def __init__(self, change: Change):
-        gradient, dims = change.gradient, change.dims
-        self.change, self.block = change, gradient.block
-        self.size = self._usual_size()
-        # From both halves of the batches together, from the first and from the second.
-        every = ((gradient.u, gradient.sigma, gradient.v), *gradient.halves)
-        self.directions = [(u[..., :dims], sigma[..., :dims] * change.strength, v[..., :dims]) for u, sigma, v in every]
-        roots = self.block.roots
-        whitening = full_tensor(roots.stacked_whitening), full_tensor(roots.shared_whitening)
-        self.new = []  # even factors of a step of size 1, which others only scale, and which pairs are taken
-        for u, sigma, v in self.directions:
-            taken = sigma > 0
-            sizes = torch.where(taken, sigma, 1.0)  # of a pair that is not taken, the shared side is a direction
-            self.new.append((*F.step_factors(u, sizes, v, *whitening, self.block.heads), taken))
-
-    def _usual_size(self) -> Tensor:
-        """The root mean square of the shared side's old weights; without them, of a usual start."""
-        if self.block.is_known:
-            return self.block.old_factors()[1].square().mean().sqrt()
-        return self.block.like.new_tensor(self.block.shared_shape[1] ** -0.5)
-
-    def new_factors(self, step: float, source: int) -> tuple[Tensor, Tensor]:
-        """New columns of the stacked (H, a, p) and the shared side (G, b, p) for a step `gamma`.
-
-        They are evenly split but for shared ones, which are as large as the old ones at least: as in LoRA, one side is
-        never small, since where both are, training can move their product only slowly. The stacked side of a pair that
-        is not taken is zero.
-        """
-        stacked, shared, taken = self.new[source]
-        sizes = shared.square().mean(-2).sqrt()
-        least = torch.where(sizes > 0, self.size / sizes, 0.0).clamp_min(torch.finfo(sizes.dtype).tiny)
-        scale = torch.maximum(least, taken * step**0.5)
-        of_heads = (taken * step / scale).repeat_interleave(self.block.heads // self.block.groups, 0)
-        return stacked * of_heads.unsqueeze(-2), shared * scale.unsqueeze(-2)
-
-    def set_step(self, step: float, source: int, part: NewDims) -> None:
-        """Write the new dims for a step into a part."""
-        write_factors(part, self.block.kind, *self.new_factors(step, source))
-
-
 class Trial:
-    """All changes attached to the model as parts, without effect until `set_steps`.
+    """Candidates as new dims of a live model, which computes with them while they are `attached`.
 
     Attributes:
-        parts: the new dims of each attention module that gains some.
+        candidates: what is tried.
+        new_dims: those of each attention module that gains some.
     """
 
-    def __init__(self, changes: list[Change], writer: Callable[[Change], Write] = Write):
-        self.changes = changes
-        self.writes: list[Write] = []
-        self.parts: dict[GrowableAttention, NewDims] = {}
-        dims: dict[GrowableAttention, dict[str, int]] = {}
-        for change in changes:
-            block = change.gradient.block
-            dims.setdefault(block.attention, {"qk_dims": 0, "v_dims": 0})[block.kind.width] = change.dims
+    def __init__(self, candidates: list[Candidate]):
+        self.candidates = candidates
+        widths: dict[GrowableAttention, dict[str, int]] = {}
+        for candidate in candidates:
+            bottleneck = candidate.bottleneck
+            if candidate.dims:
+                own = widths.setdefault(bottleneck.attention, {"qk_dims": 0, "v_dims": 0})
+                own[bottleneck.kind.width] = candidate.dims
         with raise_on_all_ranks():
-            self.writes = [writer(change) for change in changes]
-            self.parts = {layer: layer.make_new_dims(**widths).requires_grad_(False) for layer, widths in dims.items()}
+            self.new_dims = {layer: layer.make_new_dims(**own).requires_grad_(False) for layer, own in widths.items()}
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Let the model compute with the new dims for a while, without effect until `set_steps`."""
         try:
-            self.set_steps([0.0] * len(changes))
+            with raise_on_all_ranks():
+                self.set_steps([0.0] * len(self.candidates))
             self.attach()
-        except BaseException:
-            self.drop()
-            raise
+            yield
+        finally:
+            self.detach()
 
     def set_steps(self, steps: list[float], half: int | None = None) -> None:
-        """Set the new dims for a step `gamma` of each change; zeros keep the function.
+        """Set the new dims for a step `gamma` of each candidate; zeros keep the function.
 
         `half` takes the directions that one half of the batches found by itself, 0 or 1; None takes those of both.
         """
-        for write, step in zip(self.writes, steps):
-            write.set_step(step, 0 if half is None else half + 1, self.parts[write.block.attention])
+        source = 0 if half is None else half + 1
+        for candidate, step in zip(self.candidates, steps):
+            candidate.set_step(step, source, self.new_dims.get(candidate.bottleneck.attention))
 
     def attach(self) -> None:
         """Let the model compute with the new dims."""
-        for attention, part in self.parts.items():
-            set_trial(attention, part)
+        for attention, new in self.new_dims.items():
+            set_trial(attention, new)
 
     def detach(self) -> None:
-        """Let the model compute without them."""
-        for attention in self.parts:
+        """Let the model compute without them, and with its old weights."""
+        for attention in self.new_dims:
             set_trial(attention, None)
+        for candidate in self.candidates:
+            candidate.undo()
 
     @torch.no_grad()
     def time_decoding(self, model: Any, ids: Tensor) -> tuple[float, float, int]:
@@ -178,14 +208,6 @@ class Trial:
         low, middle, high = statistics.quantiles(ratios[2:], n=4)  # the first fill the caches, and are slow
         return middle, 1.8 * (high - low) / _TURNS**0.5, ids.shape[1]
 
-    def commit(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Write what does not live in the new dims; a plain trial has nothing such."""
-
-    def drop(self) -> None:
-        """Take everything back."""
-        self.detach()
-        self.writes = []
-
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
     """Weights that one more dim of every head adds."""
@@ -195,149 +217,172 @@ def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
 class StepSearch:
     """Search for the steps with the lowest mean loss, forward passes only.
 
-    A step is counted by its promise: the share of the loss by which it would fall if it went on falling as it begins
-    to. So models, losses and kinds compare, and one promise for all kinds is a good start. A bracket by factors and a
+    A step is counted relatively: by the share of the loss by which it would fall if it went on falling as it begins to.
+    So models, losses and kinds compare, and one relative step for all kinds is a good start. A bracket by factors and a
     parabola find it; another one finds how much more of one kind, and less of the other, is better. The directions of
     either half of the batches are tried on the other half, so that no step is chosen for fitting what only these
     batches have.
 
+    One search lives for a growth: once it has priced what a budget may buy, it goes on with what was bought, from the
+    best point that it can guess and with what it has left of the evaluations. It reads one batch of each half, and more
+    as soon as a first step does not lower the loss, since noise may hide a fall on few.
+
     Args:
-        trial: the changes, in place.
-        measure: returns the mean loss of one half of the batches, 0 or 1, for the weights as they are.
-        loss_before: the loss without the changes.
-        widen: called where the first step does not lower the loss; lets `measure` read more batches from then on, since
-            noise may hide it on few, and returns the loss without the changes on those. None leaves them as they are.
-        former: a search of the same growth with other numbers of dims. This one begins where that one ended, with what
-            it left of the evaluations.
+        objective: the loss that is lowered.
+        batches: in two halves, with the losses before.
 
     Attributes:
         left: how many evaluations may still be spent.
-        promises: the best ones that were found, by kind; empty if no step lowers the loss.
+        few: batches of each half that are read.
+        loss_before: the loss of these without new dims.
+        relative_steps: the best ones that were found, by kind; empty if no step lowers the loss.
     """
 
-    def __init__(
-        self,
-        trial: Trial,
-        measure: Callable[[int], float],
-        loss_before: float,
-        widen: Callable[[], float] | None = None,
-        former: "StepSearch | None" = None,
-    ):
-        self.trial, self.measure = trial, measure
-        self._widen = former._widen if former else widen
-        self.left = former.left if former else MOST_EVALUATIONS
-        self.loss_before = loss_before
-        self.promises: dict[Kind, float] = {}
+    def __init__(self, objective: Objective, batches: HalvedBatches):
+        self.objective, self.batches = objective, batches
+        self.left, self.few = MOST_EVALUATIONS, 1
+        self.loss_before = math.nan
+        self.relative_steps: dict[Kind, float] = {}
         self._slopes: dict[Kind, float] = {}
-        for change in trial.changes:
-            kind = change.gradient.block.kind
-            self._slopes[kind] = self._slopes.get(kind, 0.0) + change.slope
-        self._aim: dict[Kind, float] = {}  # where the last parabola has its lowest point
-        self._begin_with = {k: p for k, p in former._aim.items() if self._slopes.get(k, 0.0) > 0} if former else {}
+        self._lowest_point: dict[Kind, float] = {}  # of the last parabola
 
-    def run(self, spare: int = 0) -> tuple[list[float], float]:
-        """Return the best step of each change and the loss there; steps of 0 and the loss before if none lowers it.
+    def run(self, trial: Trial, spare: int = 0) -> tuple[list[float], float]:
+        """Return the best step of each candidate and the loss there; steps of 0 and the loss before if none lowers it.
 
         Args:
-            spare: evaluations to leave for a later search of fewer dims, which then begins at the best point that can
-                be guessed.
+            trial: the candidates, attached.
+            spare: evaluations to leave for a later run with fewer dims.
         """
+        self._trial, self._slopes = trial, {}
+        for candidate in trial.candidates:
+            kind = candidate.bottleneck.kind
+            self._slopes[kind] = self._slopes.get(kind, 0.0) + candidate.slope
         self.left -= spare
-        loss = self.loss_before
-        if self._begin_with and self.left and (found := self._loss_with(self._begin_with)) < loss:
-            loss, self.promises = found, self._begin_with
+        self.loss_before = loss = self.batches.few_loss_before(self.few)
+        self.relative_steps = {}
+        guess = {kind: step for kind, step in self._lowest_point.items() if self._slopes.get(kind, 0.0) > 0}
+        loss_there = self._loss_with(guess) if guess and self.left else math.inf
+        if loss_there < loss:
+            loss, self.relative_steps = loss_there, guess
         else:
-            loss = self._together()
-            for kind in list(self.promises)[1:]:
-                loss = self._apart(kind, loss, try_lowest=not spare)
+            loss = self._search_common_step()
+            for kind in list(self.relative_steps)[1:]:
+                loss = self._search_balance(kind, loss, try_lowest=not spare)
         self.left += spare
-        return self.steps_for(self.promises), loss
+        return self.steps_for(self.relative_steps), loss
 
-    def steps_for(self, promises: dict[Kind, float]) -> list[float]:
-        """The step of each change for a promise of its kind; 0 for kinds that have none."""
-        kinds = [change.gradient.block.kind for change in self.trial.changes]
-        return [abs(self.loss_before) * promises[k] / self._slopes[k] if k in promises else 0.0 for k in kinds]
+    def steps_for(self, relative_steps: dict[Kind, float]) -> list[float]:
+        """The step of each candidate for a relative step of its kind; 0 for kinds that have none."""
+        unit = {kind: abs(self.loss_before) * step / self._slopes[kind] for kind, step in relative_steps.items()}
+        return [unit.get(candidate.bottleneck.kind, 0.0) for candidate in self._trial.candidates]
 
     def gain_alone(self, kind: Kind) -> float:
         """How far the loss falls by the best step of one kind without the others."""
-        return self.loss_before - self._loss_with({kind: self.promises[kind]})
+        return self.loss_before - self._loss_with({kind: self.relative_steps[kind]})
 
-    def _alike(self, promise: float) -> dict[Kind, float]:
-        """One promise for all kinds that promise anything."""
-        return dict.fromkeys((kind for kind, slope in self._slopes.items() if slope > 0), promise)
+    def _alike(self, relative_step: float) -> dict[Kind, float]:
+        """One relative step for all kinds that lower the loss to first order."""
+        return dict.fromkeys((kind for kind, slope in self._slopes.items() if slope > 0), relative_step)
 
-    def _together(self) -> float:
-        """Find the best promise that all kinds have in common, and return the loss there."""
+    def _search_common_step(self) -> float:
+        """Find the best relative step that all kinds have in common, and return the loss there."""
         power, losses = 0, {}
 
-        def promise(power: int) -> float:
+        def step_at(power: int) -> float:
             return _FIRST * _FACTOR**power
 
-        def at(power: int) -> float:
+        def loss_at(power: int) -> float:
             if power not in losses:
-                losses[power] = self._loss_with(self._alike(promise(power)))
+                losses[power] = self._loss_with(self._alike(step_at(power)))
             return losses[power]
 
-        self.promises = {}
         tempting = bool(self._alike(_FIRST))
-        if tempting and self.left and self._widen is not None and not at(power) < self.loss_before:
-            self.loss_before, self._widen, losses = self._widen(), None, {}
-        while tempting and self.left and not at(power) < self.loss_before:
+        if tempting and self.left and self.few < FEW and not loss_at(power) < self.loss_before:
+            self.few, losses = FEW, {}
+            self.loss_before = self.batches.few_loss_before(FEW)
+        while tempting and self.left and not loss_at(power) < self.loss_before:
             power -= 2
-            tempting = promise(power) > SMALLEST_FALL
+            tempting = step_at(power) > SMALLEST_FALL
         if not losses.get(power, math.inf) < self.loss_before:
             if tempting:  # out of evaluations: the check on all batches decides
-                self.promises = self._alike(promise(power))
+                self.relative_steps = self._alike(step_at(power))
             return self.loss_before
-        while (power + 1 in losses or self.left) and at(power + 1) < losses[power]:
+        while (power + 1 in losses or self.left) and loss_at(power + 1) < losses[power]:
             power += 1
-        low = promise(power - 1) if power - 1 in losses else 0.0
-        roots = [math.sqrt(each) for each in (low, promise(power), promise(power + 1))]
+        low = step_at(power - 1) if power - 1 in losses else 0.0
+        roots = [math.sqrt(each) for each in (low, step_at(power), step_at(power + 1))]
         three = losses.get(power - 1, self.loss_before), losses[power], losses.get(power + 1, math.inf)
-        best, loss, lowest = promise(power), losses[power], _lowest(roots, three) ** 2
-        if self.left and not math.isclose(lowest, best) and (found := self._loss_with(self._alike(lowest))) < loss:
-            best, loss = lowest, found
-        self.promises = self._aim = self._alike(best)
+        best, loss, lowest = step_at(power), losses[power], _lowest(roots, three) ** 2
+        if self.left and not math.isclose(lowest, best):
+            loss_there = self._loss_with(self._alike(lowest))
+            if loss_there < loss:
+                best, loss = lowest, loss_there
+        self.relative_steps = self._lowest_point = self._alike(best)
         return loss
 
-    def _apart(self, kind: Kind, loss: float, try_lowest: bool) -> float:
-        """Find by which factor one kind's promise should fall as the others' grow, and return the loss there.
+    def _search_balance(self, kind: Kind, loss: float, try_lowest: bool) -> float:
+        """Find by which factor one kind's step should fall as the others' grow, and return the loss there.
 
-        Without `try_lowest` the lowest point of the parabola is noted for a later search, and not tried.
+        Without `try_lowest` the lowest point of the parabola is noted for a later run, and not tried.
         """
-        found, losses = self.promises, {1.0: loss}
+        found, losses = self.relative_steps, {1.0: loss}
 
         def tilted(factor: float) -> dict[Kind, float]:
-            return {each: promise / factor if each is kind else promise * factor for each, promise in found.items()}
+            return {each: step / factor if each is kind else step * factor for each, step in found.items()}
 
-        def at(factor: float) -> float:
+        def loss_at(factor: float) -> float:
             if factor not in losses:
                 losses[factor] = self._loss_with(tilted(factor))
             return losses[factor]
 
         best, ratio = 1.0, _TILT
-        if self.left and not at(ratio) < loss:
+        if self.left and not loss_at(ratio) < loss:
             ratio = 1 / ratio
-        while (best * ratio in losses or self.left) and at(best * ratio) < losses[best]:
+        while (best * ratio in losses or self.left) and loss_at(best * ratio) < losses[best]:
             best *= ratio
         three = best / ratio, best, best * ratio
         lowest = math.exp(_lowest([math.log(f) for f in three], [losses.get(f, math.inf) for f in three]))
-        self._aim = tilted(lowest)
-        if try_lowest and self.left and at(lowest) < losses[best]:
+        self._lowest_point = tilted(lowest)
+        if try_lowest and self.left and loss_at(lowest) < losses[best]:
             best = lowest
-        self.promises = tilted(best)
+        self.relative_steps = tilted(best)
         return losses[best]
 
-    def _loss_with(self, promises: dict[Kind, float]) -> float:
-        return self.loss_at(self.steps_for(promises))
+    def _loss_with(self, relative_steps: dict[Kind, float]) -> float:
+        return self.loss_at(self.steps_for(relative_steps))
 
     def loss_at(self, steps: list[float]) -> float:
-        """Return the mean loss with these steps, one for each change; infinity if it is not finite."""
-        self.left, total = self.left - 1, 0.0
+        """Return the mean loss with these steps, one for each candidate; infinity if it is not finite."""
+        self.left, loss = self.left - 1, 0.0
         for half in (0, 1):
-            self.trial.set_steps(steps, half)
-            total += self.measure(1 - half) / 2
-        return total if math.isfinite(total) else math.inf
+            self._trial.set_steps(steps, half)
+            loss += self.loss_of_half(1 - half) / 2
+        return loss if math.isfinite(loss) else math.inf
+
+    def loss_of_half(self, half: int) -> float:
+        """The mean loss of the few batches of one half, 0 or 1, for the weights as they are."""
+        return mean_loss(self.objective, self.batches.few(self.few)[half])
+
+
+def price_kinds(search: StepSearch, candidates: list[Candidate]) -> dict[Kind, float]:
+    """Return what a unit of worth buys in each kind, found by trying all candidates together for a moment.
+
+    What they gain is divided between the kinds by the Shapley value, the mean of what a kind adds first and what it
+    adds last, and then among directions by their worth. Call inside `evaluation_mode`.
+    """
+    tried = [candidate for candidate in candidates if candidate.dims]
+    trial = Trial(tried)
+    with trial.attached():
+        _, after = search.run(trial, spare=AFTER_PRICING)
+        gains = {kind: search.gain_alone(kind) for kind in search.relative_steps}
+    if len(gains) == 2:
+        both, (first, second) = search.loss_before - after, gains.values()
+        gains = dict(zip(gains, ((both + first - second) / 2, (both + second - first) / 2)))
+    worth = dict.fromkeys(gains, 0.0)
+    for candidate in tried:
+        if candidate.bottleneck.kind in worth:
+            worth[candidate.bottleneck.kind] += candidate.directions.worth[: candidate.dims].sum().item()
+    return {kind: gains[kind] / worth[kind] for kind in gains if worth[kind] > 0}
 
 
 def _lowest(places: Sequence[float], losses: Sequence[float]) -> float:

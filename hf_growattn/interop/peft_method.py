@@ -22,7 +22,7 @@ from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import is_grown, name_after, sync_config
 from ..growable.models import GrowableModelMixin, patch_model, unpatch_model
 from ..growable.training_state import refuse_sharded
-from ..measure.blocks import KINDS
+from ..measure.bottlenecks import KINDS
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 
@@ -348,6 +348,6 @@ def initialize_growattn_weights(
         raise ValueError("Adapters are merged into the base; call unmerge_adapter() before the guided start.")
     with _base_alone(tuner.model):
         growth = Grower(tuner.model, config.growth, loss=loss).find(batches)
-    if growth.parts:
-        tuner.load_found(adapter_name, growth.parts)
+    if growth.new_dims:
+        tuner.load_found(adapter_name, growth.new_dims)
     return replace(growth.report, kept=True)

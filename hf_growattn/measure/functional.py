@@ -119,7 +119,7 @@ def project_out(matrix: Tensor, basis: Tensor) -> Tensor:
     return matrix - basis @ (basis.transpose(-1, -2) @ matrix)
 
 
-def bottleneck(whitened: Tensor, stacked_basis: Tensor, shared_basis: Tensor) -> Tensor:
+def residual(whitened: Tensor, stacked_basis: Tensor, shared_basis: Tensor) -> Tensor:
     """Return what the old dims cannot do of `M`, by the bases of their whitened factors: `(I - P_a) M (I - P_b)`.
 
     Small changes of the old factors reach exactly `{P_a M' + M'' P_b}`: the rest only new dims follow. Shapes (G, g a,
@@ -155,7 +155,7 @@ def directions_from_products(basis: Tensor, products: Tensor, dims: int) -> tupl
 def step_factors(
     u: Tensor, sigma: Tensor, v: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the new columns of the stacked (H, a, p) and the shared side (G, b, p), whose product is a step of size 1.
+    """Return new dims of the stacked (H, a, p) and the shared side (G, b, p), whose product is a step of size 1.
 
     `W_a W_b^T = -C_a^(-1/2) U Sigma V^T C_b^(-1/2)`, each side with the square root of `Sigma`, for whitened directions
     `u` (G, g a, p), `sigma` (G, p), `v` (G, b, p) and the whitenings, of which the stacked one may be a scalar.
@@ -198,9 +198,9 @@ def decreasing(values: Tensor) -> Tensor:
 
 
 def allocate(gains: list[list[float]], costs: list[list[int]], budget: int) -> list[int]:
-    """Spend a budget greedily, by gain per cost: return how many chunks of each block to take.
+    """Spend a budget greedily, by gain per cost: return how many chunks of each bottleneck to take.
 
-    Each block gives its chunks of dims in order, with a gain and a cost each, and none that gains nothing.
+    Each bottleneck gives its chunks of dims in order, with a gain and a cost each, and none that gains nothing.
     """
     taken = [0] * len(gains)
     while True:

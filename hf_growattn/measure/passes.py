@@ -1,8 +1,10 @@
-"""Batches that are read once, the loss that is lowered, and passes that leave the model as it was."""
+"""The loss that is lowered, the batches in halves, and passes over them that leave the model as it was."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..growable.attention import attentions, is_adapted, kept_unpacked, set_trial
+from ..growable.attention import attentions, is_adapted, kept_unpacked
 from ..growable.training_state import (
     held,
     of_all,
@@ -29,15 +31,14 @@ from ..growable.training_state import (
 def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> Iterator[None]:
     """Put a model in evaluation mode with gradients off, and restore everything at the end.
 
-    On leaving, also by an exception, training modes, `requires_grad` flags, gradients, trials and the random state
-    are as they were. `others` are parameters outside the model that its loss may train: they are frozen, too.
+    On leaving, also by an exception, training modes, `requires_grad` flags, gradients and the random state are as they
+    were. `others` are parameters outside the model that its loss may train: they are frozen, too.
     """
     check_unpacked(model)
     reshard(model)
     training = [(module, module.training) for module in model.modules()]
     every = dict.fromkeys((*model.parameters(), *others))
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in every]
-    trials = [(attention, attention.trial) for attention in attentions(model)]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     # Probes would recompile a compiled model for a few passes; what attention itself compiles goes on being compiled.
     compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
@@ -60,8 +61,6 @@ def evaluation_mode(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> It
             for parameter, requires_grad, gradient in parameters:
                 parameter.requires_grad_(requires_grad)
                 parameter.grad = gradient
-            for attention, trial in trials:
-                set_trial(attention, trial)
 
 
 @contextlib.contextmanager
@@ -133,10 +132,10 @@ def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
 
 def mean_loss(objective: Objective, batches: list) -> float:
     """Return the mean of the batches' losses over all ranks, finite or not. Call inside `evaluation_mode`."""
-    return mean_of(losses_of(objective, batches))
+    return mean_over_ranks(compute_losses(objective, batches))
 
 
-def losses_of(objective: Objective, batches: list) -> list[float]:
+def compute_losses(objective: Objective, batches: list) -> list[float]:
     """Return the loss of each of this rank's batches, finite or not. Call inside `evaluation_mode`."""
     losses = []
     with torch.no_grad(), failing_together(objective.model):
@@ -175,7 +174,7 @@ def failing_together(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def mean_of(losses: list[float]) -> float:
+def mean_over_ranks(losses: list[float]) -> float:
     """Return the mean of the losses of all ranks' batches."""
     loss, count = total(sum(losses), len(losses))
     return loss / count
@@ -202,7 +201,7 @@ def _model_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int, de
     return loss
 
 
-def _input_embeddings(model: PreTrainedModel) -> Any:
+def input_embeddings(model: PreTrainedModel) -> Any:
     """What takes tokens or patches in; None where transformers does not know, as for speech."""
     try:
         return model.get_input_embeddings()
@@ -211,7 +210,7 @@ def _input_embeddings(model: PreTrainedModel) -> Any:
 
 
 def backward(objective: Objective, batches: list) -> None:
-    """Sum the gradients of this rank's batches into whatever asks for them: the installed probes.
+    """Sum the gradients of this rank's batches into whatever asks for them: the attached probes.
 
     The loss is scaled up by a power of two for the way back, as fp16 needs it and as other types do not notice; a
     ValueError is raised if the gradients are finite at no scale. Call inside `evaluation_mode`.
@@ -252,7 +251,7 @@ def _recomputing(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     # Reentrant checkpoints drop gradients when no input asks for them, and the embeddings are frozen here.
-    first = _input_embeddings(model) or nn.Identity()
+    first = input_embeddings(model) or nn.Identity()
     hook = first.register_forward_hook(lambda module, args, output: output.requires_grad_())
     try:
         for module in checkpointed:
@@ -324,61 +323,45 @@ def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
         handle.remove()
 
 
-def read_once(batches: Any) -> list:
-    """The batches as a list; a ValueError for what is a single batch, or holds none."""
-    listed = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-    if hasattr(batches, "keys") or isinstance(batches, str) or not listed:
-        raise ValueError(
-            f"Growth takes a list of batches, and was given a {type(batches).__name__}: pass [batch] for a single one."
-        )
-    return [*batches]
+class HalvedBatches:
+    """This rank's batches in two halves that judge each other, and their losses before anything was tried.
 
+    Attributes:
+        halves: the batches of either half.
+        loss_before: the mean loss of all batches over all ranks, once `note_losses` was called.
+    """
 
-def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
-    """Read the batches once: tensors of input_ids become causal LM batches; a ValueError names one that is none."""
-    listed = []
-    for index, batch in enumerate(read_once(batches)):
-        if torch.is_tensor(batch):
-            batch = dict.fromkeys(("input_ids", "labels"), batch if batch.is_floating_point() else batch.long())
-        if not hasattr(batch, "keys"):
-            raise ValueError(
-                f"Batch {index} is a {type(batch).__name__}; growth takes dicts for model(**batch), or tensors of "
-                "input_ids."
-            )
-        ids: Any = batch.get("input_ids")
-        good = torch.is_tensor(ids) and ids.dim() > 1 and ids.numel() and not ids.is_floating_point()
-        if ids is not None and not good:
-            found = f"{ids.dtype} of shape {tuple(ids.shape)}" if torch.is_tensor(ids) else f"a {type(ids).__name__}"
-            raise ValueError(
-                f"The input_ids of batch {index} are {found}, not a tensor of whole numbers (batch, tokens). Pass a "
-                "list of batches, [batch] for a single one; a DataLoader makes them of the rows of a data set."
-            )
-        labels: Any = batch.get("labels")
-        of_objects = isinstance(labels, list) and any(isinstance(label, Mapping) for label in labels)  # detection
-        if not (labels is None or of_objects or isinstance(labels, (Tensor, Mapping))):
-            raise ValueError(f"The labels of batch {index} are a {type(labels).__name__}: make them a tensor.")
-        _check_tokens(index, batch, model)
-        listed.append(dict(batch))
-    if not listed and not several():
-        raise ValueError("There are no batches; pass a few dozen of your training batches.")
-    return listed
+    def __init__(self, halves: tuple[list, list]):
+        self.halves = halves
+        self.loss_before = math.nan
+        self._losses: dict[int, float] = {}  # by the identity of a batch
 
+    @property
+    def every(self) -> list:
+        """The batches of both halves, one half after the other."""
+        return self.halves[0] + self.halves[1]
 
-def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
-    """Refuse tokens that a model does not know: it would fail by an index, or on a GPU lose all that is in memory."""
-    head = model.get_output_embeddings()  # only where there is one are labels tokens
-    tokens = getattr(_input_embeddings(model), "weight", None)  # images have patches, and no such weight
-    counts = {"input_ids": None if tokens is None else len(tokens), "labels": getattr(head, "out_features", None)}
-    for name, known in counts.items():
-        ids: Any = batch.get(name)
-        if known is None or not torch.is_tensor(ids) or ids.is_floating_point() or not ids.numel():
-            continue
-        lowest, highest = int(ids.min()), int(ids.max())
-        if highest >= known or (lowest < 0 and name == "input_ids"):  # a negative label is one to ignore
-            raise ValueError(
-                f"Batch {index} has {name} from {lowest} to {highest}, and the tokens of this model go from 0 to "
-                f"{known - 1}: tokenize with its own tokenizer, or resize_token_embeddings first."
-            )
+    @property
+    def as_given(self) -> list:
+        """The batches in the order they were given in: an error names one by its number."""
+        return [batch for pair in zip_longest(*self.halves) for batch in pair if batch is not None]
+
+    def few(self, count: int) -> list[list]:
+        """At most `count` batches of each half, evenly spaced."""
+        return [half[:: max(-(-len(half) // count), 1)] for half in self.halves]
+
+    def note_losses(self, losses: list[float]) -> None:
+        """Keep the losses of the batches `as_given`, which the model has before anything is tried."""
+        self._losses = dict(zip(map(id, self.as_given), losses))
+        self.loss_before = mean_over_ranks(losses)
+
+    def losses_before(self, batches: list) -> list[float]:
+        """The noted losses of some of the batches."""
+        return [self._losses[id(batch)] for batch in batches]
+
+    def few_loss_before(self, count: int) -> float:
+        """The mean over both halves of the noted loss of their `few` batches, over all ranks."""
+        return sum(mean_over_ranks(self.losses_before(few)) for few in self.few(count)) / 2
 
 
 def halves_of(batches: list, whole: bool = False) -> tuple[list, list]:

@@ -159,7 +159,7 @@ def read_shape(module: Any) -> HeadShape:
     groups = getattr(module, "num_key_value_groups", None)
     key_heads = heads // groups if groups else _first_number(module, ("num_key_value_heads",)) or heads
     width = _first_number(module, _WIDTHS) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    first = next(child for child in module.children() if linear_sizes(child) is not None)
+    first = first_linear(module)
     last = getattr(module, names.get("output", ""), None)
     in_features = linear_sizes(first)[0]
     out_features = linear_sizes(last)[1] if last is not None and linear_sizes(last) else in_features
@@ -168,6 +168,11 @@ def read_shape(module: Any) -> HeadShape:
     return HeadShape(
         heads, key_heads, width, _first_number(module, ("v_head_dim",)) or width, in_features, out_features, biased
     )
+
+
+def first_linear(module: nn.Module) -> Any:
+    """The first linear projection among a module's children."""
+    return next(child for child in module.children() if linear_sizes(child) is not None)
 
 
 def input_sizes(module: nn.Module) -> dict[str, int]:

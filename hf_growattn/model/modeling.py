@@ -207,6 +207,7 @@ def __getattr__(name: str) -> type:
     """Make a class for a checkpoint that these files came with, which serve that checkpoint alone."""
     found = class_by_name(name, WideModelMixin)
     if issubclass(found, WideModelMixin):  # task heads build the model inside through AutoModel
-        inner = WideModelMixin.mixed_into(MODEL_MAPPING[found.stock_class.config_class])
+        stock_config: Any = found.stock_class.config_class
+        inner = WideModelMixin.mixed_into(MODEL_MAPPING[stock_config])
         AutoModel.register(inner.config_class, inner, exist_ok=True)
     return found

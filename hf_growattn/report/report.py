@@ -1,10 +1,10 @@
-"""What a growth or a trim measured and did: `GrowthReport` and `TrimReport`, which print as tables."""
+"""What a growth measured and did: `GrowthReport`, which prints as a table."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from . import pictures
-from .words import format_table, format_width, report_text, wrap_line
+from .words import report_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ class LayerGrowth:
         width: before and after.
         step_size: the step `gamma` that was taken here; 0 after a rollback and where nothing grew.
         gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from.
-        starvation: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
+        out_of_reach: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
             where their weights cannot be read.
     """
 
@@ -29,7 +29,7 @@ class LayerGrowth:
     width: tuple[int, int]
     step_size: float
     gain: float
-    starvation: float | None
+    out_of_reach: float | None
 
     @property
     def predicted_gain(self) -> float:
@@ -96,64 +96,3 @@ class GrowthReport:
     def plot(self) -> "Figure":
         """Draw where the model grew, by matplotlib."""
         return pictures.draw_growth([self])
-
-
-@dataclass(frozen=True)
-class LayerTrim:
-    """The new dims of one kind of one layer in a trim.
-
-    Attributes:
-        layer, kind, width: as in `LayerGrowth`.
-        worth: what the mean loss of the batches rises by without these dims, the mean of cutting them before and after
-            all others; None without batches, and where the loss allowed to cut them all.
-        error: share of what these dims compute that was cut, as a squared size in the metric of the logits or outputs.
-        removed_parameters: number of weights removed.
-    """
-
-    layer: int
-    kind: str
-    width: tuple[int, int]
-    worth: float | None
-    error: float
-    removed_parameters: int
-
-
-@dataclass(frozen=True)
-class TrimReport:
-    """What a trim measured and cut; prints as a table.
-
-    Attributes:
-        loss_before, loss_after: mean loss of the batches, in the loss's own unit; None without batches.
-        max_loss_increase: what the loss was allowed to rise by.
-        layers: one entry for each layer and kind that had grown.
-    """
-
-    loss_before: float | None
-    loss_after: float | None
-    max_loss_increase: float
-    layers: list[LayerTrim]
-
-    @property
-    def removed_parameters(self) -> int:
-        """Number of weights removed."""
-        return sum(layer.removed_parameters for layer in self.layers)
-
-    def __repr__(self) -> str:
-        rows = []
-        for layer in self.layers:
-            worth = "-" if layer.worth is None else f"{layer.worth:.4f}"
-            cut = (f"{layer.error:.1%}", f"{layer.removed_parameters:,}")
-            rows.append([str(layer.layer), layer.kind, format_width(layer.width), worth, *cut])
-        columns = ("layer", "kind", "width", "worth", "error", "parameters removed")
-        return format_table(columns, rows) + wrap_line(self._outcome())
-
-    def _outcome(self) -> str:
-        if not self.layers:
-            return "Nothing was cut: no layer has grown."
-        outcome = f"{self.removed_parameters:,} parameters removed" if self.removed_parameters else "Nothing was cut"
-        if self.loss_before is None:
-            return f"{outcome}; without batches only dims that do nothing are."
-        return (
-            f"{outcome}. Loss {self.loss_before:.4f} -> {self.loss_after:.4f} on the batches, where it was allowed to "
-            f"rise by {self.max_loss_increase:g}."
-        )

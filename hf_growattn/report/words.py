@@ -67,7 +67,7 @@ def rows_of(report) -> list[list[str]]:
             str(layer.layer),
             KINDS[layer.kind],
             format_width(layer.width),
-            "unknown" if layer.starvation is None else f"{layer.starvation:.2f}",
+            "unknown" if layer.out_of_reach is None else f"{layer.out_of_reach:.2f}",
             f"{layer.predicted_gain / total:.0%}" if layer.step_size > 0 else "-",
         ]
         for layer in report.layers

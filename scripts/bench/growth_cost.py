@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, lo
 
 import hf_growattn
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.measure import gradients
+from hf_growattn.measure import directions
 
 RANDOM = "Llama with random weights"
 STEPS = 4  # before the growth and after it; the first makes the optimizer's state
@@ -57,7 +57,7 @@ class Setting:
     tokens: int = 512
     budget: float = 0.025
     frozen: bool = False
-    first: tuple[int, int] = gradients.FIRST_PASSES
+    first: tuple[int, int] = directions.FIRST_PASSES
     oversampling: int = GrowthConfig.oversampling
 
     @property
@@ -131,7 +131,7 @@ def measure(job: GrowthJob) -> dict:
     The learning rate is 0, so that the growth sees the model as it was loaded.
     """
     setting, seed, began = job.setting, job.seed, time.monotonic()
-    gradients.FIRST_PASSES = setting.first  # this process measures nothing else
+    directions.FIRST_PASSES = setting.first  # this process measures nothing else
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     grown, optimizer, growing, fresh = prepare(setting, seed)
@@ -234,7 +234,7 @@ def page_of(groups: dict[str, list[dict]]) -> page.Page:
         cost.append([name, spread(in_steps(rows), 1), spread(peaks(rows), 2)])
         figures = [spread([row[figure] for row in rows], 4) for figure in ("before", "after", "held_out")]
         losses.append([name, *figures, _more_than_usual(rows, groups), len(rows)])
-    first, second = gradients.FIRST_PASSES
+    first, second = directions.FIRST_PASSES
     medians = [f"{spread(in_steps(rows), 1)} ({name})" for name, rows in groups.items()]
     return page.Page(
         title="What a growth takes",

@@ -143,7 +143,7 @@ def _grow(model: nn.Module, method: Method, task, budget: int, batches: list[dic
     config = GrowthConfig(seed=seed, **{"old_dims_train": old_dims_train, **options})
     growth = Grower(model, config, optimizer, loss=task.loss).find(batches)
     if method.random:
-        point_at_random(growth.parts, seed)
+        point_at_random(growth.new_dims, seed)
     report = growth.keep()
     widths = [[attention.width_of("query"), attention.width_of("value")] for attention in attentions(model)]
     return {"grown_weights": report.added_parameters, "widths": widths}

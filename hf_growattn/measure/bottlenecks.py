@@ -1,17 +1,19 @@
 """The unit of growth: one kind of bottleneck of one layer, and the metric in which its steps are measured."""
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
 from ..growable.training_state import count, own_part, sharded_modules, sum_over_ranks, total
+from ..model.families import first_linear
 from ..model.new_dims import full_tensor
 from . import functional as F
 from .passes import Objective, batch_loss, failing_together, in_step
@@ -53,7 +55,7 @@ def _spread_rows(matrix: Tensor) -> Tensor:
 
 
 class Roots(NamedTuple):
-    """`C^(1/2)` and `C^(-1/2)` of one block's second moments: stacked side (a, a) or scalars, shared side (b, b).
+    """`C^(1/2)` and `C^(-1/2)` of one bottleneck's second moments: stacked side (a, a) or scalars, shared side (b, b).
 
     The ranks of a sharded model keep some rows each, and gather a root together whenever they read it.
     """
@@ -65,7 +67,7 @@ class Roots(NamedTuple):
 
 
 @dataclass
-class Block:
+class Bottleneck:
     """One kind of bottleneck of one layer: the unit that is measured, allocated and grown.
 
     Attributes:
@@ -135,13 +137,13 @@ class Block:
         return F.stack_groups(stacked, self.groups), full_tensor(self.roots.shared_whitening) @ shared
 
 
-def measure_moments(
+def compute_moments(
     objective: Objective,
     attentions: list[GrowableAttention],
     kinds: list[Kind],
     batches: list,
     ridge: float,
-) -> tuple[list[Block], list[float]]:
+) -> tuple[list[Bottleneck], list[float]]:
     """Pool the second moments of every attention's input over all tokens that are not padding, in one forward pass.
 
     Queries, keys and values see the same tokens, so they share the moment, each with a constant feature where its
@@ -155,78 +157,132 @@ def measure_moments(
     "encoder_attention_mask"; `ridge` is the fraction of the mean eigenvalue to add.
 
     Returns:
-        One block for each layer and kind, in this order, of those layers that the loss runs, and the loss of each of
-        this rank's batches.
+        One bottleneck for each layer and kind, in this order, of those layers that the loss runs, and the loss of each
+        of this rank's batches.
     """
     model = objective.model
-    spread, outputs = bool(sharded_modules(model)), {}
-    sums: dict[Any, Tensor] = {}
-    source_sums: dict[Any, Tensor] = {}  # of what cross-attention reads
-    for attention in attentions:  # a rank without batches brings zeros
-        sums[attention] = _zero_moment(attention, spread)
-        like = attention.empty_like()
-        outputs[attention] = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
-    mask: Any = None
-    source_mask: Any = None
-    counted = True
-
-    def note_masks(module, args, kwargs):  # a loss may run the model several times, with other ones each time
-        nonlocal mask, source_mask
-        arguments = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-        source_mask = arguments.get("encoder_attention_mask")
-        if not isinstance(arguments.get("attention_mask"), Mapping):  # made of the outer model's, for its layers
-            mask = arguments.get("attention_mask")
-
-    def add(attention, module, args, kwargs, output):
-        hidden_states, source = attention.arguments.read_inputs(module, args, kwargs)
-        dtype = outputs[attention].dtype
-        with torch.autocast(outputs[attention].device.type, enabled=False):
-            _add_moment(sums[attention], hidden_states.detach().to(dtype), mask, counted)
-            if source is not None:
-                if attention not in source_sums:
-                    source_sums[attention] = _zero_moment(attention, spread)
-                _add_moment(source_sums[attention], source.detach().to(dtype), source_mask, counted)
-            outputs[attention] += counted * F.square_sum(output[0].detach().to(dtype), mask)
-
-    hooks = [each.module.register_forward_hook(partial(add, each), with_kwargs=True) for each in attentions]
-    for module in model.modules():  # some heads call a part of their base model
-        if isinstance(module, PreTrainedModel):
-            hooks.append(module.register_forward_pre_hook(note_masks, with_kwargs=True))
-    losses = []
-    try:
-        with torch.no_grad(), failing_together(model):
-            for index, batch, counted in in_step(model, batches):
-                loss = batch_loss(objective, batch, index).item()
-                if counted:
-                    losses.append(loss)
-                    objective.advance(1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    crossing = total(*(attention in source_sums for attention in attentions))
-    for attention in (attention for attention, ranks in zip(attentions, crossing) if ranks):
-        source_sums.setdefault(attention, _zero_moment(attention, spread))
-    if not spread:
-        sum_over_ranks(*(of[attention] for of in (sums, source_sums) for attention in attentions if attention in of))
-    sum_over_ranks(*outputs.values())
-    blocks = []
+    sums, losses = _MomentSums(attentions, spread=bool(sharded_modules(model))), []
+    with sums.reading(model), torch.no_grad(), failing_together(model):
+        for index, batch, counts in in_step(model, batches):
+            sums.counts = counts
+            loss = batch_loss(objective, batch, index).item()
+            if counts:
+                losses.append(loss)
+                objective.advance(1)
+    sums.sum_over_ranks()
+    bottlenecks = []
     for attention in attentions:
-        of_layer = full_tensor(sums.pop(attention))  # in large models all layers' moments and roots do not fit at once
-        count = of_layer[-1, -1]  # the constant feature has counted the tokens
+        roots_of = sums.pop_roots(attention, ridge)
+        if roots_of is not None:
+            bottlenecks += [Bottleneck(attention, kind, roots_of(kind)) for kind in kinds]
+    return bottlenecks, losses
+
+
+class _MomentSums:
+    """Sums over tokens, by attention module: second moments of its inputs, and the squared size of its outputs.
+
+    Attributes:
+        inputs: second moments of what queries are made of, and without cross-attention keys and values, too.
+        sources: second moments of what cross-attention makes keys and values of.
+        outputs: squared sizes of the outputs.
+        projected: the modules whose forward ran, but not their hooks.
+        mask, source_mask: the padding of the call under way, as the model was given it.
+        counts: whether the batch under way counts.
+        spread: whether each rank keeps some rows of the moments.
+    """
+
+    def __init__(self, attentions: list[GrowableAttention], spread: bool):
+        self.spread, self.counts = spread, True
+        self.mask: Any = None
+        self.source_mask: Any = None
+        self.inputs: dict[GrowableAttention, Tensor] = {}
+        self.sources: dict[GrowableAttention, Tensor] = {}
+        self.outputs: dict[GrowableAttention, Tensor] = {}
+        self.projected: set[GrowableAttention] = set()
+        for attention in attentions:  # a rank without batches brings zeros
+            like = attention.empty_like()
+            self.inputs[attention] = _zero_moment(attention, spread)
+            self.outputs[attention] = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
+
+    @contextlib.contextmanager
+    def reading(self, model: PreTrainedModel) -> Iterator[None]:
+        """Add up what goes through the attention modules meanwhile."""
+        hooks = []
+        try:
+            for attention in self.inputs:
+                hooks.append(attention.module.register_forward_hook(partial(self._add, attention), with_kwargs=True))
+                projection = first_linear(attention.module)
+                hooks.append(projection.register_forward_pre_hook(partial(self._note_projection, attention)))
+            for module in model.modules():  # some heads call a part of their base model
+                if isinstance(module, PreTrainedModel):
+                    hooks.append(module.register_forward_pre_hook(self._note_masks, with_kwargs=True))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note_projection(self, attention: GrowableAttention, *_) -> None:
+        """Note that a forward projects its input; the hook of the module itself takes the note back."""
+        self.projected.add(attention)
+
+    def _note_masks(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Note the padding of a call: a loss may run the model several times, with other masks each time."""
+        arguments = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+        self.source_mask = arguments.get("encoder_attention_mask")
+        if not isinstance(arguments.get("attention_mask"), Mapping):  # made of the outer model's, for its layers
+            self.mask = arguments.get("attention_mask")
+
+    def _add(self, attention: GrowableAttention, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Add the moments of one call."""
+        self.projected.discard(attention)
+        (inputs, source), size = attention.arguments.read_inputs(module, args, kwargs), self.outputs[attention]
+        with torch.autocast(size.device.type, enabled=False):
+            _add_moment(self.inputs[attention], inputs.detach().to(size.dtype), self.mask, self.counts)
+            if source is not None:
+                if attention not in self.sources:
+                    self.sources[attention] = _zero_moment(attention, self.spread)
+                _add_moment(self.sources[attention], source.detach().to(size.dtype), self.source_mask, self.counts)
+            size += self.counts * F.square_sum(output[0].detach().to(size.dtype), self.mask)
+
+    def sum_over_ranks(self) -> None:
+        """Add up what the ranks have; all of them call this together."""
+        crossing = total(*(attention in self.sources for attention in self.inputs))
+        for attention, ranks in zip(self.inputs, crossing):
+            if ranks and attention not in self.sources:
+                self.sources[attention] = _zero_moment(attention, self.spread)
+        if not self.spread:  # otherwise the ranks have added up every call
+            moments = [sums[each] for sums in (self.inputs, self.sources) for each in self.inputs if each in sums]
+            sum_over_ranks(*moments)
+        sum_over_ranks(*self.outputs.values())
+
+    def pop_roots(self, attention: GrowableAttention, ridge: float) -> Callable[[Kind], Roots] | None:
+        """The roots of an attention's kinds; None for one that the loss does not run. Its sums are used up.
+
+        In large models all layers' moments and roots do not fit into memory at once.
+        """
+        moment = full_tensor(self.inputs.pop(attention))
+        count = moment[-1, -1]  # the constant feature has counted the tokens
         if not count > 0:
-            continue  # the loss does not run this module
-        size = (outputs[attention] / count.to(outputs[attention])).sqrt()
+            if attention in self.projected:
+                raise ValueError(
+                    f"New dims cannot join layer {attention.layer}: what holds its {type(attention.module).__name__} "
+                    "calls its forward itself, past the hooks of the module. Leave it out of layers=."
+                )
+            return None
+        size = (self.outputs[attention] / count.to(self.outputs[attention])).sqrt()
         size = torch.where(size > 0, size, 1.0)  # a layer whose output weights are zero has no size of its own
-        roots = _roots_of((of_layer / count).to(size), ridge, spread)
-        source_roots = roots
-        if attention in source_sums:
-            of_source = full_tensor(source_sums.pop(attention))
-            source_roots = _roots_of((of_source / of_source[-1, -1]).to(size), ridge, spread)
-        for kind in kinds:
-            shared = source_roots(attention.features_of(kind.shared))
-            stacked = [1 / size, size] if kind.stacked == "output" else roots(attention.features_of(kind.stacked))
-            blocks.append(Block(attention, kind, Roots(*stacked, *shared)))
-    return blocks, losses
+        inputs = sources = _roots_of((moment / count).to(size), ridge, self.spread)
+        if attention in self.sources:
+            moment = full_tensor(self.sources.pop(attention))
+            sources = _roots_of((moment / moment[-1, -1]).to(size), ridge, self.spread)
+
+        def roots_of(kind: Kind) -> Roots:
+            shared = sources(attention.features_of(kind.shared))
+            if kind.stacked == "output":
+                return Roots(1 / size, size, *shared)
+            return Roots(*inputs(attention.features_of(kind.stacked)), *shared)
+
+        return roots_of
 
 
 def _zero_moment(attention: GrowableAttention, spread: bool) -> Tensor:
@@ -237,8 +293,8 @@ def _zero_moment(attention: GrowableAttention, spread: bool) -> Tensor:
     return _spread_rows(zeros) if spread else zeros
 
 
-def _add_moment(total: Tensor, states: Tensor, mask: Tensor | None, counted: bool) -> None:
-    moment: Any = counted * F.moment_sum(F.augment(states), mask).to(total.dtype)
+def _add_moment(total: Tensor, states: Tensor, mask: Tensor | None, counts: bool) -> None:
+    moment: Any = counts * F.moment_sum(F.augment(states), mask).to(total.dtype)
     if hasattr(total, "full_tensor"):  # all ranks are here, and keep no more than their rows
         sum_over_ranks(moment)
         moment = _spread_rows(moment)
@@ -246,7 +302,7 @@ def _add_moment(total: Tensor, states: Tensor, mask: Tensor | None, counted: boo
 
 
 def _roots_of(moment: Tensor, ridge: float, spread: bool) -> Callable[[int], list[Tensor]]:
-    """What gives `C^(1/2)` and `C^(-1/2)` of an input with that many features, with or without the constant one."""
+    """A function that gives `C^(1/2)` and `C^(-1/2)` of the first features of an input, all or all but the constant."""
 
     @cache
     def roots(features: int) -> list[Tensor]:

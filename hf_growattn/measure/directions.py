@@ -10,6 +10,7 @@ the same way: values `X Omega` against output weights of zero, zero values again
 d x d matrix per head is formed, and any attention implementation, mask and precision works.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from ..growable.attention import GrowableAttention, set_trial
 from ..growable.training_state import broadcast_from_rank0, sum_over_ranks, total
 from ..model.new_dims import HeadShape
 from . import functional as F
-from .blocks import Block
+from .bottlenecks import Bottleneck
 from .passes import Objective, backward
 
 FIRST_PASSES = (4, 4)  # of a sketch only find where to look: each reads one batch in so many
@@ -124,57 +125,78 @@ class Probe(nn.Module):
 
 
 @dataclass
-class Gradient:
-    """What new dims of one block could do, to first order.
+class Directions:
+    """What new dims of one bottleneck could do, to first order.
 
     Attributes:
-        block: where.
+        bottleneck: where.
         u, sigma, v: whitened directions, best first: (G, g a, p), (G, p), (G, b, p).
         in_sample: decrease of the loss per unit of step of each dim, over all heads, on its own batches: (p,).
         validated: the same on batches that the direction was not chosen from: (p,).
-        starvation: share of the whitened gradient that the old dims cannot follow, between 0 and 1; None where their
+        out_of_reach: share of the whitened gradient that the old dims cannot follow, between 0 and 1; None where their
             weights cannot be read.
         halves: `u, sigma, v` as either half of the batches alone gives them, to be judged on the other.
     """
 
-    block: Block
+    bottleneck: Bottleneck
     u: Tensor
     sigma: Tensor
     v: Tensor
     in_sample: Tensor
     validated: Tensor
-    starvation: float | None
+    out_of_reach: float | None
     halves: tuple[tuple[Tensor, Tensor, Tensor], ...]
 
+    @property
+    def share_that_holds(self) -> Tensor:
+        """Share of each direction's gain that holds on the half it was not chosen from, between 0 and 1: (p,)."""
+        own = torch.stack([sigma.square().sum(0) for _, sigma, _ in self.halves]).mean(0)
+        held = F.decreasing(self.validated)  # one gain alone is mostly noise
+        return (held / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp(0, 1)
 
-def _install(blocks: list[Block], inputs: Iterable[tuple[Tensor, Tensor]]) -> list[KindProbe]:
-    """Probe all blocks for `M shared` and `M^T stacked` of whitened inputs `stacked`, `shared`; returns the probes."""
+    @property
+    def worth(self) -> Tensor:
+        """Decrease of the loss on unseen batches per unit of step of each dim, as it would be taken: (p,)."""
+        return F.decreasing(self.validated) * self.share_that_holds
+
+
+@contextlib.contextmanager
+def probing(bottlenecks: list[Bottleneck], inputs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[KindProbe]]:
+    """Probe for `M shared` and `M^T stacked` of whitened inputs `stacked`, `shared` of each bottleneck, for a while."""
     probes = []
     by_attention: dict[GrowableAttention, dict[str, KindProbe]] = {}
-    for block, (stacked, shared) in zip(blocks, inputs):
-        stacked_probe, shared_probe = block.unwhitened(stacked, shared)
+    for bottleneck, (stacked, shared) in zip(bottlenecks, inputs):
+        stacked_probe, shared_probe = bottleneck.unwhitened(stacked, shared)
         probes.append(KindProbe(shared_probe, stacked_probe))
-        by_attention.setdefault(block.attention, {})[block.kind.name] = probes[-1]
-    for attention, own in by_attention.items():
-        set_trial(attention, Probe(attention.shape, **own))
-    return probes
+        by_attention.setdefault(bottleneck.attention, {})[bottleneck.kind.name] = probes[-1]
+    try:
+        for attention, own in by_attention.items():
+            set_trial(attention, Probe(attention.shape, **own))
+        yield probes
+    finally:
+        for attention in by_attention:
+            set_trial(attention, None)
 
 
-def _measure(
-    objective: Objective, blocks: list[Block], probes: list[KindProbe], parts: Iterable[list]
+def _read_products(
+    objective: Objective,
+    bottlenecks: list[Bottleneck],
+    inputs: Iterable[tuple[Tensor, Tensor]],
+    parts: Iterable[list],
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return `M shared` (G, g a, r) and `M^T stacked` (G, b, r') for each block and each part of the batches."""
-    measured: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
-    for batches in parts:
-        backward(objective, batches)
-        (count,) = total(len(batches))
-        for block, probe, products in zip(blocks, probes, measured):
-            zeros = probe.zero_stacked, probe.zero_shared
-            sums = [zero.new_zeros(zero.shape) if zero.grad is None else zero.grad for zero in zeros]
-            probe.zero_stacked.grad = probe.zero_shared.grad = None
-            sum_over_ranks(*sums)
-            products.append(block.whitened_gradients(sums[0] / count, sums[1] / count))
-    return measured
+    """Return `M shared` (G, g a, r) and `M^T stacked` (G, b, r') of the inputs, for each part of the batches."""
+    products: list[list[tuple[Tensor, Tensor]]] = [[] for _ in bottlenecks]
+    with probing(bottlenecks, inputs) as probes:
+        for batches in parts:
+            backward(objective, batches)
+            (count,) = total(len(batches))
+            for bottleneck, probe, own in zip(bottlenecks, probes, products):
+                zeros = probe.zero_stacked, probe.zero_shared
+                sums = [zero.new_zeros(zero.shape) if zero.grad is None else zero.grad for zero in zeros]
+                probe.zero_stacked.grad = probe.zero_shared.grad = None
+                sum_over_ranks(*sums)
+                own.append(bottleneck.whitened_gradients(sums[0] / count, sums[1] / count))
+    return products
 
 
 def shares(halves: tuple[list[dict], list[dict]]) -> tuple[float, float]:
@@ -183,15 +205,15 @@ def shares(halves: tuple[list[dict], list[dict]]) -> tuple[float, float]:
     return counts[0] / sum(counts), counts[1] / sum(counts)
 
 
-def _gradient(
-    block: Block,
+def _solve_directions(
+    bottleneck: Bottleneck,
     inputs: Tensor,
     products: Sequence[Tensor],
     owned: Sequence[Tensor],
     weights: tuple[float, float],
     dims: int,
-    starvation: float,
-) -> Gradient:
+    out_of_reach: float,
+) -> Directions:
     """Solve for the directions of both halves together and of each alone, and let the halves judge each other.
 
     `products` are those of the `inputs`, (G, b, c), with the gradient of half 0 and of half 1, each (G, g a, c).
@@ -209,62 +231,66 @@ def _gradient(
         gains.append((values * seen_by_other).sum(0))
     validated = torch.stack(gains).mean(0)
     broadcast_from_rank0(u, sigma, v, validated, *own[0], *own[1])
-    known = starvation if block.is_known else None
-    return Gradient(block, u, sigma, v, sigma.square().sum(0), validated, known, tuple(own))
+    known = out_of_reach if bottleneck.is_known else None
+    return Directions(bottleneck, u, sigma, v, sigma.square().sum(0), validated, known, tuple(own))
 
 
-def starvation_of(residual: Tensor, total: Tensor) -> float:
-    """Return the starvation from two inner products of one half's gradient with the other's: noise adds to neither."""
+def share_out_of_reach(residual: Tensor, total: Tensor) -> float:
+    """Return the share from two inner products of one half's gradient with the other's: noise adds to neither."""
     return (residual / total).clamp(0, 1).sqrt().item() if total > 0 else 0.0
 
 
 def _products_beyond_old_dims(
-    block: Block, stacked: Iterable[Tensor], shared: Iterable[Tensor]
+    bottleneck: Bottleneck, stacked: Iterable[Tensor], shared: Iterable[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What the old dims cannot do of products on either side, each (G, g a, r) and (G, b, r'); all, if unreadable."""
-    if not block.is_known:
+    if not bottleneck.is_known:
         return list(stacked), list(shared)
-    bases = map(F.column_basis, block.whitened_factors())  # as large as the weights: never those of all layers at once
+    # As large as the weights: never those of all layers at once.
+    bases = map(F.column_basis, bottleneck.whitened_factors())
     first, second = ([F.project_out(part, basis) for part in side] for side, basis in zip((stacked, shared), bases))
     return first, second
 
 
-def beyond_old_dims(block: Block, parts: list[Tensor]) -> tuple[tuple[Tensor, Tensor], float]:
-    """Return what the old dims cannot do of either half's whole gradient, (G, g a, b) each, and the starvation."""
-    if not block.is_known:
+def beyond_old_dims(bottleneck: Bottleneck, parts: list[Tensor]) -> tuple[tuple[Tensor, Tensor], float]:
+    """Return what the old dims cannot do of either half's whole gradient, (G, g a, b) each, and its share in that."""
+    if not bottleneck.is_known:
         return (parts[0], parts[1]), 1.0
-    bases = [F.column_basis(factors) for factors in block.whitened_factors()]
-    first, second = (F.bottleneck(part, *bases) for part in parts)
-    return (first, second), starvation_of((first * second).sum(), (parts[0] * parts[1]).sum())
+    bases = [F.column_basis(factors) for factors in bottleneck.whitened_factors()]
+    first, second = (F.residual(part, *bases) for part in parts)
+    return (first, second), share_out_of_reach((first * second).sum(), (parts[0] * parts[1]).sum())
 
 
-def exact_gradients(
-    objective: Objective, blocks: list[Block], halves: tuple[list[dict], list[dict]], dims: int
-) -> list[Gradient]:
-    """Return every block's best directions from its whole gradient, `r = d`, in one pass over the batches.
+def exact_directions(
+    objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list[dict], list[dict]], dims: int
+) -> list[Directions]:
+    """Return every bottleneck's best directions from its whole gradient, `r = d`, in one pass over the batches.
 
     They lie beyond what the old dims can follow, unless those will not train. Memory and time grow with `heads *
     hidden_size` per token: for small models, and as the test of the sketch. Call inside `evaluation_mode`.
     """
     weights = shares(halves)
-    gradients = []
-    for block, parts in zip(blocks, whole_gradients(objective, blocks, halves)):
-        residuals, starvation = beyond_old_dims(block, parts)
+    found = []
+    for bottleneck, parts in zip(bottlenecks, whole_gradients(objective, bottlenecks, halves)):
+        residuals, out_of_reach = beyond_old_dims(bottleneck, parts)
         everything = torch.ones(parts[0].shape[-1], dtype=torch.bool, device=parts[0].device)
-        identity = torch.eye(parts[0].shape[-1]).to(parts[0]).expand(block.groups, -1, -1)
-        products = residuals if block.old_dims_train else parts
-        gradients.append(_gradient(block, identity, products, (everything, everything), weights, dims, starvation))
-    return gradients
+        identity = torch.eye(parts[0].shape[-1]).to(parts[0]).expand(bottleneck.groups, -1, -1)
+        products = residuals if bottleneck.old_dims_train else parts
+        owned = everything, everything
+        found.append(_solve_directions(bottleneck, identity, products, owned, weights, dims, out_of_reach))
+    return found
 
 
-def whole_gradients(objective: Objective, blocks: list[Block], halves: tuple[list[dict], ...]) -> list[list[Tensor]]:
-    """Return the whitened gradient `M` of every block for each part of the batches, each (G, g a, b)."""
+def whole_gradients(
+    objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list[dict], ...]
+) -> list[list[Tensor]]:
+    """Return the whitened gradient `M` of every bottleneck for each part of the batches, each (G, g a, b)."""
     inputs = []
-    for block in blocks:
-        identity = torch.eye(block.shared_shape[1]).to(block.like).expand(block.groups, -1, -1)
-        inputs.append((block.like.new_zeros(*block.stacked_shape, 0), identity))
-    probes = _install(blocks, inputs)
-    return [[whole for whole, _ in products] for products in _measure(objective, blocks, probes, halves)]
+    for bottleneck in bottlenecks:
+        identity = torch.eye(bottleneck.shared_shape[1]).to(bottleneck.like).expand(bottleneck.groups, -1, -1)
+        inputs.append((bottleneck.like.new_zeros(*bottleneck.stacked_shape, 0), identity))
+    products = _read_products(objective, bottlenecks, inputs, halves)
+    return [[whole for whole, _ in own] for own in products]
 
 
 def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
@@ -284,59 +310,65 @@ def _own_bases(products: Sequence[Tensor]) -> Tensor:
     return bases
 
 
-def sketched_gradients(
+def sketched_directions(
     objective: Objective,
-    blocks: list[Block],
+    bottlenecks: list[Bottleneck],
     halves: tuple[list[dict], list[dict]],
     dims: int,
     oversampling: int,
     seed: int,
-) -> list[Gradient]:
-    """Return every block's best directions from a randomized SVD with power iteration, `r = dims + oversampling`.
+) -> list[Directions]:
+    """Return every bottleneck's best directions from a randomized SVD with power iteration, `r = dims + oversampling`.
 
     The first pass probes with Gaussian inputs, the second on the other side with what the first has found, and the
     third, over all batches, with what the second has found. Either half iterates half of the columns on its own, and
     all columns are measured on both halves; so what one half chose, the other can judge unseen. The first pass probes
-    both sides, which gives the norms behind the starvation. Directions lie beyond what the old dims can follow, unless
-    those will not train. Call inside `evaluation_mode`.
+    both sides, which gives the norms behind the share out of reach. Directions lie beyond what the old dims can follow,
+    unless those will not train. Call inside `evaluation_mode`.
 
     Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4.
     """
     own_rank, generator = max(-(-(dims + oversampling) // 2), dims), torch.Generator().manual_seed(seed)
 
+    def draw(shape: tuple[int, int], like: Tensor) -> Tensor:
+        return torch.randn((*shape, 2 * own_rank), generator=generator, dtype=like.dtype).to(like.device)
+
     def gaussians() -> Iterator[tuple[Tensor, Tensor]]:
-        for block in blocks:
+        for bottleneck in bottlenecks:
             shared, stacked = (
-                torch.randn((*shape, 2 * own_rank), generator=generator, dtype=block.like.dtype).to(block.like.device)
-                for shape in (block.shared_shape, block.stacked_shape)
+                draw(shape, bottleneck.like) for shape in (bottleneck.shared_shape, bottleneck.stacked_shape)
             )
-            yield _products_beyond_old_dims(block, (stacked,), ())[0][0], shared
+            yield _products_beyond_old_dims(bottleneck, (stacked,), ())[0][0], shared
 
     first, second, every = passes_over(halves)
     # A pass needs the memory: nothing is kept of what went into it, or came out and is done with.
-    measured = _measure(objective, blocks, _install(blocks, gaussians()), first)
-    starvations: list[float] = []
+    measured = _read_products(objective, bottlenecks, gaussians(), first)
+    shares_out_of_reach: list[float] = []
     found: list[Tensor] = []
-    for block in blocks:
+    for bottleneck in bottlenecks:
         products, mirrored = zip(*measured.pop(0))
-        residual, beyond = _products_beyond_old_dims(block, products, mirrored)
-        starvations.append(starvation_of((beyond[0] * beyond[1]).sum(), (products[0] * products[1]).sum()))
-        found.append(_own_bases(residual if block.old_dims_train else products))
+        residual, beyond = _products_beyond_old_dims(bottleneck, products, mirrored)
+        agreed = (products[0] * products[1]).sum()
+        shares_out_of_reach.append(share_out_of_reach((beyond[0] * beyond[1]).sum(), agreed))
+        found.append(_own_bases(residual if bottleneck.old_dims_train else products))
 
-    inputs = ((found.pop(0), block.like.new_empty(*block.shared_shape, 0)) for block in blocks)
-    measured = _measure(objective, blocks, _install(blocks, inputs), second)
-    for block in blocks:
+    inputs = ((found.pop(0), bottleneck.like.new_empty(*bottleneck.shared_shape, 0)) for bottleneck in bottlenecks)
+    measured = _read_products(objective, bottlenecks, inputs, second)
+    for bottleneck in bottlenecks:
         products = [product for _, product in measured.pop(0)]
-        found.append(
-            _own_bases(_products_beyond_old_dims(block, (), products)[1] if block.old_dims_train else products)
-        )
+        if bottleneck.old_dims_train:
+            products = _products_beyond_old_dims(bottleneck, (), products)[1]
+        found.append(_own_bases(products))
 
-    inputs = ((block.like.new_empty(*block.stacked_shape, 0), columns) for block, columns in zip(blocks, found))
-    measured = _measure(objective, blocks, _install(blocks, inputs), every)
-    gradients, weights = [], shares(halves)
-    for block, columns, starvation in zip(blocks, found, starvations):
+    empty = (bottleneck.like.new_empty(*bottleneck.stacked_shape, 0) for bottleneck in bottlenecks)
+    inputs = zip(empty, found)
+    measured = _read_products(objective, bottlenecks, inputs, every)
+    directions, weights = [], shares(halves)
+    for bottleneck, columns, out_of_reach in zip(bottlenecks, found, shares_out_of_reach):
         products = [product for product, _ in measured.pop(0)]
-        products = _products_beyond_old_dims(block, products, ())[0] if block.old_dims_train else products
+        if bottleneck.old_dims_train:
+            products = _products_beyond_old_dims(bottleneck, products, ())[0]
         own = torch.arange(2 * own_rank, device=columns.device) < own_rank
-        gradients.append(_gradient(block, columns, products, (own, ~own), weights, dims, starvation))
-    return gradients
+        owned = own, ~own
+        directions.append(_solve_directions(bottleneck, columns, products, owned, weights, dims, out_of_reach))
+    return directions
