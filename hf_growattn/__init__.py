@@ -8,10 +8,9 @@ in the same place by steps that other batches judge (`grow.trial`), and kept the
 lives there. Import from here alone: what lies deeper may move.
 """
 
-import contextlib
 import importlib
 
-from .growable.registration import register_when_imported
+from .growable.registration import register_families, register_peft_method
 
 __version__ = "0.1.0"
 
@@ -53,9 +52,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PLACES})
 
 
-def _register_peft_method() -> None:
-    with contextlib.suppress(ImportError):  # a peft that is too old, as whoever asks for the method is told
-        importlib.import_module(".interop.peft_method", __name__)
-
-
-register_when_imported(_register_peft_method)
+register_peft_method()  # first: the families are entered into tables of peft, too
+register_families(importlib.import_module(__name__))

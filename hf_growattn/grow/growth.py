@@ -12,7 +12,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..growable.attention import GrowableAttention
-from ..growable.growths import attentions, leave_checkpoint, next_name, parts_of, replace_parts
+from ..growable.growths import attentions, check_saving, leave_checkpoint, next_name, parts_of, replace_parts
 from ..growable.training_state import (
     bare_optimizers,
     broadcast_from_rank0,
@@ -23,6 +23,7 @@ from ..growable.training_state import (
     reshard,
     several,
     total,
+    warn_without_ddp,
 )
 from ..measure.blocks import Block, measure_moments
 from ..measure.gradients import Gradient, exact_gradients, passes_over, sketched_gradients
@@ -112,13 +113,15 @@ class Growth:
         """
         grower = self._grower
         if self._trial is not None:
+            check_saving(grower.wrapped)
+            warn_without_ddp(grower.wrapped)
             reshard(grower.model)
             name, kept = next_name(grower.model), parts_of(grower.model)
             for attention, part in self.parts.items():
                 broadcast_from_rank0(*(parameter.detach() for parameter in part.parameters()))
                 part.requires_grad_(True).train(attention.training)
             grown = {attention: kept[attention] | {name: part} for attention, part in self.parts.items()}
-            replace_parts(grower.model, grown, grower.optimizers)
+            replace_parts(grower.wrapped, grown, grower.optimizers)
             leave_checkpoint(grower.model)
             self._trial.commit(grower.optimizers)
         self.drop()
@@ -199,6 +202,7 @@ class Grower:
         A model that grew no longer names the checkpoint that it came from as its own: what others would load from
         there, such as TRL a reference model, has to be passed.
         """
+        check_saving(self.wrapped)
         return self.find(batches).keep()
 
     def measure(self, batches: Iterable) -> GrowthReport:

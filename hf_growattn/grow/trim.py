@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..growable.attention import GrowableAttention
-from ..growable.growths import Parts, attentions, parts_of, replace_parts, swap_parts
+from ..growable.growths import Parts, attentions, check_saving, parts_of, replace_parts, swap_parts
 from ..growable.training_state import (
     bare_optimizers,
     broadcast_from_rank0,
@@ -16,6 +16,7 @@ from ..growable.training_state import (
     raise_on_all_ranks,
     rank,
     refuse_sharded,
+    warn_without_ddp,
 )
 from ..measure import functional as F
 from ..measure.blocks import KINDS, Block, Kind, measure_moments
@@ -70,6 +71,7 @@ def trim_model(
     optimizers = bare_optimizers(optimizer)
     wrapped, model = model, model_to_grow(model)
     refuse_sharded(wrapped, optimizers)
+    check_saving(wrapped)
     with raise_on_all_ranks():
         check_optimizers(optimizers, model)
         every = [GrownDims(attention, kind) for attention in attentions(model) for kind in KINDS.values()]
@@ -87,7 +89,8 @@ def trim_model(
     parts, kept = cut_parts(keep), parts_of(model)
     new = [part for attention, own in parts.items() for part in own.values() if part not in kept[attention].values()]
     broadcast_from_rank0(*(parameter.detach() for part in new for parameter in part.parameters()))
-    replace_parts(model, parts, optimizers)
+    warn_without_ddp(wrapped)
+    replace_parts(wrapped, parts, optimizers)
     return TrimReport(before, after, max_loss_increase, [dims.trimmed_to(count) for dims, count in keep.items()])
 
 

@@ -11,14 +11,13 @@ from typing import Any
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
+from ..model.compat import auto_mappings, has_old_forward, has_own_adapters, registered_class, renew_old_forward
 from ..model.configuration import auto_map, growable_config_class
-from ..model.modeling import WideModelMixin, class_by_name, find_attentions, find_obstacle, renew_old_forward
+from ..model.modeling import WideModelMixin, class_by_name, find_attentions, find_obstacle
 from ..model.seam import WideAttention, WideProjection, names_taken, renumber
 from .attention import GrowableAttention
 from .folders import loading, replacing
-from .growths import Dims, attentions, extra_parameters, growable_configs, is_grown, save_growth_beside, set_dims
-from .registration import auto_mappings
-from .training_state import find_living, optimizers_of, remove_parameters
+from .growths import Dims, attentions, growable_configs, is_grown, save_growth_beside, set_dims
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -49,7 +48,7 @@ class GrowableModelMixin(WideModelMixin):
         state = kwargs.get("state_dict")
         with replacing(target) as partial:  # saving empties the state that it is given, and a push saves anew
             super().save_pretrained(partial, is_main_process, **kwargs | {"state_dict": state and dict(state)})
-        if getattr(self, "_hf_peft_config_loaded", False):  # those were its adapters alone
+        if has_own_adapters(self):  # those were its adapters alone
             save_growth_beside(self, target, state)
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), **kwargs, **hub_kwargs)
@@ -114,7 +113,8 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
     config for a copy with a `model_type` of our own. Outputs, parameters, buffers and hooks stay as they were.
 
     Args:
-        model: a transformers model: base model, causal LM, classifier or any other head.
+        model: a transformers model: base model, causal LM, classifier or any other head. Pass the whole of it: the
+            config of a model around the one that is patched would not know of its new dims.
         parts: names of inner models whose attention may grow, such as `("language_model", "vision_tower")`. By default
             that is the language model of a model that wraps one, and all of any other.
 
@@ -123,10 +123,9 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
 
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
-        ValueError: it is a part of another transformers model; it has no inner model of such a name, or is patched
-            with other parts; none of its attention modules takes its attention function from transformers' table; one
-            runs a forward that other code has put there; or the model runs the code that came with its checkpoint. The
-            model is as it was then.
+        ValueError: it has no inner model of such a name, or is patched with other parts; none of its attention modules
+            takes its attention function from transformers' table; one runs a forward that other code has put there; or
+            the model runs the code that came with its checkpoint. The model is as it was then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -140,12 +139,6 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
         GrowableModelMixin.adopt(model)
         renumber(model)
         return model
-    holder = _find_holder(model)
-    if holder is not None:
-        raise ValueError(
-            f"This {type(model).__name__} is inside a {type(holder).__name__}, whose config would not know its new "
-            "dims. Pass the whole model: patch_model finds the attention in it."
-        )
     if any(cls.__name__ == WideModelMixin.__name__ for cls in type(model).__mro__):
         raise ValueError(
             "This model runs the code that its checkpoint carries, which cannot grow. Import hf_growattn first, then "
@@ -156,12 +149,6 @@ def patch_model(model: PreTrainedModel, parts: Sequence[str] | None = None) -> P
     _replace_configs(model, parts)
     GrowableModelMixin.adopt(model)
     return model
-
-
-def _find_holder(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The transformers model that another one is a part of."""
-    others = (thing for thing in find_living(PreTrainedModel) if thing is not model)
-    return next((other for other in others if any(module is model for module in other.modules())), None)
 
 
 def _check(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
@@ -176,7 +163,7 @@ def _check(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
         taken = names_taken(GrowableModelMixin.attention_mixin, module)
         if taken:
             raise ValueError(f"New dims cannot join {type(module).__name__}, which has its own {', '.join(taken)}.")
-        if "forward" in vars(module) and "_old_forward" not in vars(module):
+        if "forward" in vars(module) and not has_old_forward(module):
             raise ValueError(
                 f"A {type(module).__name__} has a forward that other code has put there, which new dims could not "
                 "join. Patch the model before other libraries do."
@@ -186,11 +173,11 @@ def _check(model: PreTrainedModel, parts: Sequence[str] | None) -> None:
 def _register(stock: type) -> None:
     """Enter the grown models of one config class, which transformers itself may not know, into the Auto classes."""
     made = growable_config_class(stock)
-    if made.model_type in CONFIG_MAPPING and made.model_type not in CONFIG_MAPPING._extra_content:
+    if made.model_type in CONFIG_MAPPING and not registered_class(CONFIG_MAPPING, made.model_type):
         return
     AutoConfig.register(made.model_type, made, exist_ok=True)
     for mapping in auto_mappings():
-        found = mapping._extra_content.get(stock)
+        found = registered_class(mapping, stock)
         if found is not None:  # model classes, and tokenizers as they are
             is_model = hasattr(found, "config_class")
             mapping.register(made, GrowableModelMixin.mixed_into(found) if is_model else found, exist_ok=True)
@@ -218,7 +205,8 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
 
     Args:
         model: patched or not.
-        drop_growth: take new dims off, too; the stock weights are what they were, or what training made of them.
+        drop_growth: take new dims off, too; the stock weights are what they were, or what training made of them. An
+            optimizer still holds the new dims, and never steps them again, since they get no gradient.
 
     Returns:
         The same object. A model that is not patched is returned as it is.
@@ -243,8 +231,7 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
         if getattr(config, "auto_map", None) == auto_map(config.model_type):
             del config.auto_map
         del config.growable_parts, config.extra_dims
-        config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
-    remove_parameters(optimizers_of(model), extra_parameters(model))
+        config.__class__ = config.stock_class  # pyright: ignore[reportAttributeAccessIssue]
     modules: list[Any] = list(model.modules())
     for attention in attentions(model):
         attention._modules.pop("extra", None)

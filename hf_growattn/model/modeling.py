@@ -6,16 +6,15 @@ made when they are needed: by name as an attribute of this module, as `auto_map`
 """
 
 import sys
-import types
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import nn
-from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel, conversion_mapping
-from transformers.utils import output_capturing
+from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel
 
+from .compat import copy_conversions, record_outputs, renew_old_forward
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
 from .extra import in_order
 from .seam import (
@@ -72,14 +71,8 @@ class WideModelMixin(_Model):
         made = type(name, (cls, stock), {"__module__": cls.__module__, "config_class": config_class, "mixin": cls})
         setattr(sys.modules[cls.__module__], name, made)  # so that pickle finds it
         # Checkpoints of some families hold other tensors than the modules, and what converts them goes by these names.
-        for theirs, ours in ((stock.__name__, name), (model_type, PREFIX + model_type)):
-            conversions = conversion_mapping.get_checkpoint_conversion_mapping(theirs)
-            if conversions is not None:
-                conversion_mapping.register_checkpoint_conversion_mapping(ours, conversions, overwrite=True)
-                # peft finds the linear maps of experts by a copy of this table, made when it first needs that.
-                for module in (conversion_mapping, sys.modules.get("peft.utils.transformers_weight_conversion")):
-                    table = getattr(module, "_MODEL_TO_CONVERSION_PATTERN", {})
-                    table[ours] = table.get(theirs, theirs)
+        copy_conversions(stock.__name__, name)
+        copy_conversions(model_type, PREFIX + model_type)
         return made
 
     @classmethod
@@ -100,8 +93,7 @@ class WideModelMixin(_Model):
             if isinstance(module, PreTrainedModel) and isinstance(module.config, WideConfigMixin):
                 if not isinstance(module, WideModelMixin):
                     module.__class__ = cls.mixed_into(type(module))
-                # Output capture looks a model's recorders up by its class; stock models enter it when they are built.
-                output_capturing._CAN_RECORD_REGISTRY.setdefault(str(type(module)), module._can_record_outputs)
+                record_outputs(module)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save as `PreTrainedModel.save_pretrained` does, with the code of the class next to its config.
@@ -203,13 +195,6 @@ def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:
     if query is not None and key is None and not inputs.keys() - {*names.values()}:
         return "reads keys of another layer"
     return ""
-
-
-def renew_old_forward(*modules: Any) -> None:
-    """Let hooks of accelerate call the forward of a module's class, which was just swapped."""
-    for module in modules:
-        if module is not None and "_old_forward" in vars(module):
-            module._old_forward = types.MethodType(type(module).forward, module)
 
 
 def class_by_name(name: str, mixin: type[WideModelMixin]) -> type:

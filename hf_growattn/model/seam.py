@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .compat import is_replica
 from .configuration import PREFIX, WideConfigMixin
 from .extra import ROLES, UNEQUAL_WIDTHS, AttentionFunctions, Call, ExtraDims, HeadShape, Part, stock_name, widened
 
@@ -162,7 +163,7 @@ class WideAttention(nn.Module):
         if share is None:
             return output
         if self.output_sibling:
-            if getattr(self, "_is_replica", False):  # whose sibling is that of the original
+            if is_replica(self):  # whose sibling is that of the original
                 raise ValueError("New dims of this family do not work under DataParallel: use DistributedDataParallel.")
             self.output_sibling[0].share = share
             return output
