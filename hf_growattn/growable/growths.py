@@ -284,7 +284,16 @@ def save_growth_beside(model: nn.Module, adapters: Path, state_dict: dict[str, t
 
 
 def check_saving(wrapped: nn.Module) -> None:
-    """Raise a ValueError if adapters of peft would be saved without the growth, since their model was not given."""
+    """Raise a ValueError if a model around the patched one, of peft or of transformers, would not save new dims."""
+    model = growable_model(wrapped)
+    for outer in wrapped.modules():
+        if isinstance(outer, PreTrainedModel) and not isinstance(outer, WideModelMixin):
+            is_around = any(module is model for module in outer.modules())
+            if is_around and not any(config is model.config for config in vars(outer.config).values()):
+                raise ValueError(
+                    f"patch_model was called on the {type(model).__name__} in a {type(outer).__name__}, whose config "
+                    "would not know of its new dims. unpatch_model(that), and call patch_model on the whole."
+                )
     if _misses_peft_model(wrapped):
         raise ValueError(
             f"This {type(wrapped).__name__} has adapters of peft, whose save_pretrained would leave its new dims out. "

@@ -41,7 +41,7 @@ NAMES = {
     "Module._load_from_state_dict": "overridden: module authors change in it what a state dict loads into",
     "Module._compiled_call_impl": "what Module.compile sets, put aside while a growth measures",
     "OptimizedModule._orig_mod": "the model inside torch.compile",
-    "replicate._is_replica": "set on the copies of DataParallel, whose siblings are those of the original",
+    "Module._is_replica": "set on the copies of DataParallel, whose siblings are those of the original",
     "FlatParameter._fsdp_flattened": "set by FSDP1 on the parameters that it has flattened",
     "DistributedDataParallel._comm_hooks": "the hooks for communication, which a new reducer must be given",
     "DistributedDataParallel._module_parameters": "the parameters that are reduced",
