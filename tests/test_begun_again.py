@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from families import build, lm_batches, tokens
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_trainer import CONFIG, grown_at, trainer
 from torch.utils.data import IterableDataset
@@ -78,9 +78,7 @@ def test_adapters_on_a_base_that_grew_before_do_not_name_its_stock_checkpoint(tm
     assert Grower(model, CONFIG).grow(lm_batches(2)).applied
     adapted(model, task_type="CAUSAL_LM").save_pretrained(tmp_path / "adapter")
     assert {path.name for path in (tmp_path / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == ""
-    with pytest.raises(ValueError):  # of the Hub's client: no model has an empty name
-        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert not json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
 @pytest.mark.parametrize("part", ["one layer", "queries", "adapters with a copy"])

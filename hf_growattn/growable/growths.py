@@ -264,8 +264,12 @@ class SavesGrowth:
         """
         model: Any = self
         super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)  # pyright: ignore
-        if is_main_process:
-            save_growth_beside(model, Path(save_directory), kwargs.get("state_dict"))
+        if is_main_process and save_growth_beside(model, Path(save_directory), kwargs.get("state_dict")):
+            warnings.warn(
+                f"The new dims of the base are in {save_directory}/{GROWTH}. PeftModel.from_pretrained loads the adapters "
+                f"alone: call hf_growattn.load_growth(peft_model, '{save_directory}/{GROWTH}') after it.",
+                stacklevel=2,
+            )
 
 
 def _empty_peft_model(stock: type[Any]) -> Any:
@@ -274,13 +278,14 @@ def _empty_peft_model(stock: type[Any]) -> Any:
     return made.__new__(made)
 
 
-def save_growth_beside(model: nn.Module, adapters: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
-    """Save the growth next to adapters if there is one, and otherwise remove that of a former save there."""
+def save_growth_beside(model: nn.Module, adapters: Path, state_dict: dict[str, torch.Tensor] | None) -> bool:
+    """Save the growth next to adapters, and otherwise remove that of a former save there; whether there is one."""
     if is_grown(model):
         save_growth(model, adapters / GROWTH, state_dict)
-        return
+        return True
     for name in (WEIGHTS, DESCRIPTION):
         (adapters / GROWTH / name).unlink(missing_ok=True)
+    return False
 
 
 def check_saving(wrapped: nn.Module) -> None:
