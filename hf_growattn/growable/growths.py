@@ -266,8 +266,8 @@ class SavesGrowth:
         super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)  # pyright: ignore
         if is_main_process and save_growth_beside(model, Path(save_directory), kwargs.get("state_dict")):
             warnings.warn(
-                f"The new dims of the base are in {save_directory}/{GROWTH}. PeftModel.from_pretrained loads the adapters "
-                f"alone: call hf_growattn.load_growth(peft_model, '{save_directory}/{GROWTH}') after it.",
+                f"The base grew; its new dims are in {save_directory}/{GROWTH}. PeftModel.from_pretrained loads the "
+                f"adapters alone: call hf_growattn.load_growth(peft_model, '{save_directory}/{GROWTH}') after it.",
                 stacklevel=2,
             )
 
