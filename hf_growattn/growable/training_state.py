@@ -123,7 +123,8 @@ def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
         model = watched()
         if done or model is None:
             return
-        own, alive = {id(parameter) for parameter in held(optimizer)}, [reference() for reference in references]
+        own = {id(parameter) for parameter in held(optimizer)}
+        alive = [reference() for reference in references]
         new = [id(p) for p in alive if p is not None and p.requires_grad]  # peft may have frozen them since
         done = any(id(parameter) in own for parameter in model.parameters())
         if done and new and own.isdisjoint(new):
@@ -295,9 +296,9 @@ def warn_without_ddp(wrapped: nn.Module) -> None:
     """Warn if several ranks train a model, and no DistributedDataParallel was given that could average gradients."""
     if _is_replicated(wrapped) and not _ddp_wrappers(wrapped):
         warnings.warn(
-            f"{count()} processes run, and no DistributedDataParallel is around the {type(wrapped).__name__} that was "
-            "passed. If one is around it, pass that instead, or make it again: it does not know the new dims. Without "
-            "one, it is up to you to average their gradients.",
+            f"{count()} processes run, and no DistributedDataParallel is around the {type(wrapped).__name__} "
+            "that was passed. If one is around it, pass that instead, or make it again: it does not know the new dims. "
+            "Without one, it is up to you to average their gradients.",
             stacklevel=3,
         )
 
