@@ -1,17 +1,16 @@
 """Attention that grows: widen the heads of Hugging Face models where the loss asks for it.
 
 `patch_model` makes a model growable, and `Grower.find` (`grow.growth`) finds new dims. The way of a batch: the model
-computes its loss while a probe sits in each attention module (`model.seam` lets it join, `measure.passes` runs the
+computes its loss while a probe sits in each attention module (`model.hooks` lets it join, `measure.passes` runs the
 batches); the probe's gradient says what new dims could do (`measure.directions`); dims are chosen (`grow.plan`), tried
-in the same place by steps that other batches judge (`grow.trial`), and kept there as a part of `attention.extra`
+in the same place by steps that other batches judge (`grow.trial`), and kept there, in `attention.extra`
 (`growable.growths`), or dropped. Old weights are never touched. Each room, a sub-package, says in its first lines what
 lives there. Import from here alone: what lies deeper may move.
 """
 
-import contextlib
 import importlib
 
-from .growable.registration import register_when_imported
+from .growable.registration import register_families, register_peft_method
 
 __version__ = "0.1.0"
 
@@ -51,9 +50,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PLACES})
 
 
-def _register_peft_method() -> None:
-    with contextlib.suppress(ImportError):  # a peft that is too old, as whoever asks for the method is told
-        importlib.import_module(".interop.peft_method", __name__)
-
-
-register_when_imported(_register_peft_method)
+register_peft_method()  # first: the families are entered into tables of peft, too
+register_families(importlib.import_module(__name__))

@@ -1,5 +1,6 @@
 """Run by torchrun with two processes: what growing together must bear. Each rank checks for itself."""
 
+import warnings
 from functools import partial
 
 import torch
@@ -68,18 +69,18 @@ def existing_weights_move_too():
     model, ddp, optimizer = wrapped("gpt2-2")
     train(ddp, optimizer)
     config = GrowthConfig(budget=0.1, update_existing=True, oversampling=4)
-    reports = of_all(Grower(model, config, optimizer).grow(mine(3)))  # the wrapper is found all the same
+    reports = of_all(Grower(ddp, config, optimizer).grow(mine(3)))
     assert reports[0].applied and reports[0] == reports[1]
     train(ddp, optimizer)
     assert_alike(model)
 
 
 def a_frozen_base():
-    for known in (True, False):
+    for around in (False, True):
         model, _, _ = wrapped()
         model.requires_grad_(False).lm_head.requires_grad_(True)
         ddp = DistributedDataParallel(model)
-        passed = ddp if known else model  # the wrapper is found all the same
+        passed = torch.nn.ModuleDict({"policy": ddp}) if around else ddp
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
         assert Grower(passed, CONFIG, optimizer).grow(mine(3)).applied
         stock, started = build("llama-2").state_dict(), {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -92,6 +93,20 @@ def a_frozen_base():
             trains = ".extra." in name or name == "lm_head.weight"
             assert torch.equal(parameter, started[name]) != trains, name
             assert trains or torch.equal(parameter, stock[name]), name
+
+
+def a_model_without_its_wrapper():
+    """Nobody knows what is around a module, and its wrapper would leave new gradients as they are on each rank."""
+    model, _, optimizer = wrapped()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert Grower(model, CONFIG, optimizer).grow(mine(3)).applied
+    assert "no DistributedDataParallel is around the Grow" in "".join(str(each.message) for each in caught)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ddp = DistributedDataParallel(model)  # made again, it knows them
+        train(ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-3))
+    assert_alike(model)
 
 
 def in_the_middle_of_an_accumulation():
@@ -169,6 +184,7 @@ if __name__ == "__main__":
         settings_of_the_wrapper_and_hooks,
         existing_weights_move_too,
         a_frozen_base,
+        a_model_without_its_wrapper,
         in_the_middle_of_an_accumulation,
         a_single_sequence_on_each_rank,
         uneven_batches,

@@ -1,7 +1,10 @@
-"""Grown checkpoints of several kinds of models: stock classes refuse them, and a growth travels alone."""
+"""Grown checkpoints of several kinds of models: stock classes warn of them, and a growth travels alone."""
+
+import logging
 
 import pytest
 import torch
+import transformers
 from encoders import build as build_encoder
 from every_type import build as build_type
 from families import VARIANTS, add_dims, build, lm_batches, tokens
@@ -24,12 +27,16 @@ def grown(name: str):
 
 
 @pytest.mark.parametrize("name", BUILD)
-def test_a_stock_class_refuses_a_grown_checkpoint(name, tmp_path):
-    """It would leave the new dims out otherwise, with no more than a warning."""
+def test_transformers_warns_where_a_stock_class_reads_a_grown_checkpoint(name, tmp_path, caplog, monkeypatch):
+    """It leaves the new dims out, and says so of every tensor; the type alone tells the Auto classes."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model = grown(name)
     model.save_pretrained(tmp_path)
-    with pytest.raises(Exception, match="This model has grown: import hf_growattn"):
-        type(model).__bases__[1].from_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "transformers"):
+        read = getattr(transformers, type(model).__name__.removeprefix("GrowAttn")).from_pretrained(tmp_path)
+    assert f"You are using a model of type `{model.config.model_type}`" in caplog.text
+    assert "extra.growths.growth_1.in_proj.weight" in caplog.text and "UNEXPECTED" in caplog.text
+    assert not any(".extra." in name for name in read.state_dict())
 
 
 def fresh_config(**fields):

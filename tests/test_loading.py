@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from families import FAMILIES, build, lm_batches, tokens
 
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_growth
 from hf_growattn.growable.attention import attentions
 
 CONFIG = GrowthConfig(qk_dims=3, v_dims=2, layers=[1], oversampling=4)
@@ -53,32 +53,52 @@ def test_state_dicts(variant):
     trained(model, optimizer)
     after = snapshot(model, optimizer)
 
-    other, its_optimizer, its_grower = fresh(variant)
+    other, its_optimizer, _ = fresh(variant)
     for weights, state, logits in (after, before, after):  # wider, narrower, wider again
         other.load_state_dict(weights)
+        with pytest.raises(ValueError, match="doesn't match the size"):  # it was made for the dims of before
+            its_optimizer.load_state_dict(state)
+        its_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
         its_optimizer.load_state_dict(state)
         assert_is(other, its_optimizer, (weights, state, logits))
     trained(model, optimizer)
     trained(other, its_optimizer)
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters()))
-    assert its_grower.grow(lm_batches()).applied
+    assert Grower(other, CONFIG, its_optimizer).grow(lm_batches()).applied
 
 
-def test_accelerate_goes_back_to_a_state_from_before(tmp_path):
+def test_accelerate_resumes_after_a_growth(tmp_path):
     model, optimizer, _ = fresh("llama-2")
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)
-    grower = Grower(model, CONFIG, optimizer)
     trained(model, optimizer)
-    accelerator.save_state(tmp_path / "before")
-    before = snapshot(model, optimizer.optimizer)
-    assert grower.grow(lm_batches()).applied
+    assert Grower(model, CONFIG, optimizer).grow(lm_batches()).applied
     trained(model, optimizer)
-    accelerator.save_state(tmp_path / "after")
+    accelerator.save_state(tmp_path / "state")
+    save_growth(model, tmp_path / "growth")
     after = snapshot(model, optimizer.optimizer)
-    for name, state in (("before", before), ("after", after)):
-        accelerator.load_state(tmp_path / name)
-        assert_is(model, optimizer.optimizer, state)
+
+    again = Accelerator(cpu=True)
+    model, optimizer, _ = fresh("llama-2")
+    model, optimizer = again.prepare(model, optimizer)
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        again.load_state(tmp_path / "state")
+
+    again = Accelerator(cpu=True)
+    model, optimizer, _ = fresh("llama-2")
+    model, optimizer = again.prepare(model, optimizer)
+    load_growth(model, tmp_path / "growth", optimizer)
+    again.load_state(tmp_path / "state")
+    assert_is(model, optimizer.optimizer, after)
+
+
+def test_an_optimizer_is_told_of_that_was_there_before_a_wider_state():
+    model, _, grower = fresh("gpt2-2")
+    other, its_optimizer, _ = fresh("gpt2-2")
+    assert grower.grow(lm_batches()).applied
+    other.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match="AdamW steps without the new dims"):
+        trained(other, its_optimizer, steps=1)
 
 
 def test_a_state_of_another_model_is_refused_as_by_torch():

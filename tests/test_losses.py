@@ -18,7 +18,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
+from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.growths import origin_of
 
 LORA = dict(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -215,7 +215,7 @@ def grown_in_memory(folder):
 
 def test_no_other_model_becomes_the_reference_of_one_that_grew(tmp_path):
     model = grown_in_memory(tmp_path / "stock")
-    with pytest.raises(RuntimeError, match=r"grew in memory.*ref_model=copy.deepcopy\(model\)"):
+    with pytest.raises(OSError, match="Repo id must"):  # of transformers: no checkpoint has an empty name
         preferred(tmp_path, model)
     trainer = preferred(tmp_path, model, copy.deepcopy(model))
     assert logged(trainer)[0] == pytest.approx(0.6931, abs=1e-4)  # the policy begins at its reference
@@ -224,18 +224,10 @@ def test_no_other_model_becomes_the_reference_of_one_that_grew(tmp_path):
     assert type(trainer.ref_model) is type(model) and logged(trainer)[0] == pytest.approx(0.6931, abs=1e-4)
 
 
-def test_a_growth_in_training_leaves_trainers_model_card_the_checkpoint(tmp_path):
-    build("llama-2").save_pretrained(tmp_path / "stock")
-    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
-    growth = GrowthCallback(GrowthConfig(qk_dims=2, v_dims=2, oversampling=4), steps=[1], batches=4)
-    losses(model, tmp_path, callbacks=[growth])
-    assert growth.reports[0].applied
-    assert model.name_or_path == model.config.name_or_path == str(tmp_path / "stock")
-
-
 def test_a_model_that_grew_is_not_taken_for_its_checkpoint(tmp_path):
     model = grown_in_memory(tmp_path / "stock")
-    with pytest.raises(RuntimeError, match="processing_class=tokenizer"):
+    assert model.name_or_path == model.config.name_or_path == ""
+    with pytest.raises(OSError, match="Repo id must"):
         AutoTokenizer.from_pretrained(model.config.name_or_path)
     assert origin_of(model) == origin_of(copy.deepcopy(model)) == str(tmp_path / "stock")
     Grower(model, GrowthConfig(qk_dims=1)).grow(lm_batches())

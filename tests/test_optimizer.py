@@ -10,9 +10,9 @@ from compared import ComparedGrower
 from families import build, lm_batches
 from optimizers import BOUNDED, LR, OPTIMIZERS, SCALED, SCHEDULERS, step_scheduler
 
-from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
+from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_growth, unpatch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import extra_parameters
+from hf_growattn.growable.growths import extra_parameters, set_dims
 from hf_growattn.growable.training_state import check_optimizers
 
 CONFIG = GrowthConfig(qk_dims=4, v_dims=2, oversampling=4)
@@ -91,8 +91,21 @@ def test_names_in_the_groups_follow():
         names = dict(model.named_parameters())
         (group,) = optimizer.param_groups
         assert [names[name] for name in group["param_names"]] == group["params"]
-        unpatch_model(model, drop_growth=True)
+        set_dims(model, {}, [optimizer])
     assert not any(".extra." in name for name in group["param_names"]) and len(group["params"]) == len(names)
+
+
+def test_what_was_dropped_is_not_stepped_any_more():
+    model = patch_model(build("llama-2"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    assert Grower(model, CONFIG, optimizer).grow(lm_batches(2)).applied
+    dropped = extra_parameters(model)
+    before = [parameter.detach().clone() for parameter in dropped]
+    unpatch_model(model, drop_growth=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, [optimizer], lm_batches()[0])
+    assert all(map(torch.equal, dropped, before)) and not any(parameter in optimizer.state for parameter in dropped)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -206,7 +219,7 @@ def test_schedulers_go_on_with_the_learning_rates_they_would_have_had(name):
     assert learning_rates(name, grow_at=3) == expected
 
 
-def test_lbfgs_follows():
+def test_lbfgs_follows(tmp_path):
     model, batch = patch_model(build("llama-2")), lm_batches()[0]
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=2)
 
@@ -224,10 +237,10 @@ def test_lbfgs_follows():
         Grower(model, CONFIG, optimizer).grow(lm_batches())
     before, kept = model.state_dict(), extra_parameters(model)
     assert Grower(model, CONFIG).grow(lm_batches()).applied
-    after = model.state_dict()
+    save_growth(model, tmp_path)
     model.load_state_dict(before)  # fewer dims need no place
     with pytest.raises(ValueError, match="make a new LBFGS afterwards"):
-        model.load_state_dict(after)
+        load_growth(model, tmp_path, optimizer)
     assert all(map(torch.Tensor.is_set_to, extra_parameters(model), kept))
     torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=2).step(closure)
 

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import hf_growattn.measure.functional as F
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import is_grown
 from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
 from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
@@ -323,20 +325,67 @@ def test_growth_under_other_adapters(method):
     train(model, torch.optim.AdamW(trainable(model), lr=1e-3))
 
 
-@pytest.mark.parametrize("passed", ["peft model", "its base"])
+@pytest.mark.parametrize("passed", ["peft model", "a module around it"])
 def test_what_grew_under_lora_is_saved_with_the_adapter(passed, tmp_path):
     model = adapted(LLAMA, ALL[LLAMA])
-    grower = Grower(model if passed == "peft model" else model.get_base_model(), GROWTH)
+    around = torch.nn.ModuleDict({"policy": model})
+    grower = Grower(model if passed == "peft model" else around, GROWTH, loss=lambda _, batch: model(**batch).loss)
     assert grower.grow(BATCHES).applied
-    model.save_pretrained(tmp_path / "once")
+    with pytest.warns(UserWarning, match=r"PeftModel\.from_pretrained loads the adapters alone: call .*load_growth"):
+        model.save_pretrained(tmp_path / "once")
     assert not any(".extra." in name for name in load_file(tmp_path / "once" / "adapter_model.safetensors"))
     for folder in ("once", "again"):
-        with pytest.warns(UserWarning, match=r"its base grew: call hf_growattn\.load_growth"):  # never silently lost
-            loaded = peft.PeftModel.from_pretrained(patch_model(build(LLAMA)), tmp_path / folder).eval()
+        loaded = peft.PeftModel.from_pretrained(patch_model(build(LLAMA)), tmp_path / folder).eval()
         load_growth(loaded, tmp_path / folder / "growth")
         assert torch.equal(logits(loaded), logits(model))
         loaded.save_pretrained(tmp_path / "again", state_dict=loaded.state_dict())  # as Trainer does
     assert torch.equal(logits(copy.deepcopy(model)), logits(model))
+
+
+def test_a_whole_peft_model_is_read_in_another_process(tmp_path):
+    model = adapted(LLAMA, ALL[LLAMA])
+    assert Grower(model, GROWTH).grow(BATCHES).applied
+    torch.save(model, tmp_path / "model")
+    script = """
+import sys, torch
+model = torch.load(f"{sys.argv[1]}/model", weights_only=False)
+model.save_pretrained(f"{sys.argv[1]}/saved")
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    loaded = peft.PeftModel.from_pretrained(patch_model(build(LLAMA)), tmp_path / "saved").eval()
+    load_growth(loaded, tmp_path / "saved" / "growth")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_the_base_inside_a_peft_model_does_not_grow_without_it(tmp_path):
+    """Nobody knows what is around a module, and the peft model would leave the new dims out when it is saved."""
+    model = adapted(LLAMA, ALL[LLAMA])
+    base, before = model.get_base_model(), logits(model)
+    for change in (
+        lambda: Grower(base, GROWTH).grow(BATCHES),
+        lambda: Grower(base, GROWTH).find(BATCHES).keep(),
+    ):
+        with pytest.raises(ValueError, match="Pass the peft model instead of the model inside"):
+            change()
+    assert not is_grown(base) and torch.equal(logits(model), before)
+    assert Grower(model, GROWTH).grow(BATCHES).applied
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Pass the peft model instead of the model inside"):
+        load_growth(adapted(LLAMA).get_base_model(), tmp_path / "growth")
+
+
+def test_a_state_with_new_dims_that_a_peft_model_would_not_save_is_warned_of(tmp_path):
+    model, other = adapted(LLAMA, ALL[LLAMA]), adapted(LLAMA, ALL[LLAMA])
+    narrow = other.state_dict()
+    assert Grower(model, GROWTH).grow(BATCHES).applied
+    with pytest.warns(UserWarning, match=r"save_pretrained of the peft model leaves out.*load_growth\(peft_model"):
+        other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(narrow)
+        model.load_state_dict(other.state_dict())  # it has grown before, and saves its growths
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "growth" / "growth.safetensors").is_file()
 
 
 def test_a_state_of_adapters_alone_leaves_the_growth(tmp_path):
@@ -348,8 +397,8 @@ def test_a_state_of_adapters_alone_leaves_the_growth(tmp_path):
     near(logits(model), expected)
 
 
-def test_default_targets_also_when_peft_is_imported_last(tmp_path):
-    """In a fresh process: for patched models and for those that from_pretrained builds."""
+def test_default_targets_in_a_fresh_process(tmp_path):
+    """For patched models and for those that from_pretrained builds."""
     for variant in (LLAMA, GPT2):
         patch_model(build(variant)).save_pretrained(tmp_path / variant)
     script = """
@@ -358,7 +407,6 @@ transformers.logging.disable_progress_bar()
 found = []
 for path in sys.argv[1:]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    assert "peft" not in sys.modules or found
     from peft import LoraConfig, get_peft_model
     found.append(sorted(get_peft_model(model, LoraConfig(r=4)).peft_config["default"].target_modules))
 print(json.dumps(found))
@@ -375,14 +423,3 @@ def test_every_table_of_default_targets_knows_our_types():
     config.to_dict()
     tables = [t for n, t in vars(constants).items() if n.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in t]
     assert len(tables) > 10 and all(t["growattn_llama"] == t["llama"] for t in tables)
-
-
-def test_every_adapter_says_that_its_base_grew(tmp_path):
-    """peft saves all but the first one in folders of their own."""
-    model = adapted(LLAMA, ALL[LLAMA])
-    model.add_adapter("other", model.peft_config["default"])
-    assert Grower(model, GROWTH).grow(BATCHES).applied
-    model.save_pretrained(tmp_path)
-    for folder in (tmp_path, tmp_path / "other"):
-        with pytest.warns(UserWarning, match="its base grew"):
-            peft.PeftModel.from_pretrained(patch_model(build(LLAMA)), folder)

@@ -5,7 +5,6 @@ import json
 import math
 import shlex
 import shutil
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,7 +23,6 @@ from hf_growattn.cli.commands import COMMANDS, main
 from hf_growattn.cli.inspection import format_inspection, inspect_model
 from hf_growattn.cli.options import UsageError, check_new_folder, read_recipe
 from hf_growattn.grow.trial import StepSearch
-from hf_growattn.growable.registration import register_when_imported
 from hf_growattn.interop import checkpoints, export
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
@@ -133,13 +131,6 @@ def test_each_seed_begins_with_adapters_of_its_own(method):
         return next(parameter for name, parameter in model.named_parameters() if "lora_A" in name)
 
     assert torch.equal(first(1), first(1)) and not torch.equal(first(1), first(2))
-
-
-def test_the_method_is_made_known_to_a_peft_that_was_imported_before(monkeypatch):
-    called = []
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    register_when_imported(lambda: called.append("peft"))
-    assert called == ["peft"]
 
 
 def test_every_method_of_peft_knows_the_targets_of_our_types():

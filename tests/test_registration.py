@@ -1,14 +1,16 @@
 """Classes of grown models are made when they are needed, and found wherever a config, a name or a pickle asks."""
 
-import json
+import copy
 import logging
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import ROOT
-from families import FAMILIES, add_dims, build, tokens
+from families import FAMILIES, LLAMA, add_dims, build, tokens
+from own_family import OwnConfig, OwnForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_growattn import patch_model
@@ -32,8 +34,10 @@ from families import tokens
 folder = sys.argv[1]
 def families():
     names = [name.split(".") for name in sys.modules if name.startswith("transformers.models.")]
-    return sorted({{n[2] for n in names if n[-1].startswith("modeling_") and n[2] != "auto"}})
-assert families() == []
+    return sorted({{n[2] for n in names if n[-1].startswith("modeling_")}} - imported_by_peft)
+imported_by_peft = set()
+imported_by_peft = set(families())
+assert not imported_by_peft & {{"llama", "gpt2", "mistral"}}
 model = transformers.AutoModelForCausalLM.from_pretrained(f"{{folder}}/llama").eval()
 assert families() == ["llama"], families()
 torch.save(model(tokens()).logits, f"{{folder}}/llama.logits")
@@ -43,7 +47,7 @@ torch.save(model(tokens()).logits, f"{{folder}}/gpt2.logits")
 config = torch.load(f"{{folder}}/mistral.config", weights_only=False)
 print(type(transformers.AutoModelForCausalLM.from_config(config)).__name__)
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as targets
-assert targets["growattn_llama"] == targets["llama"]  # of a peft that was imported afterwards
+assert targets["growattn_llama"] == targets["llama"]
 """
 
 
@@ -107,18 +111,77 @@ def test_a_grown_model_made_from_its_config_is_drawn_as_the_stock_one_is(variant
         assert not any(part.in_proj.bias.any() for part in ours.growths.values() if part.in_proj.bias is not None)
 
 
-def test_a_config_is_marked_where_its_model_grew_and_saved_as_often_as_one_likes(tmp_path):
-    for model, is_marked in ((patch_model(build("llama-2")), False), (grown("llama-2"), True)):
+def test_a_config_is_saved_as_often_as_one_likes(tmp_path):
+    for model in (patch_model(build("llama-2")), grown("llama-2")):
         model.save_pretrained(tmp_path)
         for _ in range(2):
             model.config.save_pretrained(tmp_path)
-            assert ("stock_values" in json.loads((tmp_path / "config.json").read_text())) == is_marked
             assert type(model.config).from_pretrained(tmp_path).to_dict() == model.config.to_dict()
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_a_grown_config_is_made_again_of_its_fields(variant):
-    """What marks config.json for stock classes is in the file alone."""
     config = grown(variant).config
     again = type(config)(**config.to_diff_dict())
-    assert again.to_dict() == config.to_dict() and again.extra_dims and "stock_values" not in config.to_diff_dict()
+    assert again.to_dict() == config.to_dict() and again.extra_dims
+
+
+def test_copies_and_pickles_of_a_config_keep_class_and_fields():
+    config = grown("llama-2").config
+    for again in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert type(again) is type(config) and vars(again) == vars(config)
+    assert copy.copy(config).extra_dims is config.extra_dims is not copy.deepcopy(config).extra_dims
+    derived = type("Derived", (type(config),), {})(**config.to_diff_dict())
+    assert type(copy.deepcopy(derived)) is type(derived)
+
+
+OWN_CONFIG = """
+import sys, torch, hf_growattn
+sys.path.insert(0, {tests!r})
+config = torch.load(sys.argv[1], weights_only=False)
+print(config.model_type, config.extra_dims, type(config).stock_class.__module__)
+"""
+
+
+def test_a_config_of_a_class_of_the_users_is_read_in_another_process(tmp_path):
+    config = patch_model(OwnForCausalLM(OwnConfig(**LLAMA | {"num_hidden_layers": 1}))).config
+    config.extra_dims = {"0": {"growth_1": [2, 0]}}
+    torch.save(config, tmp_path / "config")
+    command = [sys.executable, "-c", OWN_CONFIG.format(tests=str(ROOT / "tests")), tmp_path / "config"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split("\n")[0] == f"growattn_own {config.extra_dims} own_family", done.stderr
+
+
+KNOWN = """
+import {imports}
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as targets
+assert targets["growattn_llama"] == targets["llama"]
+assert peft.PeftType.GROWATTN in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+assert "growattn_llama" in transformers.CONFIG_MAPPING
+"""
+
+
+@pytest.mark.parametrize("imports", ["hf_growattn, transformers, peft", "peft, transformers, hf_growattn"])
+def test_libraries_are_imported_in_any_order(imports):
+    done = subprocess.run([sys.executable, "-c", KNOWN.format(imports=imports)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+WITHOUT_PEFT = """
+import sys
+sys.modules["peft"] = None  # importing it raises ImportError
+import hf_growattn, transformers
+assert "growattn_llama" in transformers.CONFIG_MAPPING
+assert not any(name.startswith("hf_growattn.grow.") for name in sys.modules), "a model was imported for nothing"
+try:
+    hf_growattn.GrowAttnConfig
+except ImportError as error:
+    assert "peft" in str(error)
+else:
+    raise AssertionError("the method is there without peft")
+"""
+
+
+def test_peft_is_not_needed():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_PEFT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

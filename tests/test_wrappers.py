@@ -18,7 +18,7 @@ from wrappers import WRAPPERS, batch, build
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import sync_config
+from hf_growattn.growable.growths import is_grown, sync_config
 from hf_growattn.model.families import growable_submodels
 
 GROWTH = GrowthConfig(qk_dims=2, v_dims=2)
@@ -123,9 +123,10 @@ def test_submodels_that_cannot_grow_are_refused():
         Grower(images, GROWTH).grow([batch("qwen3_vl", seed=seed) for seed in range(2)])
 
 
-def test_the_model_inside_is_not_patched_by_itself():
-    """The config around it would not know of its new dims."""
+def test_the_model_inside_does_not_grow_by_itself_in_a_model_whose_config_would_not_know():
     model = build("llava")
-    with pytest.raises(ValueError, match=r"inside a Llava.*Pass the whole model"):
-        patch_model(model.model.language_model)
-    assert type(model.model.language_model) is LlamaModel
+    inner = patch_model(model.model.language_model)
+    with pytest.raises(ValueError, match=r"in a Llava.*call patch_model on the whole"):
+        Grower(model, GROWTH).grow([batch("llava")])
+    assert not is_grown(unpatch_model(inner)) and type(inner) is LlamaModel
+    assert Grower(patch_model(model), GROWTH).grow([batch("llava", seed=seed) for seed in range(2)]).applied

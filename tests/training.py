@@ -29,7 +29,8 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthCallback, GrowthConfig, load_growth, patch_model, save_growth
+from hf_growattn.growable.growths import is_grown
 
 STEPS, GROWTHS, ACCUMULATION, BATCH, GROWTH_BATCHES = 12, (4, 8), 2, 8, 6
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
@@ -106,6 +107,8 @@ def with_accelerate(output: Path, resume: Path | None, die_at: int | None, dtype
     grower = Grower(model, CONFIG, optimizer)
     losses, start = {}, 0
     if resume is not None:
+        if (resume / "growth").is_dir():  # the optimizer was made without new dims
+            load_growth(model, resume / "growth", optimizer)
         accelerator.load_state(resume)
         start = int(resume.name.split("-")[1])
     batches = list(loader)
@@ -127,6 +130,8 @@ def with_accelerate(output: Path, resume: Path | None, die_at: int | None, dtype
             assert grower.grow(batches[first : first + GROWTH_BATCHES]).applied
         if (step + 1) % 2 == 0:
             accelerator.save_state(output / f"checkpoint-{step + 1}")
+            if not fsdp and is_grown(model) and accelerator.is_main_process:
+                save_growth(model, output / f"checkpoint-{step + 1}" / "growth")
             if fsdp and accelerator.is_main_process:
                 model.config.save_pretrained(output / f"checkpoint-{step + 1}")
         if step + 1 == die_at:

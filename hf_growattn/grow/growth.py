@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
-from ..growable.growths import leave_checkpoint, next_name, parts_of, replace_parts
+from ..growable.growths import check_saving, growable_model, leave_checkpoint, next_name, parts_of, replace_parts
 from ..growable.training_state import (
     bare_optimizers,
     broadcast_from_rank0,
@@ -23,6 +22,7 @@ from ..growable.training_state import (
     reshard,
     several,
     total,
+    warn_without_ddp,
 )
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
 from ..measure.directions import Directions, exact_directions, passes_over, sketched_directions
@@ -77,12 +77,12 @@ class Growth:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        wrapped: nn.Module,
         optimizers: list[torch.optim.Optimizer],
         trial: Trial | None,
         report: GrowthReport,
     ):
-        self._model, self._optimizers, self._trial, self.report = model, optimizers, trial, report
+        self._wrapped, self._optimizers, self._trial, self.report = wrapped, optimizers, trial, report
 
     @property
     def new_dims(self) -> dict[GrowableAttention, NewDims]:
@@ -95,14 +95,17 @@ class Growth:
         Where no step lowers the loss, nothing changes.
         """
         if self._trial is not None:
-            reshard(self._model)
-            name, kept = next_name(self._model), parts_of(self._model)
+            check_saving(self._wrapped)
+            warn_without_ddp(self._wrapped)
+            model = growable_model(self._wrapped)
+            reshard(model)
+            name, kept = next_name(model), parts_of(model)
             for attention, new in self.new_dims.items():
                 broadcast_from_rank0(*(parameter.detach() for parameter in new.parameters()))
                 new.requires_grad_(True).train(attention.module.training)
             grown = {attention: kept[attention] | {name: new} for attention, new in self.new_dims.items()}
-            replace_parts(self._model, grown, self._optimizers)
-            leave_checkpoint(self._model)
+            replace_parts(self._wrapped, grown, self._optimizers)
+            leave_checkpoint(model)
             for candidate in self._trial.candidates:
                 candidate.commit(self._optimizers)
         self.drop()
@@ -185,6 +188,7 @@ class Grower:
         A model that grew no longer names the checkpoint that it came from as its own: what others would load from
         there, such as TRL a reference model, has to be passed.
         """
+        check_saving(self.wrapped)
         return self.find(batches).keep()
 
     def measure(self, batches: Iterable) -> GrowthReport:
@@ -306,7 +310,7 @@ class Grower:
             trial.set_steps(steps)
         losses = {"loss_before": session.batches.loss_before, "loss_after": loss, "validated_loss": validated}
         report = growth_report(self.model, candidates, trial, steps, **losses, decoding=decoding)
-        return Growth(self.model, self.optimizers, trial if any(steps) else None, report)
+        return Growth(self.wrapped, self.optimizers, trial if any(steps) else None, report)
 
     def shorten_steps(self, session: Session, trial: Trial, steps: list[float]) -> tuple[list[float], float]:
         """Return the largest share of the steps that lowers the loss of all batches, and that loss; zeros if none does.

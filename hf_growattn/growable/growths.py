@@ -1,10 +1,10 @@
 """The new dims that a living model keeps: which there are, how they change, and a small folder of them alone."""
 
-import contextlib
 import functools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ..model.compat import has_own_adapters
 from ..model.configuration import check_extra_dims
 from ..model.modeling import WideModelMixin, dims_of, growable_configs, sync_config
 from ..model.new_dims import NewDims, full_tensor, in_order
@@ -22,20 +23,16 @@ from .folders import replacing
 from .training_state import (
     add_new_parameters,
     after_change,
-    find_living,
-    optimizers_of,
+    bare_optimizers,
     remove_parameters,
     shard_like,
     warn_if_left_out,
+    warn_without_ddp,
 )
 
 WEIGHTS, DESCRIPTION = "growth.safetensors", "growth.json"
 _DESCRIBED = ("model_type", "extra_dims")
 GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
-_ADAPTER = "adapter_config.json"
-_REMINDER = "its base grew: call hf_growattn.load_growth(model, folder + '/growth')"  # peft quotes unknown fields
-_UNSAVED = "a model that grew in memory: save it whole, and load its adapters onto that"
-_NOWHERE = str(Path(__file__).parent / "grown_in_memory")
 
 Parts = dict[GrowableAttention, dict[str, NewDims]]  # of each attention module by name
 Dims = dict[str, dict[str, list[int]]]  # the same as `extra_dims` of a config names them
@@ -104,12 +101,18 @@ def swap_parts(parts: Parts) -> Parts:
     return former
 
 
-def replace_parts(model: nn.Module, parts: Parts, optimizers: list[torch.optim.Optimizer]) -> None:
+def replace_parts(wrapped: nn.Module, parts: Parts, optimizers: list[torch.optim.Optimizer]) -> None:
     """Let attention modules keep these parts and no others; config, optimizers, DDP, FSDP2 and peft follow.
 
     Modules that are not named keep theirs. New parameters start with a fresh state in the optimizers. After an
     exception model and optimizers are as they were.
+
+    Args:
+        wrapped: the patched model, in whatever the user has put around it: what is not given cannot follow.
+        parts: those of each module by name.
+        optimizers: what trains the model, without wrappers.
     """
+    model = growable_model(wrapped)
     former = swap_parts(parts)
     new: list[nn.Parameter] = []
     try:
@@ -131,12 +134,16 @@ def replace_parts(model: nn.Module, parts: Parts, optimizers: list[torch.optim.O
     if new and not optimizers:
         warn_if_left_out(model, new)
     if new or gone:
-        after_change(model)
-        save_with_adapters(model)
+        after_change(wrapped)
+        save_with_adapters(wrapped)
 
 
-def set_dims(model: nn.Module, extra_dims: Dims) -> None:
-    """Let a model have these new dims and no others; parts of the same name and size stay, others begin as zeros."""
+def set_dims(wrapped: nn.Module, extra_dims: Dims, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    """Let a model have these new dims and no others; parts of the same name and size stay, others begin as zeros.
+
+    The other arguments are those of `replace_parts`.
+    """
+    model = growable_model(wrapped)
     if extra_dims == dims_of(model):
         return
     parts: Parts = {}
@@ -147,7 +154,7 @@ def set_dims(model: nn.Module, extra_dims: Dims) -> None:
             if part is None or (part.qk_dims, part.v_dims) != (qk_dims, v_dims):
                 part = attention.make_new_dims(qk_dims, v_dims)
             parts[attention][name] = part
-    replace_parts(model, parts, optimizers_of(model))
+    replace_parts(wrapped, parts, [*optimizers])
 
 
 def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
@@ -175,16 +182,21 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
         (partial / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
 
 
-def load_growth(model: nn.Module, folder: str | Path) -> None:
+def load_growth(model: nn.Module, folder: str | Path, optimizer=None) -> None:
     """Give a patched model the new dims that `save_growth` wrote, in place of those that it has.
 
-    Optimizers that train the model take the new parameters.
+    Args:
+        model: a patched model, or a peft model or DistributedDataParallel of one: pass the outermost.
+        folder: where they are.
+        optimizer: the optimizer that trains the model already, or a list of all of them, to take the new parameters.
 
     Raises:
-        ValueError: the model is not patched, or the growth is damaged or of another model.
+        ValueError: the model is not patched, or it is inside a peft model, which should be passed; or the growth is
+            damaged or of another model.
         FileNotFoundError: the folder holds no growth.
     """
     inner = growable_model(model)
+    check_saving(model)
     try:
         description: dict[str, Any] = json.loads((Path(folder) / DESCRIPTION).read_text())
         state = load_file(Path(folder) / WEIGHTS)
@@ -206,7 +218,9 @@ def load_growth(model: nn.Module, folder: str | Path) -> None:
             sizes |= {place + own: parameter.shape for own, parameter in new.named_parameters()}
     if sizes != {name: tensor.shape for name, tensor in state.items()}:
         raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
-    set_dims(inner, extra_dims)
+    if optimizer is not None:
+        warn_without_ddp(model)
+    set_dims(model, extra_dims, bare_optimizers(optimizer))
     with torch.no_grad():
         for name, parameter in inner.named_parameters():
             if _is_new(name):
@@ -218,31 +232,47 @@ def _is_new(name: str) -> bool:
 
 
 class SavesGrowth:
-    """Mixed into the class of a peft model whose base grew under it: peft itself saves the adapters alone."""
+    """Mixed into the class of a peft model whose base grew under it: peft itself saves the adapters alone.
+
+    Attributes:
+        stock_class: the class of peft, or one derived from it.
+    """
+
+    stock_class: type[Any]
 
     @classmethod
     @functools.cache
     def mixed_into(cls, stock: type[Any]) -> type[Any]:
         """Return the subclass of a class of peft that has this mixin."""
-        made = type(f"GrowAttn{stock.__name__}", (cls, stock), {"__module__": __name__})
-        setattr(sys.modules[__name__], made.__name__, made)  # so that pickle finds it
-        return made
+        return type(f"GrowAttn{stock.__name__}", (cls, stock), {"__module__": __name__, "stock_class": stock})
+
+    def __reduce_ex__(self, protocol):
+        """Let pickles name the stock class: ours is made when it is needed, and may not be there yet."""
+        return _empty_peft_model, (self.stock_class,), vars(self)
 
     def save_pretrained(self, save_directory: str, *args, is_main_process: bool = True, **kwargs) -> None:
-        """Save the adapters as peft does, and the growth in the folder `growth` next to them, for `load_growth`."""
+        """Save the adapters as peft does, and the growth in the folder `growth` next to them, for `load_growth`.
+
+        `PeftModel.from_pretrained` loads the adapters alone.
+        """
         model: Any = self
-        stock, folder = super(), Path(save_directory)
-        stock.save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)  # pyright: ignore
-        if is_main_process and save_growth_beside(model, folder, kwargs.get("state_dict")):
-            for place in (folder, *(folder / name for name in model.peft_config)):
-                if (place / _ADAPTER).is_file():
-                    with replacing(place.resolve()) as partial:
-                        marked = json.loads((place / _ADAPTER).read_text()) | {_REMINDER: True}
-                        (partial / _ADAPTER).write_text(json.dumps(marked, indent=2, sort_keys=True))
+        super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)  # pyright: ignore
+        if is_main_process and save_growth_beside(model, Path(save_directory), kwargs.get("state_dict")):
+            warnings.warn(
+                f"The base grew; its new dims are in {save_directory}/{GROWTH}. PeftModel.from_pretrained loads the "
+                f"adapters alone: call hf_growattn.load_growth(peft_model, '{save_directory}/{GROWTH}') after it.",
+                stacklevel=2,
+            )
+
+
+def _empty_peft_model(stock: type[Any]) -> Any:
+    """A model of peft without anything in it, as pickles and copies begin."""
+    made: Any = SavesGrowth.mixed_into(stock)
+    return made.__new__(made)
 
 
 def save_growth_beside(model: nn.Module, adapters: Path, state_dict: dict[str, torch.Tensor] | None) -> bool:
-    """Save the growth next to adapters if there is one, and otherwise remove that of a former save there."""
+    """Save the growth next to adapters, and otherwise remove that of a former save there; whether there is one."""
     if is_grown(model):
         save_growth(model, adapters / GROWTH, state_dict)
         return True
@@ -251,57 +281,66 @@ def save_growth_beside(model: nn.Module, adapters: Path, state_dict: dict[str, t
     return False
 
 
-def save_with_adapters(model: nn.Module) -> None:
-    """Let the peft model around a patched model, if there is one, save the new dims with its adapters."""
-    if not hasattr(model, "peft_config"):
-        return
-    for thing in find_living(nn.Module):
-        kind = type(thing)
-        if hasattr(kind, "get_base_model") and not issubclass(kind, SavesGrowth):
-            tuner = thing._modules.get("base_model")
-            if tuner is not None and tuner._modules.get("model") is model:
-                thing.__class__ = SavesGrowth.mixed_into(kind)
-
-
-class GrownInMemoryConfig(PreTrainedConfig):
-    """What the config in that folder is read as: an error."""
-
-    model_type = "growattn_in_memory"
-
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """Raise a RuntimeError that names the fix; AutoTokenizer would swallow other kinds."""
-        raise RuntimeError(
-            "This model grew in memory, and no checkpoint holds what it is now, so there is nothing to load a "
-            "reference model or a tokenizer from. Pass them, as in DPOTrainer(model, ref_model=copy.deepcopy(model), "
-            "processing_class=tokenizer, ...); or save the model and its tokenizer, load them, and train what you "
-            "loaded."
+def check_saving(wrapped: nn.Module) -> None:
+    """Raise a ValueError if a model around the patched one, of peft or of transformers, would not save new dims."""
+    model = growable_model(wrapped)
+    for outer in wrapped.modules():
+        if isinstance(outer, PreTrainedModel) and not isinstance(outer, WideModelMixin):
+            is_around = any(module is model for module in outer.modules())
+            if is_around and not any(config is model.config for config in vars(outer.config).values()):
+                raise ValueError(
+                    f"patch_model was called on the {type(model).__name__} in a {type(outer).__name__}, whose config "
+                    "would not know of its new dims. unpatch_model(that), and call patch_model on the whole."
+                )
+    if _misses_peft_model(wrapped):
+        raise ValueError(
+            f"This {type(wrapped).__name__} has adapters of peft, whose save_pretrained would leave its new dims out. "
+            "Pass the peft model instead of the model inside. After inject_adapter_in_model there is none: call it "
+            "after the growth, or use get_peft_model."
         )
 
 
-AutoConfig.register(GrownInMemoryConfig.model_type, GrownInMemoryConfig, exist_ok=True)
+def save_with_adapters(wrapped: nn.Module) -> None:
+    """Let the peft models among the modules of a wrapper save the new dims with their adapters."""
+    model = growable_model(wrapped)
+    for outer in _peft_models(wrapped):
+        vars(model)["saved_with_adapters"] = True
+        if not isinstance(outer, SavesGrowth):
+            outer.__class__ = SavesGrowth.mixed_into(type(outer))
+    if _misses_peft_model(wrapped) and is_grown(model) and "saved_with_adapters" not in vars(model):
+        warnings.warn(
+            "The state that was loaded has new dims, which save_pretrained of the peft model leaves out. Load them by "
+            "load_growth(peft_model, folder) instead, or save them by save_growth.",
+            stacklevel=2,
+        )
+
+
+def _misses_peft_model(wrapped: nn.Module) -> bool:
+    """Whether a model of peft is around a patched model, and not among what was given."""
+    model = growable_model(wrapped)
+    # transformers' own add_adapter notes the configs of adapters, too; such a model saves them and the growth itself.
+    return hasattr(model, "peft_config") and not has_own_adapters(model) and not _peft_models(wrapped)
+
+
+def _peft_models(wrapped: nn.Module) -> list[Any]:
+    """The models of peft, mixed ones too, in a module."""
+    if "peft" not in sys.modules:
+        return []
+    from peft import PeftMixedModel, PeftModel
+
+    return [module for module in wrapped.modules() if isinstance(module, (PeftModel, PeftMixedModel))]
 
 
 def leave_checkpoint(model: PreTrainedModel) -> None:
-    """Note that no checkpoint holds a model any more; `origin_of` still knows the one it came from."""
+    """Take the name of its checkpoint off a model that grew: what would be loaded by it is another model.
+
+    So peft notes no base for its adapters, and TRL asks for a reference. `origin_of` still knows the name.
+    """
     vars(model)["grown_from"] = origin_of(model)
-    model.name_or_path = _UNSAVED  # which peft notes as the base of its adapters, and quotes
-    for config in growable_configs(model):
-        config._name_or_path = _NOWHERE
+    for named in (model, *growable_configs(model)):
+        named.name_or_path = ""
 
 
 def origin_of(model: PreTrainedModel) -> str:
     """Folder or Hub id of the checkpoint that a model came from, whatever it became since; "" without one."""
     return getattr(model, "grown_from", model.config.name_or_path or "")
-
-
-@contextlib.contextmanager
-def name_kept(model: PreTrainedModel) -> Iterator[None]:
-    """Leave the name of its checkpoint to a model that grows inside: for a growth that is part of a longer run."""
-    before, name = [(config, config._name_or_path) for config in growable_configs(model)], model.name_or_path
-    try:
-        yield
-    finally:
-        model.name_or_path = name
-        for config, name in before:
-            config._name_or_path = name

@@ -11,15 +11,14 @@ from typing import Any
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
+from ..model.compat import auto_mappings, has_own_adapters, registered_class
 from ..model.configuration import auto_map, growable_config_class
 from ..model.families import find_attentions, find_obstacle
 from ..model.modeling import WideModelMixin, class_by_name, growable_configs, sync_config
 from ..model.new_dims import ExtraDims
 from .attention import attentions
 from .folders import loading, replacing
-from .growths import Dims, extra_parameters, is_grown, save_growth_beside, set_dims
-from .registration import auto_mappings
-from .training_state import find_living, optimizers_of, remove_parameters
+from .growths import Dims, is_grown, save_growth_beside, set_dims
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -48,7 +47,7 @@ class GrowableModelMixin(WideModelMixin):
         state = kwargs.get("state_dict")
         with replacing(target) as partial:  # saving empties the state that it is given, and a push saves anew
             super().save_pretrained(partial, is_main_process, **kwargs | {"state_dict": state and dict(state)})
-        if getattr(self, "_hf_peft_config_loaded", False):  # those were its adapters alone
+        if has_own_adapters(self):  # those were its adapters alone
             save_growth_beside(self, target, state)
         if push_to_hub:
             self.push_to_hub(hub_kwargs.pop("repo_id", target.name), **kwargs, **hub_kwargs)
@@ -112,7 +111,8 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
     parameters and buffers stay as they were.
 
     Args:
-        model: a transformers model: base model, causal LM, classifier or any other head.
+        model: a transformers model: base model, causal LM, classifier or any other head. Pass the whole of it: the
+            config of a model around the one that is patched would not know of its new dims.
         submodels: names of inner models whose attention may grow, such as `("language_model", "vision_tower")`. By
             default that is the language model of a model that wraps one, and all of any other.
 
@@ -135,12 +135,6 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
         if submodels is not None and [*submodels] != model.config.growable_submodels:
             raise ValueError("This model is patched with other submodels: unpatch_model(model) first.")
         return model
-    holder = _find_holder(model)
-    if holder is not None:
-        raise ValueError(
-            f"This {type(model).__name__} is inside a {type(holder).__name__}, whose config would not know its new "
-            "dims. Pass the whole model: patch_model finds the attention in it."
-        )
     if any(cls.__name__ == WideModelMixin.__name__ for cls in type(model).__mro__):
         raise ValueError(
             "This model runs the code that its checkpoint carries, which cannot grow. Import hf_growattn first, then "
@@ -152,12 +146,6 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
     GrowableModelMixin.adopt(model)
     sync_config(model)  # an inner model may have grown before
     return model
-
-
-def _find_holder(model: PreTrainedModel) -> PreTrainedModel | None:
-    """The transformers model that another one is a part of."""
-    others = (thing for thing in find_living(PreTrainedModel) if thing is not model)
-    return next((other for other in others if any(module is model for module in other.modules())), None)
 
 
 def _check(model: PreTrainedModel, submodels: Sequence[str] | None) -> None:
@@ -176,11 +164,11 @@ def _check(model: PreTrainedModel, submodels: Sequence[str] | None) -> None:
 def _register(stock: type) -> None:
     """Enter the grown models of one config class, which transformers itself may not know, into the Auto classes."""
     made = growable_config_class(stock)
-    if made.model_type in CONFIG_MAPPING and made.model_type not in CONFIG_MAPPING._extra_content:
+    if made.model_type in CONFIG_MAPPING and not registered_class(CONFIG_MAPPING, made.model_type):
         return
     AutoConfig.register(made.model_type, made, exist_ok=True)
     for mapping in auto_mappings():
-        found = mapping._extra_content.get(stock)
+        found = registered_class(mapping, stock)
         if found is not None:  # model classes, and tokenizers as they are
             is_model = hasattr(found, "config_class")
             mapping.register(made, GrowableModelMixin.mixed_into(found) if is_model else found, exist_ok=True)
@@ -208,7 +196,8 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
 
     Args:
         model: patched or not.
-        drop_growth: take new dims off, too; the stock weights are what they were, or what training made of them.
+        drop_growth: take new dims off, too; the stock weights are what they were, or what training made of them. An
+            optimizer still holds the new dims, and never steps them again, since they get no gradient.
 
     Returns:
         The same object. A model that is not patched is returned as it is.
@@ -224,7 +213,6 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
             "model.save_pretrained, write a stock checkpoint of it with hf_growattn.export_model, or lose the new dims "
             "with unpatch_model(model, drop_growth=True)."
         )
-    remove_parameters(optimizers_of(model), extra_parameters(model))
     for attention in attentions(model):
         attention.drop_extra()
     configs, own = growable_configs(model), vars(model)
@@ -236,7 +224,7 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
         if getattr(config, "auto_map", None) == auto_map(config.model_type):
             del config.auto_map
         del config.growable_submodels, config.extra_dims
-        config.__class__ = type(config).__bases__[1]  # pyright: ignore[reportAttributeAccessIssue]
+        config.__class__ = config.stock_class  # pyright: ignore[reportAttributeAccessIssue]
     for module in model.modules():
         if isinstance(module, GrowableModelMixin):
             module.__class__ = type(module).class_without_mixin()  # pyright: ignore[reportAttributeAccessIssue]

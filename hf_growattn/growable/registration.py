@@ -1,72 +1,37 @@
-"""Register grown models in the tables of transformers and peft when those are imported.
+"""Enter grown models into the tables of transformers, and of peft if it is installed, by the names of their classes.
 
-transformers' tables of models hold names of classes and where to look for them; ours are looked for in `hf_growattn`.
+The tables of transformers hold names of classes, and the module that has them as attributes, which makes ours when it
+is asked for one. So no model family is imported here.
 """
 
-import sys
-from collections.abc import Callable
-from importlib.abc import MetaPathFinder
+import contextlib
+import importlib
+import types
+
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+    model_type_to_module_name,
+)
+
+from ..model.compat import register_type
+from ..model.configuration import PREFIX, register_type_names
 
 
-class _Afterwards(MetaPathFinder):
-    """Calls a function after the import of a module that holds such tables."""
+def register_families(library: types.ModuleType) -> None:
+    """Teach the Auto classes the names of the grown models of every type, and peft its default target modules.
 
-    def __init__(self, calls: dict[str, Callable[[], object]]):
-        self.calls = calls
-
-    def find_spec(self, name, path, target=None):
-        """Find what the other finders do, and have its loader call us in the end."""
-        if name not in self.calls:
-            return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, found), None)
-        if spec is not None and spec.loader is not None:
-            loader, execute = spec.loader, spec.loader.exec_module
-
-            def execute_and_register(module):
-                execute(module)
-                self.calls[name]()
-
-            loader.exec_module = execute_and_register
-        return spec
-
-
-def register_when_imported(register_method: Callable[[], object]) -> None:
-    """Register the families, and our method of peft, now or after transformers and peft are imported."""
-    calls = {"transformers": register_families, "peft.utils.constants": register_families, "peft": register_method}
-    sys.meta_path.insert(0, _Afterwards(calls))
-    for name in ("transformers", "peft"):
-        if name in sys.modules:
-            calls[name]()
-
-
-def register_families() -> None:
-    """Teach the Auto classes the names of the grown models of every type, and peft its default target modules."""
-    from transformers.models.auto.configuration_auto import (
-        CONFIG_MAPPING,
-        CONFIG_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
-        model_type_to_module_name,
-    )
-
-    from ..model.configuration import PREFIX, register_type_names
-
-    mappings, library = auto_mappings(), sys.modules["hf_growattn"]
+    Args:
+        library: the module that has the classes as attributes.
+    """
     for model_type, name in list(CONFIG_MAPPING_NAMES.items()):
-        if model_type.startswith(PREFIX):
-            continue
-        ours = PREFIX + model_type
-        CONFIG_MAPPING._mapping[ours] = f"GrowAttn{name}"
-        register_type_names(model_type)
-        for mapping in (CONFIG_MAPPING, *mappings):
-            mapping._modules[model_type_to_module_name(ours)] = library
-        for mapping in mappings:
-            mapping._reverse_config_mapping[f"GrowAttn{name}"] = ours  # of several types the last, as in the stock one
+        if not model_type.startswith(PREFIX):
+            ours = PREFIX + model_type
+            register_type(ours, f"GrowAttn{name}", library, model_type_to_module_name(ours))
+            register_type_names(model_type)
 
 
-def auto_mappings() -> list:
-    """What the Auto classes of models and tokenizers look classes up in."""
-    from transformers.models.auto import modeling_auto, tokenization_auto
-    from transformers.models.auto.auto_factory import _LazyAutoMapping
-
-    tables = [*vars(modeling_auto).values(), tokenization_auto.TOKENIZER_MAPPING]
-    return [table for table in tables if isinstance(table, _LazyAutoMapping)]
+def register_peft_method() -> None:
+    """Import peft, if it is installed, and teach it our method: saved adapters are read before anybody asks for it."""
+    with contextlib.suppress(ImportError):  # no peft, or one that is too old, as whoever asks for the method is told
+        importlib.import_module("peft")  # alone, since our own file imports much more before it
+        importlib.import_module("..interop.peft_method", __package__)

@@ -5,7 +5,6 @@ rest. Without torch.distributed, or with one process, what is here for ranks doe
 """
 
 import contextlib
-import gc
 import sys
 import warnings
 import weakref
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-# What FSDP1 and ZeRO-3 leave on a parameter, with or without their wrappers.
-_MARKS = {"_fsdp_flattened": "flattened by FSDP1", "ds_id": "partitioned by DeepSpeed ZeRO-3"}
+from ..model.compat import SHARDING_MARKS, rebuild_ddp
 
 
 def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
@@ -125,7 +123,8 @@ def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
         model = watched()
         if done or model is None:
             return
-        own, alive = {id(parameter) for parameter in held(optimizer)}, [reference() for reference in references]
+        own = {id(parameter) for parameter in held(optimizer)}
+        alive = [reference() for reference in references]
         new = [id(p) for p in alive if p is not None and p.requires_grad]  # peft may have frozen them since
         done = any(id(parameter) in own for parameter in model.parameters())
         if done and new and own.isdisjoint(new):
@@ -136,21 +135,6 @@ def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
             )
 
     register_optimizer_step_pre_hook(look)
-
-
-def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """All optimizers in this process that hold a parameter of a model."""
-    own = {id(parameter) for parameter in model.parameters()}
-    bare = bare_optimizers(find_living(torch.optim.Optimizer))
-    training = (optimizer for optimizer in bare if any(id(parameter) in own for parameter in held(optimizer)))
-    return list({id(optimizer): optimizer for optimizer in training}.values())
-
-
-def find_living(kind: type) -> list[Any]:
-    """All objects of a class in this process; a module does not know what is around it, nor what trains it."""
-    found = (thing for thing in gc.get_objects() if issubclass(type(thing), kind))  # some pretend a class, and warn
-    # One whose making failed has no modules.
-    return [thing for thing in found if not issubclass(kind, nn.Module) or "_modules" in vars(thing)]
 
 
 def rank() -> int:
@@ -295,41 +279,34 @@ def _sharding_of(part) -> str | None:
             return "torch's"
         if cls.__module__.partition(".")[0] == "deepspeed":
             return "DeepSpeed's"
-    return next((what for mark, what in _MARKS.items() if hasattr(part, mark)), None)
+    return next((what for mark, what in SHARDING_MARKS.items() if hasattr(part, mark)), None)
 
 
-def rebuild_ddp(model: nn.Module) -> None:
-    """Let DistributedDataParallel around a model reduce the parameters that it has now.
-
-    Training loops keep the wrapper in a local variable, so the wrapper itself is mended. Settings and communication
-    hooks stay.
-    """
-    if not several() or any(map(is_sharded, model.parameters())):
-        return
-    for ddp in find_living(DistributedDataParallel):
-        is_made = "reducer" in vars(ddp)
-        if is_made and any(module is model for module in ddp.modules()):
-            _rebuild(ddp)
-
-
-def _rebuild(ddp: DistributedDataParallel) -> None:
-    static, hooks = ddp.static_graph, ddp._comm_hooks
-    ddp._remove_autograd_hooks()
-    del ddp.reducer, ddp.logger
-    ddp._module_parameters = [p for n, p in ddp.module.named_parameters() if n not in ddp.parameters_to_ignore]
-    parameters, sparse = ddp._build_params_for_reducer()
-    ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), static)
-    ddp._has_rebuilt_buckets, ddp._comm_hooks = False, []
-    if static:
-        ddp.static_graph = False  # it warns of setting it twice
-        ddp._set_static_graph()
-    for hook, state in hooks:
-        ddp.register_comm_hook(state, hook)
-
-
-def after_change(model: nn.Module) -> None:
-    """Update whatever outside the model still goes by its former parameters."""
-    rebuild_ddp(model)
+def after_change(wrapped: nn.Module) -> None:
+    """Update whatever outside a model goes by its former parameters; `wrapped` is the model as the user wraps it."""
+    if _is_replicated(wrapped):
+        for ddp in _ddp_wrappers(wrapped):
+            rebuild_ddp(ddp)
     torch.clear_autocast_cache()
     if "torch._dynamo" in sys.modules:  # compiled code has no place for the new dims; this resets its count, too
-        torch._dynamo.reset()
+        torch.compiler.reset()
+
+
+def warn_without_ddp(wrapped: nn.Module) -> None:
+    """Warn if several ranks train a model, and no DistributedDataParallel was given that could average gradients."""
+    if _is_replicated(wrapped) and not _ddp_wrappers(wrapped):
+        warnings.warn(
+            f"{count()} processes run, and no DistributedDataParallel is around the {type(wrapped).__name__} "
+            "that was passed. If one is around it, pass that instead, or make it again: it does not know the new dims. "
+            "Without one, it is up to you to average their gradients.",
+            stacklevel=3,
+        )
+
+
+def _is_replicated(wrapped: nn.Module) -> bool:
+    """Whether each of several ranks holds all weights of a model."""
+    return several() and not any(map(is_sharded, wrapped.parameters()))
+
+
+def _ddp_wrappers(wrapped: nn.Module) -> list[Any]:
+    return [module for module in wrapped.modules() if isinstance(module, DistributedDataParallel)]

@@ -27,6 +27,7 @@ from ..growable.attention import attentions
 from ..growable.folders import INDEX, find_replaced_weights, replacing
 from ..growable.growths import origin_of
 from ..growable.training_state import refuse_sharded
+from ..model.compat import model_class_names
 from ..model.configuration import PREFIX
 from ..report.pictures import draw_growth, read_losses
 from ..report.report import GrowthReport
@@ -53,7 +54,7 @@ TASKS = {  # the Hub's name of the task, by the Auto class, in the order in whic
 def task_of(class_name: str) -> tuple[str, str]:
     """The Auto class that loads a model class, and the Hub's name of its task."""
     for auto_class, task in TASKS.items():
-        names = getattr(modeling_auto, auto_class)._model_mapping._model_mapping.values()
+        names = model_class_names(getattr(modeling_auto, auto_class)).values()
         if any(class_name in ((name,) if isinstance(name, str) else name) for name in names):
             return auto_class, task
     return "AutoModel", "feature-extraction"

@@ -23,33 +23,20 @@ from ..growable.growths import is_grown, name_after, sync_config
 from ..growable.models import GrowableModelMixin, patch_model, unpatch_model
 from ..growable.training_state import refuse_sharded
 from ..measure.bottlenecks import KINDS
+from ..model.compat import activate, add_peft_type, leave_out_of_checkpoints
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 
 require_version("peft>=0.18", "hf_growattn.GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'")
 
 from peft import PeftConfig, PeftModel, PeftType  # noqa: E402  not before its version is known
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING  # noqa: E402
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge  # noqa: E402
 from peft.utils import register_peft_method  # noqa: E402
 
 _NAME, PREFIX = "growattn", "growattn_"
 
 
-def _member_of_peft_type() -> PeftType:
-    """Add our member to peft's closed enum of methods, which it looks methods up in by name and by value."""
-    value = _NAME.upper()
-    member = str.__new__(PeftType, value)
-    member._name_ = member._value_ = value
-    setattr(PeftType, value, member)
-    PeftType._member_names_.append(value)
-    PeftType._member_map_[value] = PeftType._value2member_map_[value] = member
-    return member
-
-
-# What a saved adapter is called: without this library, peft's KeyError quotes it.
-_SAVED_NAME = "GROWATTN: import hf_growattn first"
-GROWATTN = PeftType.__members__.get(_NAME.upper()) or _member_of_peft_type()
+GROWATTN = add_peft_type(PeftType, _NAME.upper())
 
 
 @dataclass
@@ -83,10 +70,6 @@ class GrowAttnConfig(PeftConfig):
         _ = self.growth  # the same bounds
         self.layers = self.layers if self.layers is None else list(self.layers)
         self.target_modules = frozenset()  # peft asks for them; known once there is a model, and not saved
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, for `adapter_config.json`."""
-        return {**super().to_dict(), "peft_type": _SAVED_NAME}
 
     @property
     def growth(self) -> GrowthConfig:
@@ -134,7 +117,7 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
             self.growattn_out_proj[adapter_name] = part.out_proj
         model: Any = self._home[1]
         ours = {name for name, _ in model.named_parameters() if ".extra.adapters." in name}
-        model._keys_to_ignore_on_save = ours.union(model._keys_to_ignore_on_save or ())
+        leave_out_of_checkpoints(model, ours)
 
     def discard(self, adapter_name: str) -> None:
         """Hold no such adapter any more."""
@@ -242,7 +225,7 @@ class GrowAttnModel(BaseTuner):
         children: dict[str, Any] = attention.make_extra()._modules
         if "adapters" not in children:
             children["adapters"] = GrowAttnLayer(attention, cast(GrowableModelMixin, self.model))
-            children["adapters"]._active_adapter = self.active_adapters
+            activate(children["adapters"], self.active_adapters)
         return children["adapters"]
 
     def _replace_module(self, parent, child_name, new_module, child) -> None:
@@ -279,7 +262,6 @@ class GrowAttnModel(BaseTuner):
 
 
 register_peft_method(name=_NAME, config_cls=GrowAttnConfig, model_cls=GrowAttnModel)
-PEFT_TYPE_TO_CONFIG_MAPPING[_SAVED_NAME] = GrowAttnConfig  # pyright: ignore[reportArgumentType]
 
 
 @contextlib.contextmanager

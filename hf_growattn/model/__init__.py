@@ -2,5 +2,3 @@
 
 May import torch, transformers and its own files; `trust_remote_code=True` runs these where the library is not.
 """
-
-import transformers  # noqa: F401  (first of all: families are registered after it, by the files of this room)

@@ -4,25 +4,20 @@
 parts of each layer, such as `{"0": {"growth_1": [2, 4]}}`: two new dims of queries and keys, four of values.
 """
 
-import dataclasses
-import json
-import sys
+import copyreg
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.configuration_utils import strict  # pyright: ignore[reportPrivateImportUsage]
 from transformers.models.auto import modeling_auto, tokenization_auto
 
+from .compat import adapter_target_tables, model_class_names
+
 PREFIX = "growattn_"
 CODE_FOLDER = "growattn"  # in a checkpoint: the files of this folder, which load it without the library
-# Stands in a field that takes no text, so that the error of a stock class that reads a grown config.json quotes it.
-_MARK = "This model has grown: import hf_growattn first and load it by an Auto class, or with trust_remote_code=True."
-_READ_BY_OTHERS = ("num_", "vocab_size", "hidden_size", "layer_types", "head_dim", "embed_dim")
-_READ_BY_OTHERS += tuple(PreTrainedConfig.__dataclass_fields__)
-_MARKED = "stock_values"  # the field with what the mark stands for
 _Config = PreTrainedConfig if TYPE_CHECKING else object  # what this is mixed into
 
 
@@ -33,8 +28,10 @@ class WideConfigMixin(_Config):
         growable_submodels: names of the inner models whose attention may grow; None for the usual ones.
         extra_dims: by layer, as a text, the parts by name, each with its new dims of queries and keys, and of values.
         auto_map: where the code that loads it lies, once it was saved with its model.
+        stock_class: the stock config class.
     """
 
+    stock_class: type[PreTrainedConfig]
     growable_submodels: list[str] | None
     extra_dims: dict[str, dict[str, list[int]]]
     auto_map: dict[str, str]
@@ -45,35 +42,16 @@ class WideConfigMixin(_Config):
         super().__post_init__(**kwargs)
         self.growable_submodels, self.extra_dims = growable_submodels, extra_dims
         check_extra_dims(extra_dims)
-        listed = isinstance(growable_submodels, (list, tuple)) and all(
-            isinstance(name, str) for name in growable_submodels
-        )
-        if growable_submodels is not None and not listed:
-            raise ValueError(
-                f"growable_submodels in config.json must be a list of names, and is {growable_submodels!r}."
-            )
+        names = growable_submodels
+        listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        if names is not None and not listed:
+            raise ValueError(f"growable_submodels in config.json must be a list of names, and is {names!r}.")
 
-    def to_json_string(self, use_diff: bool = True) -> str:
-        """Return the text of config.json, marked if the model has grown: a stock class would drop the new dims.
-
-        `PreTrainedConfig` itself, by which Trainer reads the config of a checkpoint, checks no field of a subclass.
-        """
-        text = super().to_json_string(use_diff)
-        if not self.extra_dims:
-            return text
-        fields = json.loads(text)
-        own = (field for field in dataclasses.fields(self) if not field.name.startswith(_READ_BY_OTHERS))
-        name = next((field.name for field in own if not {str, Any} & {field.type, *get_args(field.type)}), None)
-        if name is not None:
-            fields |= {name: _MARK, _MARKED: {name: fields.get(name, getattr(self, name))}}
-        return json.dumps(fields, indent=2, sort_keys=True) + "\n"
-
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """Read the fields as the stock config does, with the value that a mark stands for."""
-        fields = dict(config_dict)
-        marked = fields.pop(_MARKED, None)
-        return super().from_dict(fields | marked if isinstance(marked, dict) else fields, **kwargs)
+    def __reduce__(self) -> tuple:
+        """Let pickles name the stock class: ours is made when it is needed, and may not be there yet."""
+        if "stock_class" not in vars(type(self)):  # a class derived from ours
+            return copyreg.__newobj__, (type(self),), vars(self)  # pyright: ignore[reportAttributeAccessIssue]
+        return make_empty_config, (self.stock_class,), vars(self)
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -115,7 +93,7 @@ def auto_map(model_type: str) -> dict[str, str]:
     """Where a checkpoint of a type of ours keeps the classes that the Auto classes may load it by."""
     stock_type, names = model_type.removeprefix(PREFIX), {}
     for auto_name, auto_class in vars(modeling_auto).items():
-        table = getattr(getattr(auto_class, "_model_mapping", None), "_model_mapping", {})
+        table = model_class_names(auto_class)
         if auto_name.startswith("AutoModel") and stock_type in table:
             name = table[stock_type]
             names[auto_name] = name if isinstance(name, str) else name[0]
@@ -134,19 +112,24 @@ def _code() -> dict[str, bytes]:
 def growable_config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Return `GrowAttn<Stock config class>`."""
     name = f"GrowAttn{stock.__name__}"
-    namespace = {"__module__": __name__, "model_type": PREFIX + stock.model_type}
+    namespace = {"__module__": __name__, "model_type": PREFIX + stock.model_type, "stock_class": stock}
     # A subclass of a strict class checks its fields only as far as it is strict itself.
     made = strict(type(name, (WideConfigMixin, stock), namespace))
-    setattr(sys.modules[__name__], name, made)  # so that pickle finds it
     register_type_names(stock.model_type)
     return made
+
+
+def make_empty_config(stock: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """Return a config of our class of a stock class, without any field, as pickles and copies begin."""
+    made = growable_config_class(stock)
+    return made.__new__(made)
 
 
 def register_type_names(model_type: str) -> None:
     """Enter a type of ours into the tables where others look up its stock type, or the names of its classes.
 
     Trainer shifts labels under label smoothing for class names that it finds there, pipelines accept them,
-    AutoTokenizer chooses a class by the type, and peft, once it is imported, the modules that adapters go around.
+    AutoTokenizer chooses a class by the type, and peft, if it is imported, the modules that adapters go around.
     """
     ours = PREFIX + model_type
     for name, table in vars(modeling_auto).items():
@@ -157,9 +140,8 @@ def register_type_names(model_type: str) -> None:
         tokenization_auto.TOKENIZER_MAPPING_NAMES[ours] = tokenization_auto.TOKENIZER_MAPPING_NAMES[model_type]
     if model_type in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
         tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.add(ours)
-    constants = sys.modules.get("peft.utils.constants")
-    for name, table in vars(constants).items() if constants else ():
-        if name.startswith("TRANSFORMERS_MODELS_TO_") and model_type in table:
+    for table in adapter_target_tables():
+        if model_type in table:
             table.setdefault(ours, table[model_type])
 
 

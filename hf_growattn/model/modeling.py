@@ -6,16 +6,14 @@ made when they are needed: by name as an attribute of this module, as `auto_map`
 """
 
 import copyreg
-import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import nn
-from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel, conversion_mapping
-from transformers.utils import output_capturing
+from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel
 
-from .compat import replace_base
+from .compat import copy_conversions, record_outputs, replace_base
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
 from .families import add_extra_to, find_attentions
 from .hooks import one_width_error
@@ -62,14 +60,8 @@ class WideModelMixin(_Model):
         namespace = {"__module__": cls.__module__, "config_class": config_class, "mixin": cls, "stock_class": stock}
         made = type(name, (cls, stock), namespace)
         # Checkpoints of some families hold other tensors than the modules, and what converts them goes by these names.
-        for theirs, ours in ((stock.__name__, name), (model_type, PREFIX + model_type)):
-            conversions = conversion_mapping.get_checkpoint_conversion_mapping(theirs)
-            if conversions is not None:
-                conversion_mapping.register_checkpoint_conversion_mapping(ours, conversions, overwrite=True)
-                # peft finds the linear maps of experts by a copy of this table, made when it first needs that.
-                for module in (conversion_mapping, sys.modules.get("peft.utils.transformers_weight_conversion")):
-                    table = getattr(module, "_MODEL_TO_CONVERSION_PATTERN", {})
-                    table[ours] = table.get(theirs, theirs)
+        copy_conversions(stock.__name__, name)
+        copy_conversions(model_type, PREFIX + model_type)
         return made
 
     @classmethod
@@ -79,8 +71,7 @@ class WideModelMixin(_Model):
             if isinstance(module, PreTrainedModel) and isinstance(module.config, WideConfigMixin):
                 if not isinstance(module, WideModelMixin):
                     module.__class__ = cls.mixed_into(type(module))
-                # Output capture looks a model's recorders up by its class; stock models enter it when they are built.
-                output_capturing._CAN_RECORD_REGISTRY.setdefault(str(type(module)), module._can_record_outputs)
+                record_outputs(module)
 
     @classmethod
     def made_class(cls) -> type["WideModelMixin"]:

@@ -28,14 +28,12 @@ from ..growable.attention import is_adapted
 from ..growable.growths import (
     DESCRIPTION,
     GROWTH,
-    growable_model,
     is_grown,
     load_growth,
-    name_kept,
     save_with_adapters,
     set_dims,
 )
-from ..growable.training_state import sharded_modules
+from ..growable.training_state import bare_optimizers, sharded_modules
 from ..model.configuration import CODE_FOLDER
 from ..report.report import GrowthReport
 
@@ -117,7 +115,7 @@ class GrowthCallback(TrainerCallback):
                 "This training had grown when it was saved, and its model has not: hand GrowthCallback over as "
                 "Trainer(callbacks=[...]), so that it can load the growth before the optimizer."
             )
-        save_with_adapters(model)
+        save_with_adapters(wrapped)
         self._made_before = self._made if is_grown(model) and not _growths(state) else 0
         if state.global_step == 0:
             self._grower.loss = loss_of(self._trainer)
@@ -131,8 +129,7 @@ class GrowthCallback(TrainerCallback):
         """Grow, if it is time."""
         if self.is_time(state, epoch_ended):
             self._grower.loss = loss_of(self._trainer)
-            with name_kept(self._grower.model):  # Trainer's model card says what the run was started from
-                report = self._grower.grow(self._growth_batches(args, state, self.batches))
+            report = self._grower.grow(self._growth_batches(args, state, self.batches))
             self.reports.append(report)
             self._made += 1
             if state.is_world_process_zero:
@@ -158,7 +155,7 @@ class GrowthCallback(TrainerCallback):
         """Give the best model its own new dims, and warn if nothing ever grew."""
         self._made = 0
         if args.load_best_model_at_end and state.best_model_checkpoint:  # of adapters, Trainer has loaded those alone
-            _set_saved_dims(self._grower.model, Path(state.best_model_checkpoint))
+            _set_saved_dims(self._grower.wrapped, Path(state.best_model_checkpoint), self._grower.optimizers)
         if not _growths(state) and not self._made_before:
             warnings.warn("GrowthCallback never fired: choose an earlier time to grow.", stacklevel=2)
 
@@ -235,15 +232,15 @@ def _is_ignored(labels: Any) -> bool:
     return isinstance(labels, torch.Tensor) and bool((labels == -100).all())
 
 
-def _set_saved_dims(model: nn.Module, checkpoint: Path) -> None:
+def _set_saved_dims(model: nn.Module, checkpoint: Path, optimizers: list) -> None:
     """Give a model the new dims of a checkpoint, with their weights where the checkpoint itself has adapters alone."""
     if any(map(is_adapted, model.modules())):
         if (checkpoint / GROWTH / DESCRIPTION).is_file():
-            load_growth(model, checkpoint / GROWTH)
+            load_growth(model, checkpoint / GROWTH, optimizers or None)
         else:
-            set_dims(model, {})
+            set_dims(model, {}, optimizers)
     elif (checkpoint / "config.json").is_file() and not sharded_modules(model):
-        set_dims(model, AutoConfig.from_pretrained(checkpoint).extra_dims)
+        set_dims(model, AutoConfig.from_pretrained(checkpoint).extra_dims, optimizers)
 
 
 def loss_of(trainer: Any) -> Callable[[Any, dict], torch.Tensor]:
@@ -290,7 +287,7 @@ def _train_with_saved_growth(trainer: Any, train: Callable, resume_from_checkpoi
     latest = resume_from_checkpoint is True
     folder = get_last_checkpoint(trainer.args.output_dir) if latest else resume_from_checkpoint
     if folder:
-        _set_saved_dims(growable_model(trainer.model), Path(folder))
+        _set_saved_dims(trainer.model, Path(folder), bare_optimizers(trainer.optimizer))
     return train(resume_from_checkpoint, *args, **kwargs)
 
 

@@ -1,0 +1,131 @@
+"""Private names of other libraries: each is there, and `compat.py` lists all that the package uses."""
+
+import ast
+import inspect
+
+import accelerate.hooks
+import peft.utils.transformers_weight_conversion as peft_conversion
+import pytest
+import torch
+from conftest import ROOT
+from families import build
+from peft import PeftType
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch.distributed.fsdp import _flat_param
+from torch.nn.parallel import DistributedDataParallel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, conversion_mapping
+from transformers import configuration_utils as configs
+from transformers.models.auto import auto_factory, configuration_auto
+from transformers.utils import output_capturing
+
+import hf_growattn
+from hf_growattn.model.compat import NAMES, SHARDING_MARKS
+
+# What has the attributes of each name's first part: an object, or a class or module whose code speaks of them.
+OWNERS = {
+    "_LazyAutoMapping": AutoModelForCausalLM._model_mapping,
+    "_BaseAutoModelClass": AutoModelForCausalLM,
+    "_LazyConfigMapping": CONFIG_MAPPING,
+    "configuration_utils": configs,
+    "conversion_mapping": conversion_mapping,
+    "output_capturing": output_capturing,
+    "PreTrainedModel": PreTrainedModel,
+    "PreTrainedConfig": PreTrainedConfig,
+    "Module": torch.nn.Linear(1, 1)._replicate_for_data_parallel(),
+    "OptimizedModule": torch.compile(torch.nn.Identity()),
+    "PeftType": PeftType,
+    "BaseTuner": BaseTuner,
+    "BaseTunerLayer": BaseTunerLayer,
+    "transformers_weight_conversion": peft_conversion,
+}
+SOURCES = {"FlatParameter": _flat_param, "hooks": accelerate.hooks}
+# Of named tuples, of enums, and what notebooks ask for: private in their spelling alone.
+PUBLIC = {"_replace", "_name_", "_value_", "_repr_png_"}
+# Private names of Trainer, which `training` uses.
+TRAINER = {"_get_num_items_in_batch", "_prepare_inputs"}
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield DistributedDataParallel(torch.nn.Linear(1, 1))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_private_name_is_still_there(name, request):
+    owner, _, attribute = name.partition(".")
+    assert NAMES[name], "the list says why"
+    if not attribute:
+        assert isinstance(OWNERS[owner], getattr(auto_factory, name))
+    elif owner in SOURCES:
+        assert attribute in inspect.getsource(inspect.getmodule(SOURCES[owner]))
+    elif owner == "DistributedDataParallel":
+        assert hasattr(request.getfixturevalue("ddp"), attribute)
+    else:
+        assert hasattr(OWNERS[owner], attribute)
+
+
+def test_the_tables_are_of_the_classes_that_the_list_names():
+    assert type(CONFIG_MAPPING) is configuration_auto._LazyConfigMapping
+    assert issubclass(AutoModelForCausalLM, auto_factory._BaseAutoModelClass)
+    assert "_fsdp_flattened" in SHARDING_MARKS
+
+
+def test_accelerate_leaves_the_forward_of_a_hooked_module_there():
+    module = torch.nn.Linear(1, 1)
+    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+    assert "_old_forward" in vars(module)
+
+
+def test_add_adapter_of_transformers_leaves_its_mark():
+    """By its text, since it asks for a newer peft than the lowest that we run with."""
+    assert "self._hf_peft_config_loaded = True" in inspect.getsource(PreTrainedModel.add_adapter)
+    assert not build("llama-2")._hf_peft_config_loaded
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """The private attributes that a file reads or sets on anything but `self` and `cls`, and such names it imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            found |= {argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant)}
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """The names that a file defines itself: functions, classes, their fields, and what methods set on `self`."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if getattr(node.value, "id", "") == "self" else set()
+    return found
+
+
+def test_no_private_name_of_others_is_missing_in_the_list():
+    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "hf_growattn").rglob("*.py")}
+    listed = {name.rpartition(".")[2] for name in NAMES} | {name.partition(".")[0] for name in NAMES}
+    own = set().union(*map(own_names, trees.values())) - listed
+    for path, tree in trees.items():
+        known = listed | own | PUBLIC | (TRAINER if path.parent.name == "training" else set())
+        assert private_names(tree) <= known, path
+
+
+def test_every_name_of_the_list_is_used():
+    code = "".join(path.read_text() for path in (ROOT / "hf_growattn").rglob("*.py") if path.name != "compat.py")
+    code += inspect.getsource(hf_growattn.model.compat).partition("\n}\n")[2]
+    assert not {name for name in NAMES if name.rpartition(".")[2] not in code}
+
+
+def test_what_is_not_needed_any_more_stays_away():
+    code = "".join(path.read_text() for path in (ROOT / "hf_growattn").rglob("*.py"))
+    assert not {name for name in ("gc.get_objects", "meta_path") if name in code}
