@@ -14,15 +14,15 @@ from tqdm.auto import tqdm
 from ..growable.attention import GrowableAttention
 from ..growable.growths import attentions, check_saving, leave_checkpoint, next_name, parts_of, replace_parts
 from ..growable.training_state import (
+    all_reduce_sum,
     bare_optimizers,
     broadcast_from_rank0,
     check_optimizers,
+    is_distributed,
     raise_on_all_ranks,
     rank,
     refuse_sharded,
     reshard,
-    several,
-    total,
     warn_without_ddp,
 )
 from ..measure.blocks import Block, measure_moments
@@ -70,7 +70,7 @@ class _Run:
 
     def loss_before(self, batches: list) -> float:
         """The mean loss of some of the batches, over all ranks, before anything was tried."""
-        loss, count = total(sum(self.losses[id(batch)] for batch in batches), len(batches))
+        loss, count = all_reduce_sum(sum(self.losses[id(batch)] for batch in batches), len(batches))
         return loss / count
 
     def measure(self, half: int) -> float:
@@ -227,7 +227,7 @@ class Grower:
             check_optimizers(self.optimizers, self.model)
             read = as_dicts(batches, self.model) if self.loss is None else read_once(batches)
             halves = halves_of(read, whole=self.loss is not None)
-        if not all(total(*map(len, halves))):
+        if not all(all_reduce_sum(*map(len, halves))):
             raise ValueError(
                 "There are too few batches to grow on: a growth needs two sequences at least, two batches with loss=, "
                 "so that one can judge what the other found. Pass a few dozen of your training batches."
@@ -317,7 +317,7 @@ class Grower:
         model: Any = self.model
         batch: Any = next(iter(run.batches), None)
         is_text = isinstance(batch, dict) and {"input_ids", "attention_mask", "labels"}.issuperset(batch)
-        decodes = model.can_generate() and not model.config.is_encoder_decoder and not several()
+        decodes = model.can_generate() and not model.config.is_encoder_decoder and not is_distributed()
         if not (is_text and decodes and batch["input_ids"].shape[-1] >= _LONG):
             return None
         return trial.time_decoding(model, batch["input_ids"][:1].to(run.objective.device))
@@ -358,7 +358,7 @@ def _validated_loss(run: _Run, trial: Trial, steps: list[float]) -> tuple[float,
         trial.set_steps(steps, half)
         losses = losses_of(run.objective, batches)
         falls += [run.losses[id(batch)] - loss for batch, loss in zip(batches, losses)]
-    count, fall, squares = total(len(falls), sum(falls), sum(each * each for each in falls))
+    count, fall, squares = all_reduce_sum(len(falls), sum(falls), sum(each * each for each in falls))
     variance = max(squares / count - (fall / count) ** 2, 0.0) / (count - 1)
     before = run.few_before(_FEW)
     return before, before - fall / count, 2 * math.sqrt(variance)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..growable.attention import GrowableAttention, is_adapted, is_plain, plain, quantization
-from ..growable.training_state import broadcast_from_rank0, is_sharded, sum_over_ranks, total
+from ..growable.training_state import all_reduce_sum, broadcast_from_rank0, is_sharded, sum_over_ranks
 from ..measure import functional as F
 from ..measure.blocks import PATTERNS, Block
 from ..measure.gradients import shares
@@ -102,7 +102,7 @@ def tangent_steps(objective: Objective, blocks: list[Block], halves: tuple[list,
     read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in blocks]
     for batches in halves:
         backward(objective, batches)
-        (count,) = total(len(batches))
+        (count,) = all_reduce_sum(len(batches))
         for block, parts in zip(blocks, read):
             parts.append(_weight_gradients(block, count))
     for parameter in weights:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.training_state import count, own_part, sharded_modules, sum_over_ranks, total
+from ..growable.training_state import all_reduce_sum, own_part, sharded_modules, sum_over_ranks, world_size
 from ..model.extra import whole
 from . import functional as F
 from .passes import Objective, batch_loss, failing_together, in_step
@@ -48,7 +48,7 @@ def _spread_rows(matrix: Tensor) -> Tensor:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh = init_device_mesh(matrix.device.type, (count(),))
+    mesh = init_device_mesh(matrix.device.type, (world_size(),))
     return distribute_tensor(matrix, mesh, [Shard(0)], src_data_rank=None)
 
 
@@ -202,7 +202,7 @@ def measure_moments(
     finally:
         for hook in hooks:
             hook.remove()
-    crossing = total(*(attention in source_sums for attention in attentions))
+    crossing = all_reduce_sum(*(attention in source_sums for attention in attentions))
     for attention in (attention for attention, ranks in zip(attentions, crossing) if ranks):
         source_sums.setdefault(attention, _zero_moment(attention, spread))
     if not spread:

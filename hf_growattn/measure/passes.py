@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from ..growable.attention import is_adapted, kept_unpacked, set_trial
 from ..growable.growths import attentions
 from ..growable.training_state import (
-    held,
-    of_all,
+    all_gather,
+    all_reduce_sum,
+    is_distributed,
     own_part,
+    parameters_of,
     raise_on_all_ranks,
     rank,
     reshard,
-    several,
     sharded_modules,
-    total,
     unsynchronized,
 )
 
@@ -156,9 +156,9 @@ def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
     and those that have none get one of another rank's.
     """
     repeated: list[tuple[int, Any, bool]] = []
-    if sharded_modules(model) and several():
-        lengths = of_all(len(batches))
-        spare = of_all(batches[0] if 0 in lengths and len(batches) == max(lengths) else None)
+    if sharded_modules(model) and is_distributed():
+        lengths = all_gather(len(batches))
+        spare = all_gather(batches[0] if 0 in lengths and len(batches) == max(lengths) else None)
         again = batches[0] if batches else next((batch for batch in spare if batch is not None), None)
         repeated = [(index, again, False) for index in range(len(batches), max(lengths))]
     yield from ((index, batch, True) for index, batch in enumerate(batches))
@@ -178,7 +178,7 @@ def failing_together(model: nn.Module) -> Iterator[None]:
 
 def mean_of(losses: list[float]) -> float:
     """Return the mean of the losses of all ranks' batches."""
-    loss, count = total(sum(losses), len(losses))
+    loss, count = all_reduce_sum(sum(losses), len(losses))
     return loss / count
 
 
@@ -233,7 +233,7 @@ def backward(objective: Objective, batches: list) -> None:
                 if counts:
                     objective.advance(3)  # forward and back, which takes about three times as long
         gradients = [own_part(parameter.grad) for parameter in asked if parameter.grad is not None]
-        (overflown,) = total(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))
+        (overflown,) = all_reduce_sum(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))
         if not overflown:
             for gradient in gradients:
                 gradient /= scale
@@ -295,7 +295,7 @@ def lowering(
 @contextlib.contextmanager
 def preserved_state(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
     """`evaluation_mode` for the wrapped model and for other parameters that its optimizers train."""
-    trained = [parameter for optimizer in optimizers for parameter in held(optimizer)]
+    trained = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
     with unsynchronized(wrapped), evaluation_mode(unwrapped(wrapped), trained):
         yield
 
@@ -360,7 +360,7 @@ def as_dicts(batches: Iterable, model: PreTrainedModel) -> list[dict]:
             raise ValueError(f"The labels of batch {index} are a {type(labels).__name__}: make them a tensor.")
         _check_tokens(index, batch, model)
         listed.append(dict(batch))
-    if not listed and not several():
+    if not listed and not is_distributed():
         raise ValueError("There are no batches; pass a few dozen of your training batches.")
     return listed
 
