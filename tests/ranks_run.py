@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrun import leave
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.growable.training_state import of_all
+from hf_growattn.growable.training_state import all_gather
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 
@@ -69,7 +69,7 @@ def existing_weights_move_too():
     model, ddp, optimizer = wrapped("gpt2-2")
     train(ddp, optimizer)
     config = GrowthConfig(budget=0.1, update_existing=True, oversampling=4)
-    reports = of_all(Grower(ddp, config, optimizer).grow(mine(3)))
+    reports = all_gather(Grower(ddp, config, optimizer).grow(mine(3)))
     assert reports[0].applied and reports[0] == reports[1]
     train(ddp, optimizer)
     assert_alike(model)

@@ -33,7 +33,7 @@ def trained(variant, make, steps=3):
     return model, optimizers
 
 
-def held(optimizers):
+def parameters_of(optimizers):
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -117,7 +117,7 @@ def test_old_states_stay_and_new_dims_train_and_all_is_saved_and_loaded(name):
     new = extra_parameters(model)
     assert len(new) == 3 and states(optimizers) == old  # the very same objects
     assert all(same(old[key], before[key]) for key in old)
-    assert sorted(map(id, held(optimizers))) == sorted(map(id, model.parameters()))
+    assert sorted(map(id, parameters_of(optimizers))) == sorted(map(id, model.parameters()))
     weights = [p.detach().clone() for p in model.parameters()]
     for batch in lm_batches(2):
         step(model, optimizers, batch)
@@ -125,7 +125,7 @@ def test_old_states_stay_and_new_dims_train_and_all_is_saved_and_loaded(name):
 
     fresh = OPTIMIZERS[name](model.parameters())
     for optimizer, other in zip(optimizers, fresh):
-        if [*map(id, held([optimizer]))] == [*map(id, held([other]))]:
+        if [*map(id, parameters_of([optimizer]))] == [*map(id, parameters_of([other]))]:
             other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             assert same(other.state_dict(), optimizer.state_dict())
     step(model, fresh, lm_batches()[1])
@@ -249,7 +249,7 @@ def test_several_optimizers_and_those_of_another_model():
     model, other = patch_model(build("llama-2")), build("llama-2")
     halves = [torch.optim.AdamW(list(model.parameters())[i::2], lr=LR) for i in (0, 1)]
     assert Grower(model, CONFIG, tuple(halves)).grow(lm_batches()).applied
-    assert sorted(map(id, held(halves))) == sorted(map(id, model.parameters()))
+    assert sorted(map(id, parameters_of(halves))) == sorted(map(id, model.parameters()))
     with pytest.raises(ValueError, match=r"holds none of this model's parameters.*after loading and moving"):
         Grower(model, CONFIG, torch.optim.AdamW(other.parameters())).grow(lm_batches())
     check_optimizers([], model)

@@ -403,11 +403,11 @@ def test_default_targets_in_a_fresh_process(tmp_path):
         patch_model(build(variant)).save_pretrained(tmp_path / variant)
     script = """
 import json, sys, torch, transformers, hf_growattn
+from peft import LoraConfig, get_peft_model
 transformers.logging.disable_progress_bar()
 found = []
 for path in sys.argv[1:]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    from peft import LoraConfig, get_peft_model
     found.append(sorted(get_peft_model(model, LoraConfig(r=4)).peft_config["default"].target_modules))
 print(json.dumps(found))
 """

@@ -154,11 +154,22 @@ def test_a_config_of_a_class_of_the_users_is_read_in_another_process(tmp_path):
 
 KNOWN = """
 import {imports}
+size = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+hf_growattn.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)))
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as targets
 assert targets["growattn_llama"] == targets["llama"]
 assert peft.PeftType.GROWATTN in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
 assert "growattn_llama" in transformers.CONFIG_MAPPING
 """
+LIGHT = """
+import sys, hf_growattn
+assert "peft" not in sys.modules, "it takes seconds"
+"""
+
+
+def test_peft_is_not_imported_before_somebody_asks():
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("imports", ["hf_growattn, transformers, peft", "peft, transformers, hf_growattn"])

@@ -11,17 +11,17 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..growable.attention import GrowableAttention, attentions
-from ..growable.growths import check_saving, growable_model, leave_checkpoint, next_name, parts_of, replace_parts
+from ..growable.growths import check_saving, growable_model, growths_of, leave_checkpoint, next_name, replace_growths
 from ..growable.training_state import (
+    all_reduce_sum,
     bare_optimizers,
     broadcast_from_rank0,
     check_optimizers,
+    is_distributed,
     raise_on_all_ranks,
     rank,
     refuse_sharded,
     reshard,
-    several,
-    total,
     warn_without_ddp,
 )
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
@@ -99,12 +99,12 @@ class Growth:
             warn_without_ddp(self._wrapped)
             model = growable_model(self._wrapped)
             reshard(model)
-            name, kept = next_name(model), parts_of(model)
+            name, kept = next_name(model), growths_of(model)
             for attention, new in self.new_dims.items():
                 broadcast_from_rank0(*(parameter.detach() for parameter in new.parameters()))
                 new.requires_grad_(True).train(attention.module.training)
             grown = {attention: kept[attention] | {name: new} for attention, new in self.new_dims.items()}
-            replace_parts(self._wrapped, grown, self._optimizers)
+            replace_growths(self._wrapped, grown, self._optimizers)
             leave_checkpoint(model)
             for candidate in self._trial.candidates:
                 candidate.commit(self._optimizers)
@@ -213,7 +213,7 @@ class Grower:
             check_optimizers(self.optimizers, self.model)
             read = read_batches(batches, self.model) if self.loss is None else list_batches(batches)
             halved = HalvedBatches(halves_of(read, whole=self.loss is not None))
-        if not all(total(*map(len, halved.halves))):
+        if not all(all_reduce_sum(*map(len, halved.halves))):
             raise ValueError(
                 "There are too few batches to grow on: a growth needs two sequences at least, two batches with loss=, "
                 "so that one can judge what the other found. Pass a few dozen of your training batches."
@@ -333,7 +333,7 @@ class Grower:
         model: Any = self.model
         batch: Any = next(iter(session.batches.every), None)
         is_text = isinstance(batch, dict) and {"input_ids", "attention_mask", "labels"}.issuperset(batch)
-        decodes = model.can_generate() and not model.config.is_encoder_decoder and not several()
+        decodes = model.can_generate() and not model.config.is_encoder_decoder and not is_distributed()
         if not (is_text and decodes and batch["input_ids"].shape[-1] >= _LONG):
             return None
         return trial.time_decoding(model, batch["input_ids"][:1].to(session.objective.device))
@@ -349,7 +349,7 @@ def _validated_loss(session: Session, trial: Trial, steps: list[float]) -> tuple
         trial.set_steps(steps, half)
         losses = compute_losses(session.objective, batches)
         falls += [before - loss for before, loss in zip(session.batches.losses_before(batches), losses)]
-    count, fall, squares = total(len(falls), sum(falls), sum(each * each for each in falls))
+    count, fall, squares = all_reduce_sum(len(falls), sum(falls), sum(each * each for each in falls))
     variance = max(squares / count - (fall / count) ** 2, 0.0) / (count - 1)
     before = session.batches.few_loss_before(FEW)
     return before, before - fall / count, 2 * math.sqrt(variance)

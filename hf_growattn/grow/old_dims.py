@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..growable.attention import GrowableAttention, is_adapted, is_plain, quantization
-from ..growable.training_state import broadcast_from_rank0, is_sharded, sum_over_ranks, total
+from ..growable.attention import GrowableAttention
+from ..growable.projections import is_adapted, is_plain, quantization
+from ..growable.training_state import all_reduce_sum, broadcast_from_rank0, is_sharded, sum_over_ranks
 from ..measure import functional as F
 from ..measure.bottlenecks import PATTERNS, Bottleneck
 from ..measure.directions import shares
@@ -111,7 +112,7 @@ def tangent_steps(objective: Objective, bottlenecks: list[Bottleneck], halves: t
     read: list[list[tuple[Tensor, Tensor]]] = [[] for _ in bottlenecks]
     for batches in halves:
         backward(objective, batches)
-        (count,) = total(len(batches))
+        (count,) = all_reduce_sum(len(batches))
         for bottleneck, parts in zip(bottlenecks, read):
             parts.append(_weight_gradients(bottleneck, count))
     for parameter in weights:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import cache_bytes, growable_model
-from ..growable.training_state import several
+from ..growable.training_state import is_distributed
 from ..measure import functional as F
 from ..measure.bottlenecks import KINDS, PATTERNS, Kind
 from ..measure.directions import Directions
@@ -279,7 +279,7 @@ def read_batches(batches: Iterable, model: PreTrainedModel) -> list[dict]:
             raise ValueError(f"The labels of batch {index} are a {type(labels).__name__}: make them a tensor.")
         _check_tokens(index, batch, model)
         listed.append(dict(batch))
-    if not listed and not several():
+    if not listed and not is_distributed():
         raise ValueError("There are no batches; pass a few dozen of your training batches.")
     return listed
 

@@ -3,14 +3,11 @@
 Reading takes projections under the names that families commonly use, or those of a registered `AttentionLayout`.
 Without them growth works all the same: it takes the whole gradient, since nobody knows what old dims can do about it.
 
-Quantized projections are read as the numbers that they compute with, and adapters count in, though neither peft nor a
-quantizer is imported.
+Quantized projections are read as the numbers that they compute with, and adapters count in.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ..model.configuration import PREFIX
 from ..model.families import (
-    REGISTERED,
     FoundAttention,
     add_extra_to,
     base_layer,
     find_attentions,
-    find_projections,
     interface_caller,
     linear_sizes,
     parameter_names,
@@ -33,146 +28,10 @@ from ..model.families import (
 )
 from ..model.hooks import UNEQUAL_WIDTHS, Arguments, common_width, remove_extra
 from ..model.new_dims import ROLES, ExtraDims, HeadShape, NewDims, full_tensor
-
-_MERGE = "Merge adapters other than plain LoRA into the weights (merge_and_unload() of peft)"
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Packages whose linear layers compute with something else than their weight, even where that is floating-point.
-_QUANTIZERS = ("bitsandbytes.", "transformers.integrations.")
-_PACKS = "support_avx512bf16_for_cpu"  # of 4-bit layers of bitsandbytes: whether their first evaluation packs them
-
-
-@dataclass(frozen=True)
-class AttentionLayout:
-    """How the projections of an attention class are called and laid out.
-
-    Attributes:
-        names: by role, the attribute that projects it; one name for queries, keys and values is a fused projection.
-        grouped_by_head: a fused projection's outputs are laid out `[query | key | value]` head by head, instead of all
-            queries, all keys, all values.
-        norms: attributes that normalize queries or keys.
-        rotate: name of the function of the modeling file that rotates `(query, key, cos, sin)`.
-        rotates: whether a module of the class rotates at all.
-    """
-
-    names: Mapping[str, str] = field(default_factory=dict)
-    grouped_by_head: bool = False
-    norms: tuple[str, ...] = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "qk_norm")
-    rotate: str = "apply_rotary_pos_emb"
-    rotates: Callable[[Any], bool] = lambda attention: True
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether queries, keys and values come out of one projection."""
-        return "query" in self.names and self.names["query"] == self.names.get("key")
-
+from .layouts import AttentionLayout, layout_of
+from .projections import MERGE_ADAPTERS, added_by_adapters, computed_weight, has_other_adapters, is_plain
 
 _SCALED_BEFORE = ("esm", "evolla")  # families that scale queries before they rotate, and call that a scale of 1
-# Families of which some layers do not rotate.
-_ROTATES: dict[str, Callable[[Any], bool]] = {
-    "cohere2": lambda attention: attention.sliding_window is not None,
-    "esm": lambda attention: attention.position_embedding_type == "rotary",
-    "smollm3": lambda attention: attention.use_rope,
-}
-
-
-def register_architecture(model_type: str, layout: AttentionLayout) -> None:
-    """Describe the projections of a model family whose names or layout are unusual.
-
-    Raises:
-        ValueError: the layout names a role that does not exist.
-    """
-    unknown = set(layout.names) - {"query", "key", "value", "output"}
-    if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))} is no role; roles are query, key, value and output.")
-    REGISTERED[model_type] = layout
-
-
-def is_adapted(module: nn.Module) -> bool:
-    """Whether peft has put anything around a projection."""
-    return hasattr(module, "base_layer")
-
-
-def has_other_adapters(module: Any) -> bool:
-    """Whether peft has put anything around a projection but plain LoRA."""
-    while is_adapted(module):
-        if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict) or getattr(module, "lora_variant", None):
-            return True
-        module = module.base_layer
-    return False
-
-
-def quantization(module: nn.Module) -> str | None:
-    """What quantizes a module's weight, and the fix; None where the module computes with the weight's own entries."""
-    weight: Any = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor):
-        return None
-    kind = type(module) if type(module).__module__.startswith(_QUANTIZERS) else type(weight)
-    if not f"{kind.__module__}.".startswith("torch."):  # weights of torchao say that they are fp32
-        how = f"quantized by {kind.__module__.partition('.')[0]} ({kind.__name__})"
-    elif weight.dtype not in _DTYPES:
-        how = f"in {weight.dtype}, quantized"
-    else:
-        return None
-    return f"{how}. Load the model without quantization."
-
-
-def is_plain(projection: Any) -> bool:
-    """Whether the weight of a projection, adapters apart, holds the numbers that it computes with."""
-    inside = base_layer(projection)
-    is_linear = isinstance(inside, (nn.Linear, Conv1D)) and isinstance(getattr(inside, "weight", None), Tensor)
-    return is_linear and quantization(inside) is None
-
-
-def keep_unpacked(model: nn.Module) -> list[nn.Module]:
-    """Keep evaluation from packing 4-bit weights for inference, and return the layers concerned.
-
-    bitsandbytes does so on CPUs with AVX512-BF16. From then on gradients silently stop at such a layer.
-    """
-    packing = [module for module in model.modules() if getattr(module, _PACKS, False)]
-    for module in packing:
-        setattr(module, _PACKS, False)
-    return packing
-
-
-@contextlib.contextmanager
-def kept_unpacked(model: nn.Module) -> Iterator[None]:
-    """As `keep_unpacked`, for a while."""
-    packing = keep_unpacked(model)
-    try:
-        yield
-    finally:
-        for module in packing:
-            setattr(module, _PACKS, True)
-
-
-@torch.no_grad()
-def computed_weight(module: Any, inputs: int) -> Tensor:
-    """The weight (outputs, inputs) in fp32 that a quantized projection computes with: its answer to a unit matrix."""
-    inside = base_layer(module)
-    numbers = [t for t in (getattr(inside, "weight", None), *inside.parameters(), *inside.buffers()) if t is not None]
-    kinds = (number.dtype for number in numbers if number.is_floating_point())
-    # bitsandbytes may store its packed bytes in any type, and answers in that of its inputs.
-    packed = type(inside).__module__.startswith("bitsandbytes.")
-    dtype = torch.float32 if packed else next(kinds, torch.float32)
-    questions = torch.eye(inputs + 1, inputs, dtype=dtype, device=numbers[0].device)  # the last one is zero
-    with torch.autocast(numbers[0].device.type, enabled=False), kept_unpacked(inside):
-        answer = inside(questions)
-    if answer.dim() != 2 or len(answer) != inputs + 1:
-        raise ValueError(f"A {type(inside).__name__} is no linear layer, so it has no weight to be read. {_MERGE}.")
-    return (answer[:-1].float() - answer[-1].float()).T
-
-
-def added_by_adapters(module: Any, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
-    """What each active adapter adds to a projection's "weight" or "bias", in its layout; none once they are merged."""
-    if not is_adapted(module) or module.disable_adapters or module.merged:
-        return
-    for adapter in (adapter for adapter in module.active_adapters if adapter in module.lora_A):
-        a, b, scale = module.lora_A[adapter].weight, module.lora_B[adapter], module.scaling[adapter]
-        if name == "weight":
-            added = scale * (full_tensor(b.weight.detach()).to(dtype) @ full_tensor(a.detach()).to(dtype))
-            yield added.T if isinstance(base_layer(module), Conv1D) else added
-        elif b.bias is not None:
-            yield scale * full_tensor(b.bias.detach()).to(dtype)
 
 
 class GrowableAttention:
@@ -273,13 +132,8 @@ class GrowableAttention:
 
     @property
     def layout(self) -> AttentionLayout:
-        """How the projections are called and laid out: as registered, or by the usual names."""
-        model_type = self.config.model_type.removeprefix(PREFIX)
-        if model_type in REGISTERED:
-            return REGISTERED[model_type]
-        names = find_projections(self.module)
-        layout = AttentionLayout(names, grouped_by_head=names.get("query") == "query_key_value")
-        return replace(layout, rotates=_ROTATES[model_type]) if model_type in _ROTATES else layout
+        """How the projections are called and laid out."""
+        return layout_of(self.module)
 
     @property
     def rotate(self) -> Any:
@@ -318,7 +172,7 @@ class GrowableAttention:
             return f"The {role} projection of layer {self.layer} is not known: describe it by register_architecture."
         inside, expected = base_layer(projection), self._rows_of(role)
         if has_other_adapters(projection) or linear_sizes(inside) is None:
-            return f"{self.name_of(role)} is a {type(projection).__name__}, no plain linear layer. {_MERGE}."
+            return f"{self.name_of(role)} is a {type(projection).__name__}, no plain linear layer. {MERGE_ADAPTERS}."
         if is_plain(projection) and inside.weight.shape[self._axis(role)] != expected:
             return (
                 f"{self.name_of(role)} has {inside.weight.shape[self._axis(role)]} rows for heads that need "

@@ -73,14 +73,14 @@ def cache_bytes(model: nn.Module, tried: Mapping[Any, NewDims] | None = None) ->
     return next(model.parameters()).element_size() * numbers
 
 
-def parts_of(model: nn.Module) -> Parts:
+def growths_of(model: nn.Module) -> Parts:
     """The kept parts of every attention module."""
     return {attention: attention.growths for attention in attentions(model)}
 
 
 def next_name(model: nn.Module) -> str:
     """The name of a model's next growth: "growth_1" for the first."""
-    return name_after(name for growths in parts_of(model).values() for name in growths)
+    return name_after(name for growths in growths_of(model).values() for name in growths)
 
 
 def name_after(names: Iterable[str]) -> str:
@@ -89,7 +89,7 @@ def name_after(names: Iterable[str]) -> str:
     return f"growth_{max((int(end) for end in ends if end.isdecimal()), default=0) + 1}"
 
 
-def swap_parts(parts: Parts) -> Parts:
+def swap_growths(parts: Parts) -> Parts:
     """Give attention modules these parts, and return those that they had."""
     former = {}
     for attention, own in parts.items():
@@ -101,7 +101,7 @@ def swap_parts(parts: Parts) -> Parts:
     return former
 
 
-def replace_parts(wrapped: nn.Module, parts: Parts, optimizers: list[torch.optim.Optimizer]) -> None:
+def replace_growths(wrapped: nn.Module, parts: Parts, optimizers: list[torch.optim.Optimizer]) -> None:
     """Let attention modules keep these parts and no others; config, optimizers, DDP, FSDP2 and peft follow.
 
     Modules that are not named keep theirs. New parameters start with a fresh state in the optimizers. After an
@@ -113,7 +113,7 @@ def replace_parts(wrapped: nn.Module, parts: Parts, optimizers: list[torch.optim
         optimizers: what trains the model, without wrappers.
     """
     model = growable_model(wrapped)
-    former = swap_parts(parts)
+    former = swap_growths(parts)
     new: list[nn.Parameter] = []
     try:
         for attention, own in parts.items():
@@ -123,7 +123,7 @@ def replace_parts(wrapped: nn.Module, parts: Parts, optimizers: list[torch.optim
         sync_config(model)
         add_new_parameters(optimizers, model, [parameter for parameter in new if parameter.requires_grad])
     except BaseException:
-        swap_parts(former)
+        swap_growths(former)
         sync_config(model)
         remove_parameters(optimizers, new)
         raise
@@ -141,20 +141,20 @@ def replace_parts(wrapped: nn.Module, parts: Parts, optimizers: list[torch.optim
 def set_dims(wrapped: nn.Module, extra_dims: Dims, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
     """Let a model have these new dims and no others; parts of the same name and size stay, others begin as zeros.
 
-    The other arguments are those of `replace_parts`.
+    The other arguments are those of `replace_growths`.
     """
     model = growable_model(wrapped)
     if extra_dims == dims_of(model):
         return
     parts: Parts = {}
-    for attention, own in parts_of(model).items():
+    for attention, own in growths_of(model).items():
         parts[attention] = {}
         for name, (qk_dims, v_dims) in extra_dims.get(str(attention.layer), {}).items():
             part = own.get(name)
             if part is None or (part.qk_dims, part.v_dims) != (qk_dims, v_dims):
                 part = attention.make_new_dims(qk_dims, v_dims)
             parts[attention][name] = part
-    replace_parts(wrapped, parts, [*optimizers])
+    replace_growths(wrapped, parts, [*optimizers])
 
 
 def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:

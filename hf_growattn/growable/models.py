@@ -19,6 +19,7 @@ from ..model.new_dims import ExtraDims
 from .attention import attentions
 from .folders import loading, replacing
 from .growths import Dims, is_grown, save_growth_beside, set_dims
+from .registration import register_peft_method
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -125,6 +126,7 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
             with others; none of its attention modules takes its attention function from transformers' table; or the
             model runs the code that came with its checkpoint. The model is as it was then.
     """
+    register_peft_method()  # which may have been imported since
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"patch_model needs a transformers model, not {type(model).__name__}. Pass the model inside the wrapper: "

@@ -6,6 +6,7 @@ is asked for one. So no model family is imported here.
 
 import contextlib
 import importlib
+import sys
 import types
 
 from transformers.models.auto.configuration_auto import (
@@ -31,7 +32,10 @@ def register_families(library: types.ModuleType) -> None:
 
 
 def register_peft_method() -> None:
-    """Import peft, if it is installed, and teach it our method: saved adapters are read before anybody asks for it."""
-    with contextlib.suppress(ImportError):  # no peft, or one that is too old, as whoever asks for the method is told
-        importlib.import_module("peft")  # alone, since our own file imports much more before it
-        importlib.import_module("..interop.peft_method", __package__)
+    """Teach peft our method, if peft is imported: it reads saved adapters by the name of their method.
+
+    peft is not imported for this, which takes seconds; asking for `GrowAttnConfig` does both.
+    """
+    if "peft" in sys.modules:
+        with contextlib.suppress(ImportError):  # a peft that is too old, as whoever asks for the method is told
+            importlib.import_module("..interop.peft_method", __package__)

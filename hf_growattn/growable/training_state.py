@@ -29,7 +29,7 @@ def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
     return [getattr(wrapped, "optimizer", wrapped) for wrapped in listed]
 
 
-def held(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
     """All parameters of an optimizer."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -46,7 +46,7 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], model: nn.Module) 
             raise TypeError(f"optimizer must be an optimizer of torch, or a list of them; got {each!r:.80}.")
     _check_state(optimizers)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    known = {id(parameter) for optimizer in optimizers for parameter in held(optimizer)}
+    known = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
     if optimizers and trained and not trained & known:
         raise ValueError(
             "The optimizer holds none of this model's parameters. Build it from them, after loading and moving the "
@@ -123,7 +123,7 @@ def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
         model = watched()
         if done or model is None:
             return
-        own = {id(parameter) for parameter in held(optimizer)}
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
         alive = [reference() for reference in references]
         new = [id(p) for p in alive if p is not None and p.requires_grad]  # peft may have frozen them since
         done = any(id(parameter) in own for parameter in model.parameters())
@@ -139,36 +139,36 @@ def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
 
 def rank() -> int:
     """This process's number, 0 without torch.distributed."""
-    return dist.get_rank() if several() else 0
+    return dist.get_rank() if is_distributed() else 0
 
 
-def count() -> int:
+def world_size() -> int:
     """How many processes take part."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether more than one process takes part."""
-    return count() > 1
+    return world_size() > 1
 
 
 def sum_over_ranks(*tensors: Tensor) -> None:
     """Replace each tensor by its sum over the ranks, the same to the bit on all of them."""
-    if several():
+    if is_distributed():
         for tensor in tensors:
             dist.all_reduce(tensor)
 
 
-def total(*numbers: float) -> list[float]:
+def all_reduce_sum(*numbers: float) -> list[float]:
     """Return each number's sum over the ranks."""
-    if not several():
+    if not is_distributed():
         return list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.float64, device=_device())
     dist.all_reduce(tensor)
     return tensor.tolist()
 
 
-def of_all(thing: Any) -> list[Any]:
+def all_gather(thing: Any) -> list[Any]:
     """What each rank brings, in their order."""
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, thing)
@@ -177,7 +177,7 @@ def of_all(thing: Any) -> list[Any]:
 
 def broadcast_from_rank0(*tensors: Tensor) -> None:
     """Replace each tensor by that of rank 0: solvers may round differently from machine to machine."""
-    if several():
+    if is_distributed():
         for tensor in tensors:
             whole = tensor.contiguous()
             dist.broadcast(whole, src=0)
@@ -187,7 +187,7 @@ def broadcast_from_rank0(*tensors: Tensor) -> None:
 @contextlib.contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
     """Raise an exception on every rank if one rank raises, so that no rank waits for a failed one."""
-    if not several():
+    if not is_distributed():
         yield
         return
     error = None
@@ -195,7 +195,7 @@ def raise_on_all_ranks() -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    (failed,) = total(float(error is not None))
+    (failed,) = all_reduce_sum(float(error is not None))
     if error is not None:
         raise error
     if failed:
@@ -296,7 +296,7 @@ def warn_without_ddp(wrapped: nn.Module) -> None:
     """Warn if several ranks train a model, and no DistributedDataParallel was given that could average gradients."""
     if _is_replicated(wrapped) and not _ddp_wrappers(wrapped):
         warnings.warn(
-            f"{count()} processes run, and no DistributedDataParallel is around the {type(wrapped).__name__} "
+            f"{world_size()} processes run, and no DistributedDataParallel is around the {type(wrapped).__name__} "
             "that was passed. If one is around it, pass that instead, or make it again: it does not know the new dims. "
             "Without one, it is up to you to average their gradients.",
             stacklevel=3,
@@ -305,7 +305,7 @@ def warn_without_ddp(wrapped: nn.Module) -> None:
 
 def _is_replicated(wrapped: nn.Module) -> bool:
     """Whether each of several ranks holds all weights of a model."""
-    return several() and not any(map(is_sharded, wrapped.parameters()))
+    return is_distributed() and not any(map(is_sharded, wrapped.parameters()))
 
 
 def _ddp_wrappers(wrapped: nn.Module) -> list[Any]:

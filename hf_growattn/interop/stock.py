@@ -17,9 +17,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..growable.attention import GrowableAttention, attentions, quantization
+from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import is_grown
 from ..growable.models import patch_model, unpatch_model
+from ..growable.projections import quantization
 from ..model.new_dims import ROLES
 
 MULTIPLE = 8  # of the head width that flash kernels take

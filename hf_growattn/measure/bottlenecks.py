@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention
-from ..growable.training_state import count, own_part, sharded_modules, sum_over_ranks, total
+from ..growable.training_state import all_reduce_sum, own_part, sharded_modules, sum_over_ranks, world_size
 from ..model.families import first_linear
 from ..model.new_dims import full_tensor
 from . import functional as F
@@ -50,7 +50,7 @@ def _spread_rows(matrix: Tensor) -> Tensor:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh = init_device_mesh(matrix.device.type, (count(),))
+    mesh = init_device_mesh(matrix.device.type, (world_size(),))
     return distribute_tensor(matrix, mesh, [Shard(0)], src_data_rank=None)
 
 
@@ -246,7 +246,7 @@ class _MomentSums:
 
     def sum_over_ranks(self) -> None:
         """Add up what the ranks have; all of them call this together."""
-        crossing = total(*(attention in self.sources for attention in self.inputs))
+        crossing = all_reduce_sum(*(attention in self.sources for attention in self.inputs))
         for attention, ranks in zip(self.inputs, crossing):
             if ranks and attention not in self.sources:
                 self.sources[attention] = _zero_moment(attention, self.spread)

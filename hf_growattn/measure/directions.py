@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..growable.attention import GrowableAttention, set_trial
-from ..growable.training_state import broadcast_from_rank0, sum_over_ranks, total
+from ..growable.training_state import all_reduce_sum, broadcast_from_rank0, sum_over_ranks
 from ..model.new_dims import HeadShape
 from . import functional as F
 from .bottlenecks import Bottleneck
@@ -189,7 +189,7 @@ def _read_products(
     with probing(bottlenecks, inputs) as probes:
         for batches in parts:
             backward(objective, batches)
-            (count,) = total(len(batches))
+            (count,) = all_reduce_sum(len(batches))
             for bottleneck, probe, own in zip(bottlenecks, probes, products):
                 zeros = probe.zero_stacked, probe.zero_shared
                 sums = [zero.new_zeros(zero.shape) if zero.grad is None else zero.grad for zero in zeros]
@@ -201,7 +201,7 @@ def _read_products(
 
 def shares(halves: tuple[list[dict], list[dict]]) -> tuple[float, float]:
     """What part of all ranks' batches either half holds."""
-    counts = total(*map(len, halves))
+    counts = all_reduce_sum(*map(len, halves))
     return counts[0] / sum(counts), counts[1] / sum(counts)
 
 

@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ..growable.attention import attentions, is_adapted, kept_unpacked
+from ..growable.attention import attentions
+from ..growable.projections import is_adapted, kept_unpacked
 from ..growable.training_state import (
-    held,
-    of_all,
+    all_gather,
+    all_reduce_sum,
+    is_distributed,
     own_part,
+    parameters_of,
     raise_on_all_ranks,
     rank,
     reshard,
-    several,
     sharded_modules,
-    total,
     unsynchronized,
 )
 
@@ -154,9 +155,9 @@ def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
     and those that have none get one of another rank's.
     """
     repeated: list[tuple[int, Any, bool]] = []
-    if sharded_modules(model) and several():
-        lengths = of_all(len(batches))
-        spare = of_all(batches[0] if 0 in lengths and len(batches) == max(lengths) else None)
+    if sharded_modules(model) and is_distributed():
+        lengths = all_gather(len(batches))
+        spare = all_gather(batches[0] if 0 in lengths and len(batches) == max(lengths) else None)
         again = batches[0] if batches else next((batch for batch in spare if batch is not None), None)
         repeated = [(index, again, False) for index in range(len(batches), max(lengths))]
     yield from ((index, batch, True) for index, batch in enumerate(batches))
@@ -176,7 +177,7 @@ def failing_together(model: nn.Module) -> Iterator[None]:
 
 def mean_over_ranks(losses: list[float]) -> float:
     """Return the mean of the losses of all ranks' batches."""
-    loss, count = total(sum(losses), len(losses))
+    loss, count = all_reduce_sum(sum(losses), len(losses))
     return loss / count
 
 
@@ -231,7 +232,7 @@ def backward(objective: Objective, batches: list) -> None:
                 if counts:
                     objective.advance(3)  # forward and back, which takes about three times as long
         gradients = [own_part(parameter.grad) for parameter in asked if parameter.grad is not None]
-        (overflown,) = total(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))
+        (overflown,) = all_reduce_sum(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))
         if not overflown:
             for gradient in gradients:
                 gradient /= scale
@@ -293,7 +294,7 @@ def lowering(
 @contextlib.contextmanager
 def preserved_state(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
     """`evaluation_mode` for the wrapped model and for other parameters that its optimizers train."""
-    trained = [parameter for optimizer in optimizers for parameter in held(optimizer)]
+    trained = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
     with unsynchronized(wrapped), evaluation_mode(unwrapped(wrapped), trained):
         yield
 

@@ -15,7 +15,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, weights_of
-from ..growable.attention import keep_unpacked
+from ..growable.projections import keep_unpacked
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
 from ..report.report import GrowthReport
 from .data import Prepared, without_training

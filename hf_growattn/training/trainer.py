@@ -24,7 +24,6 @@ from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig
-from ..growable.attention import is_adapted
 from ..growable.growths import (
     DESCRIPTION,
     GROWTH,
@@ -33,6 +32,7 @@ from ..growable.growths import (
     save_with_adapters,
     set_dims,
 )
+from ..growable.projections import is_adapted
 from ..growable.training_state import bare_optimizers, sharded_modules
 from ..model.configuration import CODE_FOLDER
 from ..report.report import GrowthReport
