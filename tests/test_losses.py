@@ -53,7 +53,7 @@ OPTIONS = {
 }
 
 
-def losses(model, folder, data_collator=None, compute_loss_func=None, callbacks=None, **options) -> list[float]:
+def losses(model, folder, data_collator=None, compute_loss_func=None, growth=None, **options) -> list[float]:
     """The losses of three steps, and of an evaluation after them."""
     set_seed(0)
     defaults = dict(max_steps=3, learning_rate=1e-2, per_device_train_batch_size=4, logging_steps=1)
@@ -65,8 +65,9 @@ def losses(model, folder, data_collator=None, compute_loss_func=None, callbacks=
         eval_dataset=Uneven(8),
         data_collator=data_collator,
         compute_loss_func=compute_loss_func,
-        callbacks=callbacks,
     )
+    if growth:
+        trainer.add_callback(growth(trainer))
     trainer.train()
     trained = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return [*trained, trainer.evaluate()["eval_loss"]]
@@ -227,9 +228,14 @@ def test_no_other_model_becomes_the_reference_of_one_that_grew(tmp_path):
 def test_a_growth_in_training_leaves_trainers_model_card_the_checkpoint(tmp_path):
     build("llama-2").save_pretrained(tmp_path / "stock")
     model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
-    growth = GrowthCallback(GrowthConfig(qk_dims=2, v_dims=2, oversampling=4), steps=[1], batches=4)
-    losses(model, tmp_path, callbacks=[growth])
-    assert growth.reports[0].applied
+    config, made = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4), []
+
+    def growth(trainer):
+        made.append(GrowthCallback(trainer, config, steps=[2], batches=2))
+        return made[0]
+
+    losses(model, tmp_path, growth=growth)
+    assert made[0].reports[0].applied
     assert model.name_or_path == model.config.name_or_path == str(tmp_path / "stock")
 
 

@@ -38,16 +38,15 @@ def test_a_grower_refuses_a_budget_that_buys_nothing():
     refused(patch_model(build("llama-2")), lm_batches(4), "46 weights buy nothing", GrowthConfig(budget=0.001))
 
 
-def test_a_callback_refuses_a_budget_that_buys_nothing_before_it_trains(tmp_path):
+def test_a_callback_refuses_a_budget_that_buys_nothing_in_the_first_steps(tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in tokens(8)]
-    options = dict(output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
-    callback = GrowthCallback(GrowthConfig(budget=5), steps=[1])
-    trainer = Trainer(
-        patch_model(build("llama-2")), TrainingArguments(**options), train_dataset=rows, callbacks=[callback]
-    )
+    options = dict(output_dir=str(tmp_path), max_steps=4, use_cpu=True, report_to="none", save_strategy="no")
+    options["per_device_train_batch_size"] = 2
+    trainer = Trainer(patch_model(build("llama-2")), TrainingArguments(**options), train_dataset=rows)
+    trainer.add_callback(GrowthCallback(trainer, GrowthConfig(budget=5), batches=2))
     with pytest.raises(ValueError, match="5 weights buy nothing"):
         trainer.train()
-    assert trainer.state.global_step == 0
+    assert trainer.state.global_step == 2  # as soon as there are two batches
 
 
 # Limits

@@ -47,8 +47,9 @@ def test_it_is_trained_with_images_and_grown_and_reloaded(name, tmp_path):
         str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=1, learning_rate=1e-3, report_to=[]
     )
     rows = [batch(name, seed=seed) for seed in range(4)]
-    callback = GrowthCallback(GROWTH, steps=[2])
-    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=lambda given: given[0], callbacks=[callback])
+    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=lambda given: given[0])
+    callback = GrowthCallback(trainer, GROWTH, steps=[2], batches=2)
+    trainer.add_callback(callback)
     trainer.train()
     assert [report.applied for report in callback.reports] == [True]
     wide = {path for path, module in model.named_modules() if isinstance(module, WideAttention) and module.parts}

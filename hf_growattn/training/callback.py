@@ -60,7 +60,7 @@ class GrowthCallback(TrainerCallback):
         reports: what happened at each growth of this run.
 
     Raises:
-        TypeError: the first argument is no Trainer.
+        TypeError: the first argument is no Trainer, or the second one no GrowthConfig.
         ValueError: both `steps` and `at`, or a value out of its range; when training starts, a time to grow that it
             will not reach, or a model or optimizer that cannot grow; after its first step, a budget that buys nothing,
             or a loss to grow on that is not finite.
@@ -69,14 +69,14 @@ class GrowthCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        config: GrowthConfig,
+        config: GrowthConfig | None = None,  # never None: with one argument alone, the error shows the whole call
         at: str = "middle",
         steps: Sequence[int] | None = None,
         batches: int = 16,
         max_growths: int | None = None,
     ):
-        if not isinstance(trainer, Trainer):
-            raise TypeError(f"GrowthCallback takes the trainer first: {_CALL}; got {trainer!r:.80}.")
+        if not isinstance(trainer, Trainer) or not isinstance(config, GrowthConfig):
+            raise TypeError(f"GrowthCallback takes a Trainer and a GrowthConfig: {_CALL}.")
         self.trainer: Any = trainer
         self.config, self.schedule = config, Schedule(at, steps, batches, max_growths)
         self.reports: list[GrowthReport] = []
