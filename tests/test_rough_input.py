@@ -25,8 +25,8 @@ def given(tmp_path_factory):
 # Budgets
 
 
-def test_finetune_refuses_a_budget_that_buys_nothing_before_it_trains(given, tmp_path):
-    options = "--growth_batches 4 --max_steps 4 --max_length 16 --use_cpu".split()
+def test_finetune_refuses_a_budget_that_buys_nothing_in_the_first_steps(given, tmp_path):
+    options = "--growth_batches 4 --max_steps 8 --max_length 16 --use_cpu".split()
     done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", "--budget", "5", *options)
     assert f"5 weights buy nothing: one more dim of a layer costs {DIM:,}" in only_line(done)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

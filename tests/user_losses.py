@@ -149,9 +149,9 @@ TRAINERS = {
     "an override": lambda *given: plain(*given, cls=Overridden),
     "checkpointing": lambda *given: plain(*given, cls=Overridden, gradient_checkpointing=True),
     "bf16": lambda *given: plain(*given, label_smoothing_factor=0.1, bf16=True),
-    "LoRA": lambda folder, model: plain(folder, lora(model), growth, label_smoothing_factor=0.1),
+    "LoRA": lambda folder, model: plain(folder, lora(model), label_smoothing_factor=0.1),
     "preferences": lambda folder, model: preferring(folder, model, copy.deepcopy(model)),
-    "preferences, LoRA": lambda folder, model: preferring(folder, lora(model), growth, precompute_ref_log_probs=True),
+    "preferences, LoRA": lambda folder, model: preferring(folder, lora(model), precompute_ref_log_probs=True),
     "rewards": rewarding,
     "sentences": embedding,
     "sentences, gradient-cached": lambda *given: embedding(
