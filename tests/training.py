@@ -165,7 +165,7 @@ def with_trainer(output: Path, resume: Path | None, die_at: int | None, dtype=to
     trainer = Trainer(
         patch_model(build("llama-2", dtype=dtype)),
         arguments,
-        train_dataset=Rows(120),
+        train_dataset=Rows(128),
         callbacks=[_Die(die_at), _Sums()],
     )
     # No more batches than are trained on between a checkpoint before a growth and the growth: resumed runs see those.
