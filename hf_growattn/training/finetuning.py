@@ -16,6 +16,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
 from ..grow.growth import Grower
+from ..grow.plan import layers_to_grow
 from ..growable.growths import GROWTH, is_grown, load_growth
 from ..growable.models import patch_model, unpatch_model
 from ..interop.cards import write_card
@@ -127,6 +128,8 @@ def finetune(recipe: Recipe) -> dict:
     report = None
     if method:
         model, report = _prepare_start(recipe, method, model, rows)
+    if schedule:
+        layers_to_grow(model, recipe.growth_config())  # which refuses a budget that buys nothing, before TRL begins
     quantized = methods.is_quantized(model)
     share = method.grown_share(width) if method else 1.0
     trainer = methods.make_trainer(model, rows, share, peft_config=get_peft_config(recipe.model))
