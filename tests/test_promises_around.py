@@ -205,7 +205,7 @@ def test_a_resumed_training_finds_its_last_checkpoint_itself(tmp_path):
 
 def test_a_growth_that_added_nothing_is_not_listed(tmp_path, monkeypatch):
     monkeypatch.setattr(StepSearch, "run", lambda self, spare=0: ([0.0] * len(self.trial.changes), self.loss_before))
-    figures = finetune(recipe_of(tmp_path, "--growth_batches 4 --v-dims 2 --max_steps 2 --save_strategy no"))
+    figures = finetune(recipe_of(tmp_path, "--growth_batches 2 --v-dims 2 --max_steps 4 --save_strategy no"))
     assert len(figures["growths"]) == 1 and figures["grown_at"] == [] and "Nothing grew" in figures["summary"]
 
 
