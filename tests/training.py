@@ -31,7 +31,7 @@ from transformers import (
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
 
-STEPS, GROWTHS, ACCUMULATION, BATCH, GROWTH_BATCHES = 12, (4, 8), 2, 8, 4
+STEPS, GROWTHS, ACCUMULATION, BATCH, GROWTH_BATCHES = 12, (4, 8), 2, 8, 3
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 
 
