@@ -36,16 +36,16 @@ _CALL = "trainer.add_callback(GrowthCallback(trainer, GrowthConfig(budget=0.02))
 class GrowthCallback(TrainerCallback):
     """Grow the model of a Trainer (transformers', TRL's, sentence-transformers') on the batches it has just trained on.
 
-    What growth lowers is the trainer's own loss: its `compute_loss`, of whose last inputs the callback keeps a copy in
-    the memory of the CPU while training runs. It reads no data itself, so data, samplers and random states are as they
-    were, and it leaves no trace in the trainer's metrics. A growth that is due before enough batches were seen, as in
-    a run that was just resumed, waits for them.
+    Growth lowers the trainer's own loss, its `compute_loss`. While training runs, the callback keeps the last inputs of
+    that method in the memory of the CPU, and a growth reads those. It reads no data itself: data, samplers, random
+    states and the trainer's metrics stay as they are. A growth that is due before enough batches were seen waits for
+    them, as it may in a run that was just resumed.
 
     What a resumed run must know is in the Trainer's log history. A checkpoint of a peft model has the new dims of its
-    base in the folder `growth`, from which they are loaded where the trainer loads the checkpoint.
+    base in the folder `growth`; they are loaded when the trainer loads the checkpoint.
 
-    TRL's GRPOTrainer must keep old log-probabilities, as it does with `num_iterations=2`: without them the value of
-    its loss does not depend on the model, and growth finds nothing.
+    TRL's GRPOTrainer must keep old log-probabilities, for instance by `num_iterations=2`. Without them the value of its
+    loss is the same for every model, and growth finds nothing.
 
     Args:
         trainer: whose model grows, as in `trainer.add_callback(GrowthCallback(trainer, config))`.
@@ -53,7 +53,7 @@ class GrowthCallback(TrainerCallback):
         at: "middle" for once, half-way; "epoch" for the end of each epoch; "plateau" for when the evaluation loss stops
             falling, that of the first set if there are several.
         steps: instead, optimizer steps after which to grow, such as `range(500, 3000, 500)`.
-        batches: how many of the last batches to grow on, on each device; of one size with those of the training.
+        batches: the number of micro-batches to grow on, the last ones of each device.
         max_growths: growths at most, which together add at most that many budgets.
 
     Attributes:
