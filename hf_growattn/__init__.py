@@ -21,7 +21,7 @@ _PLACES = {
     "GrowableAttention": "growable.attention",
     "Growth": "grow.growth",
     "Grower": "grow.growth",
-    "GrowthCallback": "training.trainer",
+    "GrowthCallback": "training.callback",
     "GrowthConfig": "grow.plan",
     "GrowthReport": "report.report",
     "AttentionLayout": "growable.layouts",

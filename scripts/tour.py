@@ -205,11 +205,10 @@ figure.savefig(output / "directions.png")
 # %% [markdown]
 # ## Several growths, inside Trainer
 #
-# `GrowthCallback` grows at chosen steps, on batches of the training data, and logs what grew where Trainer logs. Here
-# it may grow twice, by 3 % of the weights each time.
+# `GrowthCallback` grows at chosen steps, on the last batches of the training, and logs what grew where Trainer logs.
+# Here it may grow twice, by 3 % of the weights each time.
 
 # %%
-growth = GrowthCallback(GrowthConfig(budget=0.03), steps=[15, 30], batches=6)
 arguments = TrainingArguments(
     output_dir=str(output / "trainer"),
     max_steps=45,
@@ -223,7 +222,9 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     use_cpu=True,
 )
-trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=held_out, callbacks=[growth])
+trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=held_out)
+growth = GrowthCallback(trainer, GrowthConfig(budget=0.03), steps=[15, 30], batches=6)
+trainer.add_callback(growth)
 trainer.remove_callback(PrinterCallback)  # the reports are enough to read
 trainer.train()
 save_report(growth.reports, output / "report.html", trainer.state.log_history)

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from functools import partialmethod
 
 import pytest
 import torch
@@ -9,13 +10,13 @@ from families import build, lm_batches, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_trainer import CONFIG, grown_at, trainer
-from torch.utils.data import IterableDataset
 from training import Rows
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
-from hf_growattn import Grower, GrowthCallback, GrowthConfig, load_growth, patch_model
+from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import dims_of, extra_parameters, save_with_adapters
+from hf_growattn.training.schedule import Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -38,7 +39,7 @@ def grown_base(tmp_path):
 
 @pytest.mark.parametrize("how", ["resumed from before", "best before"])
 def test_lora_on_a_grown_base_keeps_what_the_base_grew_before(how, grown_base, tmp_path):
-    growth, options = GrowthCallback(CONFIG, steps=[4], batches=4), dict(SAVING)
+    growth, options = dict(steps=[4]), dict(SAVING)
     if how == "best before":
         options |= dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, learning_rate=1e-3)
     run = trainer(tmp_path / "run", growth, adapted(AutoModelForCausalLM.from_pretrained(grown_base)), **options)
@@ -50,7 +51,6 @@ def test_lora_on_a_grown_base_keeps_what_the_base_grew_before(how, grown_base, t
         kept = run.model
     else:
         assert grown_at(run.state) == [4]
-        growth = GrowthCallback(CONFIG, steps=[4], batches=4)
         again = trainer(tmp_path / "run", growth, adapted(AutoModelForCausalLM.from_pretrained(grown_base)), **SAVING)
         again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
         kept = again.model
@@ -99,23 +99,55 @@ def test_a_state_of_a_part_of_the_model_leaves_the_growth(part, tmp_path):
     assert dims_of(model) == dims
 
 
-def test_a_callback_that_is_added_late_says_how_to_resume_adapters(tmp_path):
-    growth = GrowthCallback(CONFIG, steps=[2], batches=4)
+def test_dims_that_were_not_loaded_are_missed_before_training(tmp_path):
+    """As where a trainer has its own way to load a checkpoint."""
     options = dict(SAVING, save_only_model=True)
-    trainer(tmp_path, growth, adapted(patch_model(build("llama-2"))), **options).train()
-    again = trainer(tmp_path, None, adapted(patch_model(build("llama-2"))), **options)
-    again.add_callback(GrowthCallback(CONFIG, steps=[2], batches=4))
-    with pytest.raises(ValueError, match=r"had grown when it was saved.*callbacks=\[\.\.\.\]"):
+    trainer(tmp_path, dict(steps=[2]), adapted(patch_model(build("llama-2"))), **options).train()
+    again = trainer(tmp_path, dict(steps=[2]), adapted(patch_model(build("llama-2"))), **options)
+    del again._load_from_checkpoint
+    with pytest.raises(
+        ValueError, match=r"had grown when it was saved.*load_growth\(model, checkpoint \+ \"/growth\"\)"
+    ):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    model = patch_model(build("llama-2"))
+    load_growth(model, str(tmp_path / "checkpoint-4") + "/growth")
+    again = trainer(tmp_path, dict(steps=[2]), adapted(model), **options)
+    del again._load_from_checkpoint
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.state.global_step == 6 and len(dims_of(again.model)["0"]) == 1
+
+
+def test_a_checkpoint_in_several_files_is_resumed_with_its_dims(tmp_path, monkeypatch):
+    """transformers loads them one by one, and would leave out what the model has no place for."""
+    save = PreTrainedModel.save_pretrained
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", partialmethod(save, max_shard_size="20kB"))
+    run, again = (trainer(tmp_path, dict(steps=[2]), **SAVING) for _ in range(2))
+    run.train()
+    assert (tmp_path / "checkpoint-4" / "model.safetensors.index.json").is_file()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    ours, theirs = (dict(one.model.named_parameters()) for one in (again, run))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_growth_that_waits_comes_in_the_resumed_run(tmp_path):
+    """It was due at step 2, before the checkpoint, and neither run has seen enough batches by then."""
+    run, again = (trainer(tmp_path, dict(steps=[2], batches=3), **SAVING) for _ in range(2))
+    run.add_callback(Fails(2, "on_save"))
+    with pytest.warns(UserWarning, match="due at step 2"), pytest.raises(KeyboardInterrupt):
+        run.train()
+    with pytest.warns(UserWarning, match="due at step 3"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert grown_at(again.state) == [5]
 
 
 class Fails(TrainerCallback):
     """Ends the first training after a step, as a lack of memory does."""
 
-    def __init__(self, at: int):
+    def __init__(self, at: int, event: str = "on_step_end"):
         self.at = at
+        setattr(self, event, self.fail)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def fail(self, args, state, control, **kwargs):
         if state.global_step == self.at:
             self.at = 0
             raise KeyboardInterrupt
@@ -123,20 +155,21 @@ class Fails(TrainerCallback):
 
 @pytest.mark.parametrize("when", [{}, {"steps": [2, 5]}, {"at": "epoch", "max_growths": 1}])
 def test_a_training_that_is_begun_again_does_not_grow_again(when, tmp_path):
-    growth = GrowthCallback(CONFIG, batches=4, **when)
-    run = trainer(tmp_path, growth, num_train_epochs=3, max_steps=-1 if "at" in when else 6)
+    run = trainer(tmp_path, when, num_train_epochs=3, max_steps=-1 if "at" in when else 6)
     run.add_callback(Fails(8 if "at" in when else 4))
     with pytest.raises(KeyboardInterrupt):
         run.train()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="GrowthCallback never fired")
         run.train()
-    assert len(growth.reports) == (2 if "steps" in when else 1)
-    assert len(growth.reports) == len({name for parts in dims_of(run.model).values() for name in parts})
+    reports = run.growth.reports
+    assert len(reports) == (2 if "steps" in when else 1)
+    assert len(reports) == len({name for parts in dims_of(run.model).values() for name in parts})
 
 
 NEVER = [
     ({}, {"max_steps": 1}),
+    ({"steps": [3, 6]}, {}),
     ({"at": "epoch"}, {"max_steps": -1, "num_train_epochs": 1}),
     ({"at": "epoch"}, {"max_steps": 5}),
     ({"at": "plateau"}, {"eval_strategy": "steps", "eval_steps": 4}),
@@ -146,7 +179,7 @@ NEVER = [
 
 @pytest.mark.parametrize("when, options", NEVER)
 def test_a_growth_that_can_never_come_is_refused_before_training(when, options, tmp_path):
-    run = trainer(tmp_path, GrowthCallback(CONFIG, **when), **options)
+    run = trainer(tmp_path, when, **options)
     with pytest.raises(ValueError, match=r"set for step \d+, but training ends at step \d+"):
         run.train()
     assert run.state.global_step == 0
@@ -155,18 +188,20 @@ def test_a_growth_that_can_never_come_is_refused_before_training(when, options, 
 @pytest.mark.parametrize("steps", [[], range(0), 5, iter([2])])
 def test_steps_are_a_list_of_some(steps):
     with pytest.raises(ValueError, match=r"steps must be a list of at least one step"):
-        GrowthCallback(CONFIG, steps=steps)
+        Schedule(steps=steps)
 
 
 def test_a_reference_that_is_mixed_with_the_model_is_refused(tmp_path):
-    run = trainer(tmp_path, GrowthCallback(CONFIG))
+    run = trainer(tmp_path, {})
     run.args.sync_ref_model = True  # of TRL's DPO
     with pytest.raises(ValueError, match="sync_ref_model=True"):
         run.train()
 
 
-def test_batches_without_a_label_that_counts_are_passed_over(tmp_path):
+def test_batches_without_a_label_that_counts_are_passed_over(tmp_path, monkeypatch):
     """Such rows have no loss of their own; where steps accumulate, training goes on with the others."""
+    given, find = [], Grower.find
+    monkeypatch.setattr(Grower, "find", lambda self, batches: (given.extend(batches), find(self, batches))[1])
 
     class Masked(Rows):
         def __getitem__(self, row):
@@ -174,29 +209,14 @@ def test_batches_without_a_label_that_counts_are_passed_over(tmp_path):
             return found if row % 3 else {**found, "labels": torch.full_like(found["labels"], -100)}
 
     options = dict(per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    run = trainer(tmp_path, GrowthCallback(CONFIG, batches=6), data=Masked(24), **options)
+    run = trainer(tmp_path, dict(batches=6), data=Masked(24), **options)
     run.train()
-    assert grown_at(run.state) == [3]
-
-
-def test_a_stream_that_is_read_once_is_refused_before_training(tmp_path):
-    class Once(IterableDataset):
-        def __init__(self):
-            self.rows = iter([Rows(24)[row] for row in range(24)])
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            return next(self.rows)
-
-    run = trainer(tmp_path, GrowthCallback(CONFIG), data=Once())
-    with pytest.raises(ValueError, match=r"read once.*__iter__ begin anew"):
-        run.train()
+    assert grown_at(run.state) == [3] and len(given) == 6
+    assert all((batch["labels"] != -100).any() for batch in given)
 
 
 def test_a_push_amid_training_takes_folders_of_the_checkpoint_along(tmp_path):
-    run = trainer(tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), **SAVING)
+    run = trainer(tmp_path, dict(steps=[2]), **SAVING)
     run.train()
     run.callback_handler.on_push_begin(run.args, run.state, run.control)
     assert (tmp_path / "growattn" / "modeling.py").is_file()
@@ -205,7 +225,7 @@ def test_a_push_amid_training_takes_folders_of_the_checkpoint_along(tmp_path):
 def test_a_growth_is_loaded_from_the_checkpoint_of_adapters(tmp_path, grown_base):
     """Also that of a base which had grown before the training."""
     model = adapted(AutoModelForCausalLM.from_pretrained(grown_base))
-    trainer(tmp_path / "run", GrowthCallback(GrowthConfig(qk_dims=1), steps=[5], batches=4), model, **SAVING).train()
+    trainer(tmp_path / "run", dict(config=GrowthConfig(qk_dims=1), steps=[5]), model, **SAVING).train()
     fresh = patch_model(build("llama-2"))
     load_growth(fresh, tmp_path / "run" / "checkpoint-2" / "growth")
     assert dims_of(fresh) == dims_of(AutoModelForCausalLM.from_pretrained(grown_base))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.training import finetuning, methods
-from hf_growattn.training.finetuning import finetune, make_callback
+from hf_growattn.training.finetuning import finetune, make_schedule
 
 OPTIONS = (
     "--max_length 16 --growth_batches 4 --learning_rate 1e-3 --max_steps 24 --save_steps 6 --logging_steps 2".split()
@@ -90,7 +90,9 @@ def test_a_resumed_training_ends_as_the_unbroken_one(given, grown, tmp_path, ste
 
 def test_two_processes_train_as_one(given, forks, tmp_path):
     """Two processes with 4 rows each are one with 8; rank 0 alone prints."""
-    options = "--v_dims 4 --max_steps 6 --save_strategy no --per_device_eval_batch_size 1 --json".split()
+    options = (
+        "--v_dims 4 --growth_batches 3 --max_steps 6 --save_strategy no --per_device_eval_batch_size 1 --json".split()
+    )
     words = ["finetune", *given, *options, "-o", tmp_path / "two", "--per_device_train_batch_size", 4]
     done = forks.run("hf_growattn", *words, ranks=2, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
@@ -101,7 +103,7 @@ def test_two_processes_train_as_one(given, forks, tmp_path):
 
 
 @pytest.mark.parametrize("options, said", [
-    ("--grow_at plateau --eval_steps 1 --max_steps 4", "no growth was due before the end"),
+    ("--grow_at plateau --eval_steps 1 --growth_batches 2 --max_steps 4", "no growth was due before the end"),
     ("--max_growths 0", ""),
 ])  # fmt: skip
 def test_a_training_that_did_not_grow_is_saved_as_a_stock_model(given, tmp_path, options, said):
@@ -149,7 +151,7 @@ def test_methods_that_train_the_budget_alone(given, tmp_path, method):
 )
 def test_options_that_exclude_each_other_are_refused_before_anything_is_loaded(options, message):
     with pytest.raises(ValueError, match=message):
-        make_callback(read_recipe("finetune", ["none", "none", "-o", "nowhere", *options.split()]))
+        make_schedule(read_recipe("finetune", ["none", "none", "-o", "nowhere", *options.split()]))
 
 
 def test_what_grows_beside_lora_takes_its_share_of_the_rate(given, tmp_path, monkeypatch):

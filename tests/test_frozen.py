@@ -7,7 +7,7 @@ from optimizers import OPTIMIZERS
 from test_trainer import trainer
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters
 
@@ -80,9 +80,8 @@ def test_trainer_grows_a_frozen_base_and_resumes(tmp_path):
     losses = []
     for resumed in (None, str(tmp_path / "checkpoint-4")):
         model, before = frozen()
-        growth = GrowthCallback(CONFIG, steps=[2], batches=4)
         options = dict(save_strategy="steps", save_steps=4, weight_decay=0.1, lr_scheduler_type="cosine")
-        run = trainer(tmp_path, growth, model=model, **options)
+        run = trainer(tmp_path, dict(steps=[2]), model=model, **options)
         run.train(resume_from_checkpoint=resumed)
         losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
         assert_frozen(model, before)

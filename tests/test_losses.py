@@ -53,7 +53,7 @@ OPTIONS = {
 }
 
 
-def losses(model, folder, data_collator=None, compute_loss_func=None, callbacks=None, **options) -> list[float]:
+def losses(model, folder, data_collator=None, compute_loss_func=None, growth=None, **options) -> list[float]:
     """The losses of three steps, and of an evaluation after them."""
     set_seed(0)
     defaults = dict(max_steps=3, learning_rate=1e-2, per_device_train_batch_size=4, logging_steps=1)
@@ -65,8 +65,9 @@ def losses(model, folder, data_collator=None, compute_loss_func=None, callbacks=
         eval_dataset=Uneven(8),
         data_collator=data_collator,
         compute_loss_func=compute_loss_func,
-        callbacks=callbacks,
     )
+    if growth:
+        trainer.add_callback(growth(trainer))
     trainer.train()
     trained = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return [*trained, trainer.evaluate()["eval_loss"]]

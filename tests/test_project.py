@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 from conftest import ROOT, data_path
-from families import save_with_text
+from families import save_with_text, tokens
+from transformers import Trainer, TrainingArguments
 
 from hf_growattn import GrowthCallback
 
@@ -20,10 +21,13 @@ def test_the_readme_example_runs(tmp_path, monkeypatch):
     readme = (
         (ROOT / "README.md").read_text().replace("HuggingFaceTB/SmolLM2-135M", "model").replace("lr=2e-5", "lr=1e-3")
     )
-    namespace = {}
+    rows = [dict.fromkeys(("input_ids", "labels"), row) for row in tokens(40)]
+    arguments = TrainingArguments("trained", report_to="none", use_cpu=True)
+    namespace = {"Trainer": Trainer, "arguments": arguments, "rows": rows}
     for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
         exec(block, namespace)
-    assert namespace["report"].applied and isinstance(namespace["growth"], GrowthCallback)
+    assert namespace["report"].applied
+    assert isinstance(namespace["trainer"].callback_handler.callbacks[-1], GrowthCallback)
     batch = namespace["batches"][0]
     assert torch.equal(namespace["reloaded"].eval()(batch).logits, namespace["model"].eval()(batch).logits)
 

@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy
 import peft
 import pytest
 import torch
@@ -38,7 +37,6 @@ from hf_growattn.measure import functional as F
 from hf_growattn.measure.bottlenecks import KINDS
 from hf_growattn.model.configuration import register_type_names
 from hf_growattn.model.new_dims import in_order
-from hf_growattn.training.trainer import _random_states_kept
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 
@@ -178,15 +176,6 @@ def test_a_stock_model_is_stock_again_after_several_adapters():
     assert type(base) is kind and torch.equal(base(tokens()).logits, expected)
 
 
-def test_what_growth_draws_leaves_all_random_states():
-    torch.manual_seed(0), numpy.random.seed(0)
-    expected = torch.rand(2), numpy.random.rand(2)
-    torch.manual_seed(0), numpy.random.seed(0)
-    with _random_states_kept():
-        torch.rand(5), numpy.random.rand(5)
-    assert torch.equal(torch.rand(2), expected[0]) and (numpy.random.rand(2) == expected[1]).all()
-
-
 def test_one_process_of_several_prints(tmp_path, monkeypatch, capsys):
     build("llama-2").save_pretrained(tmp_path)
     for rank in "01":
@@ -212,7 +201,7 @@ def test_a_revision_is_that_of_config_model_and_tokenizer(tmp_path, monkeypatch)
     assert {(AutoConfig, "v2"), (AutoModelForCausalLM, "v2"), (AutoTokenizer, "v2")} <= {*asked}
 
 
-def test_each_growth_of_a_training_draws_rows_of_its_own(tmp_path, monkeypatch):
+def test_each_growth_of_a_training_reads_the_rows_before_it(tmp_path, monkeypatch):
     drawn, find = [], Grower.find
 
     def noting(self, batches):
@@ -221,9 +210,10 @@ def test_each_growth_of_a_training_draws_rows_of_its_own(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Grower, "find", noting)
     rows = [dict.fromkeys(("input_ids", "labels"), row) for row in tokens(40, 9, seed=3)]
-    options = TrainingArguments(tmp_path, max_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True)
-    growth = GrowthCallback(CONFIG, steps=[1, 2], batches=4)
-    Trainer(patch_model(build("llama-2")), options, train_dataset=rows, callbacks=[growth]).train()
+    options = TrainingArguments(tmp_path, max_steps=5, per_device_train_batch_size=2, report_to=[], use_cpu=True)
+    trainer = Trainer(patch_model(build("llama-2")), options, train_dataset=rows)
+    trainer.add_callback(GrowthCallback(trainer, CONFIG, steps=[2, 4], batches=2))
+    trainer.train()
     assert len(drawn) == 2 and drawn[0].shape == drawn[1].shape and not torch.equal(*drawn)
 
 

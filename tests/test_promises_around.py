@@ -33,7 +33,7 @@ from hf_growattn.training.finetuning import finetune
 from hf_growattn.training.methods import METHODS, prepare_model
 from hf_growattn.training.options import RaceOptions
 from hf_growattn.training.race import _Trainings, measure_rows
-from hf_growattn.training.trainer import loss_of
+from hf_growattn.training.schedule import Schedule
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 
@@ -83,14 +83,6 @@ def test_a_share_of_zero_out_of_reach_is_known():
 def test_a_card_lists_one_evaluation_once(tmp_path):
     write_card(patch_model(build("llama-2")), tmp_path, log_history=[{"step": 3, "eval_loss": 2.5}])
     assert (tmp_path / "README.md").read_text().count("| step 3 | 2.5000 |") == 1
-
-
-def test_the_loss_of_a_trainer_leaves_its_arguments(tmp_path):
-    options = TrainingArguments(tmp_path, report_to=[], use_cpu=True)
-    trainer = Trainer(patch_model(build("llama-2")), options)
-    assert options.average_tokens_across_devices
-    loss_of(trainer)(trainer.model, lm_batches(1)[0])
-    assert trainer.args.average_tokens_across_devices
 
 
 def test_inspection_knows_the_stock_width_of_either_kind():
@@ -185,8 +177,9 @@ def test_a_resumed_training_finds_its_last_checkpoint_itself(tmp_path):
     rows = [dict.fromkeys(("input_ids", "labels"), row) for row in tokens(40, 9, seed=3)]
     expected = None
     for latest in (None, True):
-        model, growth = patch_model(build("llama-2")), GrowthCallback(CONFIG, steps=[1], batches=4)
-        trainer = Trainer(model, options, train_dataset=rows, callbacks=[growth])
+        model = patch_model(build("llama-2"))
+        trainer = Trainer(model, options, train_dataset=rows)
+        trainer.add_callback(GrowthCallback(trainer, CONFIG, steps=[2], batches=2))
         trainer.train(resume_from_checkpoint=latest)
         state = model.state_dict()
         assert expected is None or all(torch.equal(state[name], expected[name]) for name in expected)
@@ -197,7 +190,7 @@ def test_a_resumed_training_finds_its_last_checkpoint_itself(tmp_path):
 
 def test_a_growth_that_added_nothing_is_not_listed(tmp_path, monkeypatch):
     monkeypatch.setattr(StepSearch, "run", lambda self, trial, spare=0: ([0.0] * len(trial.candidates), 9.0))
-    figures = finetune(recipe_of(tmp_path, "--growth_batches 4 --v-dims 2 --max_steps 2 --save_strategy no"))
+    figures = finetune(recipe_of(tmp_path, "--growth_batches 2 --v-dims 2 --max_steps 4 --save_strategy no"))
     assert len(figures["growths"]) == 1 and figures["grown_at"] == [] and "Nothing grew" in figures["summary"]
 
 
@@ -229,7 +222,7 @@ def test_an_export_of_what_is_not_finite_is_refused(tmp_path, monkeypatch):
 
 def test_a_plateau_is_a_loss_that_is_not_the_lowest():
     state = SimpleNamespace(global_step=9, max_steps=20, epoch=0.5)
-    growth = GrowthCallback(CONFIG, at="plateau")
+    schedule = Schedule(at="plateau")
     for losses, expected in (([3.0, 2.0, 1.9], False), ([2.0, 3.0, 2.5], True)):
         state.log_history = [{"step": step, "eval_loss": loss} for step, loss in enumerate(losses)]
-        assert growth.is_time(state) is expected
+        assert schedule.is_due(state) is expected

@@ -27,14 +27,14 @@ HEARD = "The grown model hears"
 
 
 def run(forks, recipe: str, folder, *options) -> str:
-    """Run a recipe for 30 steps on `model` and `data`; the held-out loss falls, and growth lowers it."""
+    """Run a recipe for 32 steps on `model` and `data`; the held-out loss falls, and growth lowers it."""
     places = ["--model", folder / "model", "--dataset", folder / "data", "--output", folder / "grown"]
     environment = dict(CUDA_VISIBLE_DEVICES="", HF_DATASETS_CACHE=str(folder / "cache"))
-    done = forks.run(f"scripts/recipes/{recipe}.py", *places, "--steps", 30, "--budget", 0.1, *options, **environment)
+    done = forks.run(f"scripts/recipes/{recipe}.py", *places, "--steps", 32, "--budget", 0.1, *options, **environment)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"'loss': '([\d.e-]+)'", done.stdout)]
     (held_out,) = re.findall(r"^Held-out loss: ([\d.]+)$", done.stdout, re.MULTILINE)
-    ((before, after),) = re.findall(r"^Step 15:\nLoss: ([\d.]+) -> ([\d.]+) ", done.stdout, re.MULTILINE)
+    ((before, after),) = re.findall(r"^Step 16:\nLoss: ([\d.]+) -> ([\d.]+) ", done.stdout, re.MULTILINE)
     assert losses[0] > float(before) > float(after) > float(held_out)
     return done.stdout
 

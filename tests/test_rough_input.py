@@ -26,7 +26,7 @@ def given(tmp_path_factory):
 
 
 def test_finetune_refuses_a_budget_that_buys_nothing_before_it_trains(given, tmp_path):
-    options = "--growth_batches 4 --max_steps 4 --max_length 16 --use_cpu".split()
+    options = "--growth_batches 4 --max_steps 8 --max_length 16 --use_cpu".split()
     done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", "--budget", "5", *options)
     assert f"5 weights buy nothing: one more dim of a layer costs {DIM:,}" in only_line(done)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -40,11 +40,10 @@ def test_a_grower_refuses_a_budget_that_buys_nothing():
 
 def test_a_callback_refuses_a_budget_that_buys_nothing_before_it_trains(tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in tokens(8)]
-    options = dict(output_dir=str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
-    callback = GrowthCallback(GrowthConfig(budget=5), steps=[1])
-    trainer = Trainer(
-        patch_model(build("llama-2")), TrainingArguments(**options), train_dataset=rows, callbacks=[callback]
-    )
+    options = dict(output_dir=str(tmp_path), max_steps=4, use_cpu=True, report_to="none", save_strategy="no")
+    options["per_device_train_batch_size"] = 2
+    trainer = Trainer(patch_model(build("llama-2")), TrainingArguments(**options), train_dataset=rows)
+    trainer.add_callback(GrowthCallback(trainer, GrowthConfig(budget=5), batches=2))
     with pytest.raises(ValueError, match="5 weights buy nothing"):
         trainer.train()
     assert trainer.state.global_step == 0

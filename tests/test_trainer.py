@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
+from hf_growattn.training.schedule import Schedule
 
 CONFIG = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4)
 
@@ -25,7 +26,8 @@ class Heard(TrainerCallback):
         self.logs.append((state.global_step, dict(logs)))
 
 
-def trainer(tmp_path, growth, model=None, data=None, optimizer=None, **arguments):
+def trainer(tmp_path, growth, model=None, data=None, optimizer=None, cls=Trainer, collate=None, **arguments):
+    """A Trainer of a few steps; `growth` are the arguments of its GrowthCallback, `run.growth`, if it has one."""
     defaults = dict(
         output_dir=str(tmp_path),
         max_steps=6,
@@ -39,14 +41,19 @@ def trainer(tmp_path, growth, model=None, data=None, optimizer=None, **arguments
         remove_unused_columns=False,
     )
     set_seed(0)
-    return Trainer(
+    run = cls(
         model or patch_model(build("llama-2")),
         TrainingArguments(**(defaults | arguments)),
         train_dataset=data if data is not None else Rows(24),
         eval_dataset=Rows(8),
-        callbacks=[growth, Heard()] if growth else [Heard()],
+        callbacks=[Heard()],
         optimizers=(optimizer, None),
+        data_collator=collate,
     )
+    if growth is not None:
+        run.growth = GrowthCallback(run, **{"config": CONFIG, "batches": 2} | growth)
+        run.add_callback(run.growth)
+    return run
 
 
 def grown_at(state) -> list[int]:
@@ -60,28 +67,29 @@ def grown_at(state) -> list[int]:
         (dict(steps=[2, 5]), {}, [2, 5]),
         (dict(steps=range(2, 6, 2)), {}, [2, 4]),
         (dict(at="epoch"), dict(max_steps=-1, num_train_epochs=3), [6, 12]),
-        (dict(steps=range(1, 6), max_growths=2), {}, [1, 2]),
+        (dict(steps=range(2, 6), max_growths=2), {}, [2, 3]),
     ],
 )
 def test_when_it_grows(tmp_path, when, options, expected):
-    growth = GrowthCallback(CONFIG, batches=4, **when)
-    run = trainer(tmp_path, growth, **options)
+    run = trainer(tmp_path, dict(batches=2) | when, **options)
     run.train()
-    assert grown_at(run.state) == expected and len(growth.reports) == len(expected)
+    reports = run.growth.reports
+    assert grown_at(run.state) == expected and len(reports) == len(expected)
     layer = attentions(run.model)[0]
-    assert layer.width_of("query") == layer.width_of("value") == 16 + sum(report.applied for report in growth.reports)
+    assert layer.width_of("query") == layer.width_of("value") == 16 + sum(report.applied for report in reports)
 
 
 def test_a_plateau_of_the_evaluation_loss(tmp_path):
-    growth = GrowthCallback(CONFIG, at="plateau", batches=4)
-    run = trainer(tmp_path, growth, max_steps=12, learning_rate=0.0, eval_strategy="steps", eval_steps=2)
+    run = trainer(
+        tmp_path, dict(at="plateau", batches=4), max_steps=12, learning_rate=0.0, eval_strategy="steps", eval_steps=2
+    )
     run.train()
     assert grown_at(run.state)[0] == 5  # the second evaluation, after step 4, is no better than the first
     assert all(later - earlier >= 4 for earlier, later in itertools.pairwise(grown_at(run.state)))  # two new ones first
 
 
 def test_trackers_hear_the_losses_of_a_growth(tmp_path):
-    run = trainer(tmp_path, GrowthCallback(CONFIG, steps=[3], batches=4))
+    run = trainer(tmp_path, dict(steps=[3]))
     run.train()
     heard = next(callback for callback in run.callback_handler.callbacks if isinstance(callback, Heard)).logs
     (logs,) = [logs for step, logs in heard if "growth_loss_after" in logs]
@@ -89,24 +97,33 @@ def test_trackers_hear_the_losses_of_a_growth(tmp_path):
     assert [step for step, logs in heard if "loss" in logs] == [1, 2, 3, 4, 5, 6]  # none of the usual ones is lost
 
 
+class Read(Rows):
+    """Rows that know which of them were read, in which order."""
+
+    def __getitem__(self, row):
+        self.read = [*getattr(self, "read", []), row]
+        return super().__getitem__(row)
+
+
+class Noting(Trainer):
+    """Notes what it trains on, and draws a number at random for each batch."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.trained = [*getattr(self, "trained", []), (inputs["input_ids"].clone(), torch.rand(1))]
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
 def test_the_training_data_and_random_states_stay_as_they_are(tmp_path):
     """The losses up to the growth and the batches after it are those of a training without one."""
-    seen = {}
-    for name, growth in (("with", GrowthCallback(CONFIG, steps=[3], batches=4)), ("without", None)):
-        batches = []
-
-        def collate(rows, batches=batches):
-            batches.append((torch.stack([row["input_ids"] for row in rows]), torch.rand(1)))
-            return {"input_ids": batches[-1][0], "labels": batches[-1][0]}
-
-        run = trainer(tmp_path, growth)
-        run.data_collator = collate
-        run.train()
-        seen[name] = batches, [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-    (with_growth, losses), (without, plain) = seen["with"], seen["without"]
-    kept = [pair for pair in with_growth if any(all(map(torch.equal, pair, other)) for other in without)]
-    assert len(with_growth) == len(without) + 2 + 4 and len(kept) == len(without)  # two to check before it begins
-    assert all(torch.equal(one[0], other[0]) for one, other in zip(kept, without))
+    runs = []
+    for growth in (dict(steps=[3]), None):
+        runs.append(trainer(tmp_path, growth, data=Read(24), cls=Noting))
+        runs[-1].train()
+    with_growth, without = runs
+    assert with_growth.train_dataset.read == without.train_dataset.read  # nothing was read for the growth
+    for one, other in zip(with_growth.trained, without.trained, strict=True):
+        assert all(map(torch.equal, one, other))
+    losses, plain = ([entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in runs)
     assert losses[:3] == plain[:3] and losses[3:] != plain[3:]
 
 
@@ -118,7 +135,7 @@ def test_streamed_data(when, expected, tmp_path):
         def __iter__(self):
             return iter(Rows(12))
 
-    run = trainer(tmp_path, GrowthCallback(CONFIG, batches=2, **when), data=Stream())
+    run = trainer(tmp_path, when, data=Stream())
     run.train()
     assert grown_at(run.state) == expected
 
@@ -127,8 +144,7 @@ def test_a_prebuilt_optimizer_follows_a_resumed_checkpoint(tmp_path):
     for resumed in (None, str(tmp_path / "checkpoint-4")):
         model = patch_model(build("llama-2"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        growth = GrowthCallback(CONFIG, steps=[2], batches=4)
-        run = trainer(tmp_path, growth, model=model, optimizer=optimizer, save_strategy="steps", save_steps=4)
+        run = trainer(tmp_path, dict(steps=[2]), model, optimizer=optimizer, save_strategy="steps", save_steps=4)
         run.train(resume_from_checkpoint=resumed)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert held == {id(p) for p in model.parameters()}
@@ -146,10 +162,7 @@ def test_lora_is_resumed_with_the_growth_of_its_base(tmp_path):
 
     options = dict(save_strategy="steps", save_steps=4)
     run, again = (
-        trainer(
-            tmp_path, GrowthCallback(CONFIG, steps=[2], batches=4), adapted(patch_model(build("llama-2"))), **options
-        )
-        for _ in range(2)
+        trainer(tmp_path, dict(steps=[2]), adapted(patch_model(build("llama-2"))), **options) for _ in range(2)
     )
     run.train()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -158,18 +171,16 @@ def test_lora_is_resumed_with_the_growth_of_its_base(tmp_path):
     assert losses == unbroken
 
 
-def test_a_plateau_of_several_evaluation_sets_is_that_of_the_first(tmp_path):
-    callback = GrowthCallback(CONFIG, at="plateau")
-    state = trainer(tmp_path, callback).state
-    state.max_steps = 9
-    assert not callback.is_time(state)
+def test_a_plateau_of_several_evaluation_sets_is_that_of_the_first():
+    schedule, state = Schedule(at="plateau"), TrainerState(max_steps=9)
+    assert not schedule.is_due(state)
     for step, first, second, due in ((1, 3.0, 9.0, False), (2, 2.0, 9.5, False), (3, 2.5, 8.0, True)):
         state.log_history += [{"step": step, "eval_a_loss": first}, {"step": step, "eval_b_loss": second}]
-        assert callback.is_time(state) == due
+        assert schedule.is_due(state) == due
 
 
 def test_never_firing_is_said_at_the_end(tmp_path):
-    run = trainer(tmp_path, GrowthCallback(CONFIG, at="plateau"), eval_strategy="steps", eval_steps=2)
+    run = trainer(tmp_path, dict(at="plateau"), eval_strategy="steps", eval_steps=2)
     with pytest.warns(UserWarning, match="never fired"):
         run.train()
 
@@ -180,24 +191,42 @@ def test_never_firing_is_said_at_the_end(tmp_path):
         (dict(steps=[2], at="epoch"), "one of steps"),
         (dict(at="noon"), "'middle', 'epoch', 'plateau'"),
         (dict(max_growths=0), "max_growths must be"),
-        (dict(steps=[2], batches=0), "batches must be"),
+        (dict(steps=[2], batches=1), "batches must be a whole number, at least 2"),
+        (dict(steps=[2, 0]), r"steps\[1\] must be"),
     ],
 )
-def test_bad_settings_are_refused(when, message):
+def test_bad_settings_are_refused(tmp_path, when, message):
     with pytest.raises(ValueError, match=message):
-        GrowthCallback(CONFIG, **when)
+        trainer(tmp_path, when)
+
+
+def test_without_a_trainer_the_error_shows_the_line_to_write():
+    line = r"trainer\.add_callback\(GrowthCallback\(trainer, GrowthConfig\(budget=0\.02\)\)\)"
+    with pytest.raises(TypeError, match=line):
+        GrowthCallback(CONFIG, steps=[500])
+
+
+def test_a_callback_of_another_trainer_and_a_second_one_are_refused(tmp_path):
+    run, other = (trainer(tmp_path, growth) for growth in (dict(steps=[2]), None))
+    other.add_callback(run.growth)
+    with pytest.raises(ValueError, match="made for another trainer"):
+        other.train()
+    run.add_callback(GrowthCallback(run, CONFIG, steps=[4]))
+    with pytest.raises(ValueError, match="one GrowthCallback"):
+        run.train()
 
 
 @pytest.mark.parametrize(
     "when, model, message",
     [
-        (dict(steps=[6]), None, "ends at step 6"),
+        (dict(steps=[6]), None, "set for step 6, but training ends at step 6"),
+        (dict(batches=6), None, "last 6 batches, which are seen after step 6 at the earliest"),
         (dict(at="plateau"), None, "eval_strategy"),
         (dict(steps=[2]), "stock", "call patch_model"),
     ],
 )
 def test_what_cannot_work_is_refused_when_training_starts(tmp_path, when, model, message):
-    run = trainer(tmp_path, GrowthCallback(CONFIG, **when), model=model and build("llama-2"))
+    run = trainer(tmp_path, when, model=model and build("llama-2"))
     with pytest.raises(ValueError, match=message):
         run.train()
     assert run.state.global_step == 0
@@ -209,7 +238,6 @@ def test_trls_trainer(tmp_path):
     from datasets import Dataset
 
     texts = [" ".join(f"w{2 + (start + 5 * place) % 90}" for place in range(12)) for start in range(24)]
-    growth = GrowthCallback(CONFIG, steps=[3], batches=4)
     arguments = trl.SFTConfig(
         output_dir=str(tmp_path),
         max_steps=5,
@@ -226,26 +254,18 @@ def test_trls_trainer(tmp_path):
         args=arguments,
         train_dataset=Dataset.from_dict({"text": texts}),
         processing_class=word_tokenizer(),
-        callbacks=[growth],
     )
+    growth = GrowthCallback(run, CONFIG, steps=[3], batches=3)
+    run.add_callback(growth)
     run.train()
     assert grown_at(run.state) == [3] and growth.reports[0].applied
 
 
-def test_a_callback_may_serve_one_trainer_after_the_other(tmp_path):
-    growth = GrowthCallback(CONFIG, steps=[2], batches=4)
-    runs = [trainer(tmp_path, growth) for _ in range(2)]
-    for run in runs:
-        run.train()
-        assert grown_at(run.state) == [2] and attentions(run.model)[0].width_of("query") == 17
-    assert len(growth.reports) == 2
-
-
 def test_an_evaluation_at_the_step_of_a_growth_came_before_it():
     """On a plateau growth waits for two evaluations of the grown model."""
-    growth, state = GrowthCallback(CONFIG, at="plateau"), TrainerState(max_steps=20)
+    schedule, state = Schedule(at="plateau"), TrainerState(max_steps=20)
     state.log_history = [{"step": 4, "eval_loss": 1.0}, {"step": 4, "growth_added_parameters": 8}]
     for step, due in ((6, False), (8, True)):
         state.log_history.append({"step": step, "eval_loss": 1.0})
         state.global_step = step
-        assert growth.is_time(state) == due
+        assert schedule.is_due(state) == due

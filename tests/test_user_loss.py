@@ -7,8 +7,6 @@ import pytest
 import torch
 from families import build, lm_batches
 from test_growth import fingerprint, same
-from test_losses import Uneven
-from torch.utils.data import ConcatDataset
 from user_losses import (
     CONFIG,
     ROUNDING,
@@ -75,34 +73,20 @@ def test_what_the_loss_trains_beside_the_model_keeps_its_gradients():
 
 
 def test_a_reference_that_would_grow_too_is_refused(tmp_path):
-    trainer = preferring(tmp_path, lora(patch_model(build("llama-2"))), Witness())
+    trainer = preferring(tmp_path, lora(patch_model(build("llama-2"))))
+    trainer.add_callback(Witness(trainer))
     with pytest.raises(ValueError, match=r"compares the model with itself.*precompute_ref_log_probs=True"):
         trainer.train()
-    assert trainer.state.global_step == 0  # before hours of training
+    assert trainer.state.global_step == 2  # before hours of training
 
 
-def test_batches_that_come_to_be_in_training_are_refused(tmp_path):
-    trainer = plain(tmp_path, patch_model(build("llama-2")), Witness())
+def test_batches_that_come_to_be_in_training_are_grown_on(tmp_path):
+    trainer = plain(tmp_path, patch_model(build("llama-2")))
     trainer.data_collator = lambda rows: rows
     trainer._prepare_inputs = lambda rows: torch.utils.data.default_collate(rows)
-    with pytest.raises(ValueError, match="Trainer makes its batches while it trains"):
-        trainer.train()
-
-
-class Marked(Uneven):
-    """Rows that begin with a word of their own."""
-
-    def __getitem__(self, row: int) -> dict:
-        return {"input_ids": torch.cat((torch.tensor([96]), self.ids[row, 1:])), "labels": self.ids[row]}
-
-
-def test_a_batch_is_of_one_of_the_data_sets_that_were_concatenated(tmp_path):
-    growth = Witness()
-    trainer = plain(tmp_path, patch_model(build("llama-2")), growth)
-    trainer.train_dataset = ConcatDataset([Uneven(30), Marked(20)])
+    trainer.add_callback(growth := Witness(trainer))
     trainer.train()
-    marks = [batch["input_ids"][:, 0].eq(96).float().mean().item() for batch in growth.drawn]
-    assert set(marks) == {0.0, 1.0}
+    assert growth.reports[0].loss_before == pytest.approx(growth.expected, rel=ROUNDING)
 
 
 def test_guided_starts_take_a_loss_too():

@@ -45,11 +45,12 @@ def test_it_is_trained_with_images_and_grown_and_reloaded(name, tmp_path):
     before = logits(model, name)
     assert torch.equal(logits(patch_model(model), name), before)
     arguments = TrainingArguments(
-        str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=1, learning_rate=1e-3, report_to=[]
+        str(tmp_path / "run"), max_steps=10, per_device_train_batch_size=1, learning_rate=1e-3, report_to=[]
     )
-    rows = [batch(name, seed=seed) for seed in range(4)]
-    callback = GrowthCallback(GROWTH, steps=[2])
-    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=lambda given: given[0], callbacks=[callback])
+    rows = [batch(name, seed=seed % 4) for seed in range(8)]
+    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=lambda given: given[0])
+    callback = GrowthCallback(trainer, GROWTH, steps=[8], batches=8)
+    trainer.add_callback(callback)
     trainer.train()
     assert [report.applied for report in callback.reports] == [True]
     wide = {attention.name for attention in attentions(model) if attention.growths}

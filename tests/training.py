@@ -32,7 +32,7 @@ from transformers import (
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, load_growth, patch_model, save_growth
 from hf_growattn.growable.growths import is_grown
 
-STEPS, GROWTHS, ACCUMULATION, BATCH, GROWTH_BATCHES = 12, (4, 8), 2, 8, 6
+STEPS, GROWTHS, ACCUMULATION, BATCH, GROWTH_BATCHES = 12, (4, 8), 2, 8, 3
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 
 
@@ -167,13 +167,14 @@ def with_trainer(output: Path, resume: Path | None, die_at: int | None, dtype=to
         disable_tqdm=True,
         **({"fsdp": True, "fsdp_config": {"state_dict_type": fsdp}} if fsdp else {}),
     )
-    growth = GrowthCallback(CONFIG, steps=GROWTHS, batches=GROWTH_BATCHES)
     trainer = Trainer(
         patch_model(build("llama-2", dtype=dtype)),
         arguments,
-        train_dataset=Rows(120),
-        callbacks=[growth, _Die(die_at), _Sums()],
+        train_dataset=Rows(128),
+        callbacks=[_Die(die_at), _Sums()],
     )
+    # No more batches than are trained on between a checkpoint before a growth and the growth: resumed runs see those.
+    trainer.add_callback(GrowthCallback(trainer, CONFIG, steps=GROWTHS, batches=GROWTH_BATCHES))
     trainer.train(resume_from_checkpoint=resume and str(resume))
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     return losses, trainer.model, trainer.optimizer.optimizer

@@ -25,37 +25,33 @@ from hf_growattn.growable.attention import attentions
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 ROUNDING = 2e-6  # of the loss: fp32, whose sums run over other batch sizes or in another order
 QUIET = dict(
-    max_steps=4, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=3, use_cpu=True, report_to="none",
+    max_steps=6, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=3, use_cpu=True, report_to="none",
     disable_tqdm=True, save_strategy="no",
 )  # fmt: skip
 
 
 class Witness(GrowthCallback):
-    """Grows after step 2, and asks the trainer itself for the loss of the batches, and for what it notes."""
+    """Grows after step 4, and asks the trainer itself for the loss of the batches, and for what it notes."""
 
-    def __init__(self):
-        super().__init__(CONFIG, steps=[2], batches=6)
-
-    def _growth_batches(self, args, state, count):
-        trainer, batches = self._trainer, super()._growth_batches(args, state, count)
-        self.drawn = batches
-        own, trained = {name: vars(trainer)[name] for name in notes(trainer)}, trainer.model.training
-        vars(trainer).update(notes(trainer))  # the test's own loss leaves no trace either
-        trainer.model.eval()
-        losses = []
-        for batch in batches:
-            items = (batch["labels"][:, 1:] != -100).sum() if trainer.compute_loss_func else None
-            with torch.no_grad():
-                losses.append(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items).item())
-        trainer.model.train(trained)
-        vars(trainer).update(own)
-        self.expected = over_ranks(mean(losses))
-        return batches
+    def __init__(self, trainer):
+        super().__init__(trainer, CONFIG, steps=[4], batches=4)
 
     def on_step_end(self, args, state, control, **kwargs):
-        before = notes(self._trainer)
+        trainer, before = self.trainer, notes(self.trainer)
+        if state.global_step == 4 and not self.reports:
+            own, trained = dict(vars(trainer)), trainer.model.training
+            vars(trainer).update(notes(trainer))  # the test's own loss leaves no trace either
+            trainer.model.eval()
+            losses = []
+            for batch in list(self._recording.inputs):
+                items = (batch["labels"][:, 1:] != -100).sum() if trainer.compute_loss_func else None
+                with torch.no_grad():
+                    losses.append(trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=items).item())
+            trainer.model.train(trained)
+            vars(trainer).update(own)
+            self.expected = over_ranks(mean(losses))
         super().on_step_end(args, state, control, **kwargs)
-        assert notes(self._trainer) == before
+        assert notes(trainer) == before
 
 
 def over_ranks(number: float) -> float:
@@ -89,29 +85,29 @@ class Overridden(Trainer):
         return (first.loss + second.loss, first) if return_outputs else first.loss + second.loss
 
 
-def plain(folder, model, growth, cls=Trainer, compute_loss_func=None, **options):
+def plain(folder, model, cls=Trainer, compute_loss_func=None, **options):
     arguments = TrainingArguments(str(folder), **(QUIET | options))
     return cls(
-        model, arguments, train_dataset=Uneven(48), compute_loss_func=compute_loss_func, callbacks=[growth],
+        model, arguments, train_dataset=Uneven(48), compute_loss_func=compute_loss_func,
     )  # fmt: skip
 
 
-def preferring(folder, model, growth, reference=None, **options):
+def preferring(folder, model, reference=None, **options):
     trl = pytest.importorskip("trl")
     arguments = trl.DPOConfig(str(folder), bf16=False, **(QUIET | options))
     return trl.DPOTrainer(
-        model, reference, arguments, train_dataset=preferences(), processing_class=word_tokenizer(), callbacks=[growth],
+        model, reference, arguments, train_dataset=preferences(), processing_class=word_tokenizer(),
     )  # fmt: skip
 
 
-def rewarding(folder, model, growth):
+def rewarding(folder, model):
     trl = pytest.importorskip("trl")
     config = VARIANTS["llama-2"]()
     config.num_labels = 1
     model = patch_model(AutoModelForSequenceClassification.from_config(config))
     arguments = trl.RewardConfig(str(folder), bf16=False, **QUIET)
     return trl.RewardTrainer(
-        model, arguments, train_dataset=preferences(), processing_class=word_tokenizer(), callbacks=[growth],
+        model, arguments, train_dataset=preferences(), processing_class=word_tokenizer(),
     )  # fmt: skip
 
 
@@ -124,7 +120,7 @@ def save_encoder(folder: Path) -> Path:
     return source
 
 
-def embedding(folder, model, growth, loss="MultipleNegativesRankingLoss", **options):
+def embedding(folder, model, loss="MultipleNegativesRankingLoss", **options):
     st = pytest.importorskip("sentence_transformers")
     from datasets import Dataset
     from sentence_transformers.sentence_transformer import losses, modules
@@ -136,7 +132,7 @@ def embedding(folder, model, growth, loss="MultipleNegativesRankingLoss", **opti
     loss = getattr(losses, loss)(outer, scale=5.0, **options)
     arguments = st.SentenceTransformerTrainingArguments(str(folder), **(QUIET | dict(per_device_train_batch_size=8)))
     return st.SentenceTransformerTrainer(
-        outer, arguments, train_dataset=Dataset.from_list(rows), loss=loss, callbacks=[growth],
+        outer, arguments, train_dataset=Dataset.from_list(rows), loss=loss,
     )  # fmt: skip
 
 
@@ -153,11 +149,9 @@ TRAINERS = {
     "an override": lambda *given: plain(*given, cls=Overridden),
     "checkpointing": lambda *given: plain(*given, cls=Overridden, gradient_checkpointing=True),
     "bf16": lambda *given: plain(*given, label_smoothing_factor=0.1, bf16=True),
-    "LoRA": lambda folder, model, growth: plain(folder, lora(model), growth, label_smoothing_factor=0.1),
-    "preferences": lambda folder, model, growth: preferring(folder, model, growth, copy.deepcopy(model)),
-    "preferences, LoRA": lambda folder, model, growth: preferring(
-        folder, lora(model), growth, precompute_ref_log_probs=True
-    ),
+    "LoRA": lambda folder, model: plain(folder, lora(model), label_smoothing_factor=0.1),
+    "preferences": lambda folder, model: preferring(folder, model, copy.deepcopy(model)),
+    "preferences, LoRA": lambda folder, model: preferring(folder, lora(model), precompute_ref_log_probs=True),
     "rewards": rewarding,
     "sentences": embedding,
     "sentences, gradient-cached": lambda *given: embedding(
@@ -169,8 +163,9 @@ TRAINERS = {
 def trains_down(folder, make) -> None:
     """Train by a trainer, and check the growth on the way."""
     set_seed(0)
-    growth = Witness()
-    trainer = make(folder, patch_model(build("llama-2")), growth)
+    trainer = make(folder, patch_model(build("llama-2")))
+    growth = Witness(trainer)
+    trainer.add_callback(growth)
     trainer.train()
     (report,) = growth.reports
     assert report.loss_before == pytest.approx(growth.expected, rel=ROUNDING)

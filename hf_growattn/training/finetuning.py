@@ -16,25 +16,27 @@ from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
 from ..grow.growth import Grower
+from ..grow.plan import layers_to_grow
 from ..growable.growths import GROWTH, is_grown, load_growth
 from ..growable.models import patch_model, unpatch_model
 from ..interop.cards import write_card
 from ..interop.checkpoints import load_config, load_model, load_tokenizer
 from ..report.report import GrowthReport
 from . import methods
+from .callback import GrowthCallback
 from .comparison import Race
 from .data import Prepared, first_rows, load_data, prepare_rows
 from .options import UsageError
 from .race import run_race
 from .recipe import Recipe
-from .trainer import GrowthCallback
+from .schedule import Schedule
 
 _SPARE = 16  # times the rows to measure on: packing leaves fewer rows than it gets
 _AT_START = ("method", "budget", "growth_batches")  # options of a growth before the training
 
 
-def make_callback(recipe: Recipe) -> GrowthCallback | None:
-    """What grows during a fine-tuning, if anything does; nothing is loaded."""
+def make_schedule(recipe: Recipe) -> Schedule | None:
+    """When a fine-tuning grows, if it does; nothing is loaded."""
     options = recipe.growth
     if options.method != "full":
         others = [item for item in fields(options) if item.name not in _AT_START]
@@ -47,13 +49,8 @@ def make_callback(recipe: Recipe) -> GrowthCallback | None:
         return None
     if options.max_growths == 0:
         return None
-    return GrowthCallback(
-        recipe.growth_config(),
-        at=options.grow_at,
-        steps=options.grow_steps,
-        batches=options.growth_batches,
-        max_growths=options.max_growths,
-    )
+    recipe.growth_config()  # which refuses what cannot be grown
+    return Schedule(options.grow_at, options.grow_steps, options.growth_batches, options.max_growths)
 
 
 def read_rows(recipe: Recipe, count: int | None = None) -> tuple[Prepared, PreTrainedConfig]:
@@ -121,7 +118,7 @@ def race_recipe(recipe: Recipe) -> Race:
 
 def finetune(recipe: Recipe) -> dict:
     """Train and save a recipe's model; returns figures for JSON, with a `summary` in words."""
-    growth = make_callback(recipe)
+    schedule = make_schedule(recipe)
     training, method = recipe.training, methods.METHODS.get(recipe.growth.method)
     rows, config = read_rows(recipe)
     width = config.get_text_config().hidden_size
@@ -131,10 +128,14 @@ def finetune(recipe: Recipe) -> dict:
     report = None
     if method:
         model, report = _prepare_start(recipe, method, model, rows)
+    if schedule:
+        layers_to_grow(model, recipe.growth_config())  # which refuses a budget that buys nothing, before TRL begins
     quantized = methods.is_quantized(model)
     share = method.grown_share(width) if method else 1.0
-    options = {"peft_config": get_peft_config(recipe.model), "callbacks": [growth] if growth else []}
-    trainer = methods.make_trainer(model, rows, share, **options)
+    trainer = methods.make_trainer(model, rows, share, peft_config=get_peft_config(recipe.model))
+    growth = GrowthCallback(trainer, recipe.growth_config(), **vars(schedule)) if schedule else None
+    if growth:
+        trainer.add_callback(growth)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     history = trainer.state.log_history
     if trainer.state.global_step not in [entry["step"] for entry in history if "eval_loss" in entry]:

@@ -19,7 +19,7 @@ from ..growable.projections import keep_unpacked
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
 from ..report.report import GrowthReport
 from .data import Prepared, without_training
-from .trainer import loss_of
+from .recording import loss_of
 
 RATES = (0.5, 1.5)  # learning rates that a race tries, times `hidden_size`: wider models take smaller steps
 

@@ -69,8 +69,8 @@ options = Seq2SeqTrainingArguments(
     remove_unused_columns=False,  # the collator reads them
     report_to="none",
 )
-growth = GrowthCallback(GrowthConfig(budget=arguments.budget))
-trainer = Seq2SeqTrainer(model, options, collate, rows["train"], rows["test"], processor, callbacks=[growth])
+trainer = Seq2SeqTrainer(model, options, collate, rows["train"], rows["test"], processor)
+trainer.add_callback(GrowthCallback(trainer, GrowthConfig(budget=arguments.budget)))
 trainer.train()
 print(f"Held-out loss: {trainer.evaluate()['eval_loss']:.4f}")
 trainer.save_model()  # with the processor
