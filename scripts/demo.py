@@ -142,7 +142,7 @@ def add_width(model: Matcher, batches: list) -> GrowthReport:
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     budget = RANK * sum(module.in_features + module.out_features for module in linear)
     at_ends = sum(module.in_features + module.out_features for module in (model.read_in, model.classifier))
-    config = GrowthConfig(budget=budget - RANK * at_ends, kinds=["patterns"], old_dims_train=False)
+    config = GrowthConfig(budget=budget - RANK * at_ends, kinds=["qk"], old_dims_train=False)
     report = Grower(model, config, loss=loss_of).grow(batches[:8])
     grown = [weight for weight in model.parameters() if weight.requires_grad]
     inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=ENDS), model)

@@ -138,8 +138,8 @@ print(f"{type(model).__name__} computes the same as before, to the bit: {same}."
 # %%
 for view in attention_views(model):
     ranks = {
-        "patterns": [view.pattern(head).effective_rank.item() for head in range(view.heads)],
-        "messages": [view.message(head).effective_rank.item() for head in range(view.heads)],
+        "qk": [view.pattern(head).effective_rank.item() for head in range(view.heads)],
+        "v": [view.message(head).effective_rank.item() for head in range(view.heads)],
     }
     used = ", ".join(f"{kind} {sum(found) / len(found):.1f}" for kind, found in ranks.items())
     print(f"Layer {view.layer}, effective ranks of {view.heads} heads 4 wide, on average: {used}.")
@@ -191,7 +191,7 @@ print(f"What grew and why: {output / 'growth.html'} and {output / 'growth.png'}.
 # growth. See the bars on the right, which only the present one has: they are what the new dims add.
 
 # %%
-grown_most = max((layer for layer in report.layers if layer.kind == "patterns"), key=lambda layer: layer.width[1]).layer
+grown_most = max((layer for layer in report.layers if layer.kind == "qk"), key=lambda layer: layer.width[1]).layer
 narrow = AutoModelForCausalLM.from_pretrained(output / "base").eval()  # as it was before any growth
 figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
 for name, shown, place in (("before", narrow, -0.2), ("now", model, 0.2)):

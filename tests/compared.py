@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_growattn import Grower, GrowthConfig
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, Bottleneck, compute_moments
+from hf_growattn.measure.bottlenecks import V, QK, Bottleneck, compute_moments
 from hf_growattn.measure.directions import Directions, beyond_old_dims, shares, sketched_directions, whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 
@@ -22,7 +22,7 @@ ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
 def sketched(model, batches, dims):
     """The directions of every layer and kind, as `Grower` measures them."""
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches, 0.05)
         return sketched_directions(Objective(model), bottlenecks, halves_of(batches), dims, oversampling=8, seed=0)
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.bottlenecks import V, QK, compute_moments
 from hf_growattn.measure.directions import sketched_directions
 from hf_growattn.measure.passes import Objective, evaluation_mode
 
@@ -42,7 +42,7 @@ with profile(profile_memory=True) as allocations:  # what the process keeps of f
     else:
         objective = Objective(model)
         with evaluation_mode(model):
-            bottlenecks, _ = compute_moments(objective, attentions(model), [PATTERNS, MESSAGES], [batch], ridge=0.05)
+            bottlenecks, _ = compute_moments(objective, attentions(model), [QK, V], [batch], ridge=0.05)
             sketched_directions(objective, bottlenecks, ([batch], [batch]), dims=8, oversampling=8, seed=0)
 sizes = [event.nbytes() for event in allocations.kineto_results.events() if event.name() == "[memory]"]
 print(json.dumps({"work": max(accumulate(sizes)), "square": BATCH * HEADS * TOKENS**2 * 4}))

@@ -61,7 +61,7 @@ def test_inspect_counts_the_directions_of_each_head(tmp_path):
     figures = json.loads(call("inspect", tmp_path, "--json").out)
     assert (figures["family"], figures["grown"], len(figures["layers"])) == ("gpt2", False, 2)
     assert figures["layers"][0]["stock_widths"] == [16, 16]
-    patterns = figures["layers"][1]["patterns"]
+    patterns = figures["layers"][1]["qk"]
     assert patterns["width"] == 16 and patterns["effective_rank"][2] == pytest.approx(1, abs=1e-3)  # fp32 rounding
     assert min(patterns["effective_rank"][:2]) > 5
     table = call("inspect", tmp_path).out
@@ -97,7 +97,7 @@ def test_finetune_leaves_a_model_that_loads(given, grown):
     assert {"model.safetensors", "tokenizer.json", "README.md"} <= {path.name for path in grown.iterdir()}
     assert [path.name for path in grown.parent.iterdir()] == ["out"]
     figures = json.loads(call("inspect", grown, "--json").out)
-    widths = [layer[kind]["width"] for layer in figures["layers"] for kind in ("patterns", "messages")]
+    widths = [layer[kind]["width"] for layer in figures["layers"] for kind in ("qk", "v")]
     assert figures["grown"] and max(widths) > 16
 
 
@@ -126,7 +126,7 @@ def test_finetune_prints_its_summary_and_json(given, tmp_path):
     assert done.code == 0, done
     assert str(tmp_path / "out") in json.loads(done.out)["summary"]
     figures = json.loads(call("inspect", tmp_path / "out", "--json").out)
-    assert {layer["messages"]["width"] for layer in figures["layers"]} == {20}
+    assert {layer["v"]["width"] for layer in figures["layers"]} == {20}
     assert call(*words).code == 2  # the folder is full
 
 
@@ -298,7 +298,7 @@ def test_inspect_tells_both_widths_apart():
     for attention in attentions(model):
         add_dims(attention, 3, 1)
     for layer in inspect_model(model)["layers"]:
-        assert (layer["patterns"]["width"], layer["messages"]["width"]) == (19, 17)
+        assert (layer["qk"]["width"], layer["v"]["width"]) == (19, 17)
 
 
 def test_the_seed_of_a_training_is_that_of_its_growth():

@@ -14,7 +14,7 @@ from hf_growattn.grow.trial import Candidate, StepSearch, Trial
 from hf_growattn.growable import growths
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.growable.growths import cache_bytes, extra_parameters
-from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.bottlenecks import V, QK, compute_moments
 from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss, mean_over_ranks
@@ -62,7 +62,7 @@ def loss_of(model, batches) -> float:
         return mean_loss(Objective(model), batches)
 
 
-def everything(model, batches, kinds=(PATTERNS, MESSAGES), dims=4):
+def everything(model, batches, kinds=(QK, V), dims=4):
     """A trial of the best directions, held or not, and the loss without them."""
     objective = Objective(model)
     with evaluation_mode(model):
@@ -71,9 +71,7 @@ def everything(model, batches, kinds=(PATTERNS, MESSAGES), dims=4):
     return Trial([Candidate(found, dims, torch.ones(dims)) for found in directions]), mean_over_ranks(losses)
 
 
-@pytest.mark.parametrize(
-    "kinds", [(PATTERNS,), (MESSAGES,), (PATTERNS, MESSAGES)], ids=lambda k: k[-1].name + str(len(k))
-)
+@pytest.mark.parametrize("kinds", [(QK,), (V,), (QK, V)], ids=lambda k: k[-1].name + str(len(k)))
 @pytest.mark.parametrize("variant", ["llama-2", "llama-5-bias", "gpt2-2"])
 def test_first_order_is_right_in_fp64(variant, kinds):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches()
@@ -191,12 +189,12 @@ class _Curve:
 def test_no_grid_ends_the_search():
     """Steps of 1e-9 and of 1e9 are found alike: the search has no ends, only a curve that turns."""
     for best in (1e-9, 1e-3, 1.0, 1e9):
-        (step,), loss = _Curve([best], [PATTERNS]).search(2.0)
+        (step,), loss = _Curve([best], [QK]).search(2.0)
         assert step == pytest.approx(best, rel=0.3) and loss < 1.1
 
 
 def test_each_kind_finds_its_own_step():
-    best, kinds = [1.0, 2.0, 3e-4, 6e-4], [PATTERNS, PATTERNS, MESSAGES, MESSAGES]
+    best, kinds = [1.0, 2.0, 3e-4, 6e-4], [QK, QK, V, V]
     steps, _ = _Curve(best, kinds).search(5.0)
     assert steps[0] == steps[1] and steps[2] == steps[3] and steps[0] == pytest.approx(1.2, rel=0.5)
     assert steps[2] == pytest.approx(3.6e-4, rel=0.5)

@@ -99,7 +99,7 @@ def test_cross_attention_is_measured_by_both_of_its_inputs():
     model(**given[0])
     hook.remove()
     with preserved_state(model, []):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [KINDS["patterns"]], given[:1], 1e-9)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [KINDS["qk"]], given[:1], 1e-9)
     (bottleneck,) = (bottleneck for bottleneck in bottlenecks if bottleneck.attention is crossing)
     kept = given[0]["attention_mask"].bool()
     sides = {

@@ -12,7 +12,7 @@ from hf_growattn.grow.old_dims import tangent_steps, with_old_steps
 from hf_growattn.grow.trial import Candidate, Trial, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.bottlenecks import V, QK, compute_moments
 from hf_growattn.measure.directions import whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of, mean_loss
 
@@ -96,9 +96,7 @@ def test_where_no_dims_join_old_weights_are_not_refactored_and_keep_their_optimi
     model(**batches[0]).loss.backward()
     optimizer.step()
     report = grow(model, batches, optimizer, budget=0.1, method="refactor", max_v_head_dim=STOCK)
-    assert report.added_parameters and {layer.width[1] for layer in report.layers if layer.kind == "messages"} == {
-        STOCK
-    }
+    assert report.added_parameters and {layer.width[1] for layer in report.layers if layer.kind == "v"} == {STOCK}
     assert all(attention.c_proj.weight in optimizer.state for attention in attentions(model))
 
 
@@ -147,7 +145,7 @@ def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
     """Where nothing rotates the ordinary gradients are `T W_K` and `T^T W_Q`; messages never rotate."""
     model, batches = patch_model(build(variant)), lm_batches()
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches, 0.05)
         steps = tangent_steps(
             Objective(model), bottlenecks, (batches, batches)
         )  # halves that agree keep the step's length
@@ -155,7 +153,7 @@ def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
         gradients = whole_gradients(Objective(model), bottlenecks, (batches,))
     for bottleneck, step, (whole,) in zip(bottlenecks, steps, gradients):
         assert step.slope > 0
-        if bottleneck.kind is PATTERNS and bottleneck.attention.rotate is not None:
+        if bottleneck.kind is QK and bottleneck.attention.rotate is not None:
             continue
         stacked, shared = bottleneck.whitened_factors()
         tangent = whole - F.residual(whole, F.column_basis(stacked), F.column_basis(shared))
@@ -178,7 +176,7 @@ def test_updating_the_existing_weights_moves_them_with_the_rest():
 def test_old_weights_move_alone_where_a_budget_buys_nothing():
     model, optimizer = patch_model(build("llama-2")), None
     before, weights = loss_of(model, lm_batches(6)), old_weights(model)
-    report = grow(model, None, optimizer, budget=10_000, update_existing=True, max_v_head_dim=16, kinds=["messages"])
+    report = grow(model, None, optimizer, budget=10_000, update_existing=True, max_v_head_dim=16, kinds=["v"])
     assert report.applied and not report.added_parameters and report.loss_after < before
     assert loss_of(model, lm_batches(6)) == pytest.approx(report.loss_after, rel=1e-6)
     assert not any(attention.extra for attention in attentions(model)) and model.config.extra_dims == {}
@@ -268,7 +266,7 @@ def test_halves_that_disagree_promise_no_more_than_the_step_that_is_taken():
     """The step is shortened by what held on the other half, and so is its promise."""
     model = patch_model(build("llama-2"))
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS], lm_batches(2), ridge=0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK], lm_batches(2), ridge=0.05)
         steps = tangent_steps(Objective(model), bottlenecks, tuple([batch] for batch in lm_batches(2)))
     for step in steps:
         shortened = step.validated / step.slope  # of a step of which all held, its promise is its slope

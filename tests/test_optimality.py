@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from hf_growattn.measure import functional as F
 
-FORMS = ["one head", "a group of heads", "a bias", "messages"]
+FORMS = ["one head", "a group of heads", "a bias", "v"]
 DIMS = 3
 
 
@@ -24,7 +24,7 @@ def problem(form, seed=0):
     else:
         moment_a, moment_b = spd(a, 0.7, seed), spd(b, 0.7, seed + 1)
     roots_a, roots_b = F.square_roots(moment_a), F.square_roots(moment_b)
-    if form == "messages":
+    if form == "v":
         moment_a, roots_a = 2 * torch.eye(a).double(), tuple(torch.tensor([2.0, 0.5]).double().sqrt())
     left = torch.linalg.qr(normal(groups, heads // groups * a, b, seed=seed + 2)).Q
     right = torch.linalg.qr(normal(groups, b, b, seed=seed + 3)).Q

@@ -19,7 +19,7 @@ import hf_growattn.measure.functional as F
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import is_grown
-from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.bottlenecks import V, QK, compute_moments
 from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
@@ -116,7 +116,7 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
     for base in (model.get_base_model(), merged):
         with evaluation_mode(base):
             objective = Objective(base)
-            bottlenecks, _ = compute_moments(objective, attentions(base)[:1], [PATTERNS, MESSAGES], BATCHES, 0.05)
+            bottlenecks, _ = compute_moments(objective, attentions(base)[:1], [QK, V], BATCHES, 0.05)
             measured.append(exact_directions(objective, bottlenecks, (BATCHES[0::2], BATCHES[1::2]), dims=4))
     for under_lora, plain_one in zip(*measured):
         for one, other in zip(under_lora.bottleneck.old_factors(), plain_one.bottleneck.old_factors()):
@@ -127,7 +127,7 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
         assert (basis.mT @ under_lora.v).abs().max() < 1e-3  # beyond the old dims, adapters and all
         layer = under_lora.bottleneck.attention
         bare = F.join_bias(layer.weight_of("value"), layer.bias_of("value"))
-        if under_lora.bottleneck.kind is MESSAGES:
+        if under_lora.bottleneck.kind is V:
             basis = F.column_basis(under_lora.bottleneck.roots.shared_root @ bare)
             assert (basis.mT @ under_lora.v).abs().max() > 0.01  # not beyond those of the bare weights
 
@@ -311,7 +311,7 @@ OTHERS = {
 
 
 # Kinds of which nobody knows what the old dims can do, where it is not the patterns alone.
-UNKNOWN = {"DoRA": {"patterns", "messages"}, "IA3": {"patterns", "messages"}, "copies": set(), "elsewhere": set()}
+UNKNOWN = {"DoRA": {"qk", "v"}, "IA3": {"qk", "v"}, "copies": set(), "elsewhere": set()}
 
 
 @pytest.mark.parametrize("method", OTHERS)
@@ -320,7 +320,7 @@ def test_growth_under_other_adapters(method):
     report = Grower(model, GROWTH).grow(BATCHES)
     assert report.applied and report.loss_after < report.loss_before
     unknown = {layer.kind for layer in report.layers if layer.out_of_reach is None}
-    assert unknown == UNKNOWN.get(method, {"patterns"})
+    assert unknown == UNKNOWN.get(method, {"qk"})
     model.set_adapter("default")
     train(model, torch.optim.AdamW(trainable(model), lr=1e-3))
 

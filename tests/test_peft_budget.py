@@ -48,7 +48,7 @@ def test_the_guided_start_spends_it_as_growth_does(variant, tmp_path):
     report = initialize_growattn_weights(model, BATCHES)
     assert (report.loss_before, report.loss_after) == (growth.loss_before, growth.loss_after)
     assert 0 < count(model) == report.added_parameters == growth.added_parameters
-    kinds = ("patterns", "messages")
+    kinds = ("qk", "v")
     widths = {(g.layer, g.kind): g.width[1] - g.width[0] for g in report.layers}
     every = {layer: [widths.get((layer, kind), 0) for kind in kinds] for layer, _ in widths}
     found = {str(layer): both for layer, both in every.items() if any(both)}

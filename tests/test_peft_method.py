@@ -248,7 +248,7 @@ def test_unloading_gives_back_what_there_was():
         near(logits(peft.get_peft_model(base, GrowAttnConfig(v_dims=1))), expected)
 
 
-@pytest.mark.parametrize("dims", [dict(qk_dims=2), dict(v_dims=2)], ids=["patterns", "messages"])
+@pytest.mark.parametrize("dims", [dict(qk_dims=2), dict(v_dims=2)], ids=["qk", "v"])
 def test_one_kind_alone(dims):
     model = adapted(LLAMA, **dims)
     modules = {name.split("growattn_")[1].split(".")[0] for name in trainable(model)}

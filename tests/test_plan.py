@@ -15,12 +15,12 @@ from hf_growattn.grow import trial as trying
 from hf_growattn.grow.plan import all_candidates
 from hf_growattn.grow.trial import Candidate, Trial, price_kinds, read_factors
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.bottlenecks import V, QK, compute_moments
 from hf_growattn.measure.directions import sketched_directions, whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
-DIM = {"patterns": 6 * (48 + 1), "messages": 4 * 48 + 2 * (48 + 1)}
+DIM = {"qk": 6 * (48 + 1), "v": 4 * 48 + 2 * (48 + 1)}
 
 
 def grow(model, batches=None, **config):
@@ -32,7 +32,7 @@ def added(report):
 
 
 @pytest.mark.parametrize("budget", [300, 2_000, 0.05])
-@pytest.mark.parametrize("kinds", [("patterns",), ("messages",), ("patterns", "messages")])
+@pytest.mark.parametrize("kinds", [("qk",), ("v",), ("qk", "v")])
 def test_a_budget_is_not_exceeded_and_goes_to_what_holds(budget, kinds):
     model = patch_model(build("llama-5-bias"))
     count = model.num_parameters()
@@ -61,7 +61,7 @@ def test_allocation_prefers_the_layer_that_gains():
     model = patch_model(build("llama-5-bias"))
     for layer in (0, 1, 3, 4):
         model.model.layers[layer].self_attn.o_proj.weight.data.mul_(1e-4)
-    report = grow(model, budget=1_500, kinds=["patterns"])
+    report = grow(model, budget=1_500, kinds=["qk"])
     assert {layer.layer for layer in report.layers if layer.width[1] > layer.width[0]} == {2}
 
 
@@ -99,7 +99,7 @@ def test_widths_stay_below_their_limits():
         (dict(budget=1.5), "between 0 and 1"),
         (dict(budget=0), "between 0 and 1"),
         (dict(budget="1%"), "between 0 and 1"),
-        (dict(budget=0.1, kinds="patterns"), "kinds must be a list"),
+        (dict(budget=0.1, kinds="qk"), "kinds must be a list"),
         (dict(budget=0.1, kinds=["values"]), "kinds must be a list"),
         (dict(qk_dims=2, multiple_of=0), "multiple_of must be"),
         (dict(qk_dims=2, max_qk_head_dim=0), "max_qk_head_dim must be"),
@@ -183,7 +183,7 @@ def test_whitened_directions_gain_most_in_their_metric(estimator):
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
     halves = halves_of(batches)
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, 0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches, 0.05)
         whole = whole_gradients(Objective(model), bottlenecks, halves)
         name = "pooled-truncated" if estimator == "whitened" else estimator
         others = compared_directions(name, Objective(model), bottlenecks, halves, 4, 0.05, 0)
@@ -209,7 +209,7 @@ def test_expected_gains_are_those_of_fresh_batches():
     data_path("text", "tinyshakespeare.txt")
     pool = [{"input_ids": x, "labels": x} for x in real_batches(110, size=4)]
     fresh, pool = pool[:30], pool[30:]
-    kinds, dims = [PATTERNS, MESSAGES], 4
+    kinds, dims = [QK, V], 4
     ratios: dict[str, tuple[list[float], list[float]]] = {kind.name: ([], []) for kind in kinds}
     draws = 20 if LONG else 8
     for draw in range(draws):
@@ -247,7 +247,7 @@ def test_there_is_one_candidate_for_every_bottleneck():
 
 def test_a_kind_is_priced_by_what_it_adds_first_and_last(monkeypatch):
     """What both gain together is 1.0, and alone they gain 0.8 and 0.1: 0.85 and 0.15 are what each adds on average."""
-    alone = {PATTERNS: 0.8, MESSAGES: 0.1}
+    alone = {QK: 0.8, V: 0.1}
 
     class Search:
         relative_steps, loss_before = alone, 5.0
@@ -268,7 +268,7 @@ def test_a_kind_is_priced_by_what_it_adds_first_and_last(monkeypatch):
 def test_no_limit_lets_a_head_grow_wider_than_its_input():
     attention = attentions(patch_model(build("llama-2")))[0]
     config = GrowthConfig(qk_dims=60, max_qk_head_dim=1000)
-    assert config.most_dims(attention, PATTERNS) == attention.shape.in_features - attention.width_of("query") < 60
+    assert config.most_dims(attention, QK) == attention.shape.in_features - attention.width_of("query") < 60
 
 
 def test_a_single_batch_keeps_its_odd_row():

@@ -16,7 +16,7 @@ from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.measure import directions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.bottlenecks import MESSAGES, PATTERNS, compute_moments
+from hf_growattn.measure.bottlenecks import V, QK, compute_moments
 from hf_growattn.measure.directions import KindProbe, Probe, exact_directions, sketched_directions, whole_gradients
 from hf_growattn.measure.passes import Objective, batch_loss, evaluation_mode, halves_of
 
@@ -60,7 +60,7 @@ def crosses(model, batches):
             messages[index] += torch.einsum("nia,nhib->hab", layer.outputs.grad, attended) / len(batches)
     for hook in hooks:
         hook.remove()
-    return {"patterns": patterns, "messages": messages}
+    return {"qk": patterns, "v": messages}
 
 
 def cut(cross, bottleneck):
@@ -69,7 +69,7 @@ def cut(cross, bottleneck):
     return cross[:, : stacked.shape[1], : shared.shape[1]]
 
 
-def measured(model, batches, ridge=0.05, kinds=(PATTERNS, MESSAGES)):
+def measured(model, batches, ridge=0.05, kinds=(QK, V)):
     return compute_moments(Objective(model), attentions(model), list(kinds), batches, ridge)
 
 
@@ -87,7 +87,7 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
     with evaluation_mode(model):
         for layer in layers:
             probes = {}
-            for kind in (PATTERNS, MESSAGES):
+            for kind in (QK, V):
                 heads, groups = layer.shape.num_heads, layer.shape.num_key_value_heads
                 stacked, shared = layer.features_of(kind.stacked), layer.features_of(kind.shared)
                 identity = torch.eye(shared, dtype=dtype).expand(groups, -1, -1)
@@ -99,7 +99,7 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
             torch.testing.assert_close(probed, loss, rtol=1e-5, atol=0)
             probed.backward()
         for index, layer in enumerate(layers):
-            for kind in (PATTERNS, MESSAGES):
+            for kind in (QK, V):
                 probe = getattr(layer.trial, kind.name)
                 cross = expected[kind.name][index][:, : probe.zero_stacked.shape[1], : probe.shared_probe.shape[1]]
                 read = probe.zero_stacked.grad / len(batches)
@@ -177,7 +177,7 @@ def test_cross_attention_has_a_moment_for_either_input():
     cross.register_forward_hook(record)
     batches = [{**encoded, "labels": tokens(seed=4)}]
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), [cross], [PATTERNS, MESSAGES], batches, 0.05)
+        bottlenecks, _ = compute_moments(Objective(model), [cross], [QK, V], batches, 0.05)
         sources = model.model.encoder(**encoded).last_hidden_state
 
     def root(inputs, mask):
@@ -212,7 +212,7 @@ def test_sketch_keeps_the_gain(name, every, old_dims_train):
             sketched = sketched_directions(
                 Objective(model), bottlenecks, halves, dims, GrowthConfig.oversampling, seed=dims
             )
-            for kind in (PATTERNS, MESSAGES):
+            for kind in (QK, V):
                 pairs = [(s, e) for s, e in zip(sketched, exact) if s.bottleneck.kind is kind]
                 kept = torch.cat([s.sigma.square().sum(-1) / e.sigma[:, :dims].square().sum(-1) for s, e in pairs])
                 validated = [sum(g.validated[:dims].sum().item() for g in found) for found in zip(*pairs)]
@@ -351,7 +351,7 @@ def test_halves_of_unequal_size_weigh_as_many_batches_as_they_hold():
     model, dims = patch_model(build("llama-2")), 8
     batches = lm_batches(3)
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, ridge=0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches, ridge=0.05)
         for bottleneck in bottlenecks:
             bottleneck.old_dims_train = False
         found = exact_directions(Objective(model), bottlenecks, halves_of(batches), dims)
@@ -373,7 +373,7 @@ def test_a_half_chooses_its_columns_without_the_other(monkeypatch):
 
     monkeypatch.setattr(directions, "_solve_directions", noting)
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS, MESSAGES], batches, ridge=0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches, ridge=0.05)
         for halves in ((batches[:2], batches[2:]), (batches[:2], others), (others, batches[2:])):
             seen.append([])
             sketched_directions(Objective(model), bottlenecks, halves, dims=4, oversampling=4, seed=0)
@@ -399,7 +399,7 @@ def test_padding_does_not_count_in_the_size_of_outputs():
     for attention in attentions(model):
         attention.register_forward_hook(lambda module, args, output: outputs.update({module: output[0]}))
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [MESSAGES], [batch], ridge=0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [V], [batch], ridge=0.05)
     counted = batch["attention_mask"].bool()
     for bottleneck in bottlenecks:
         size = outputs[bottleneck.attention][counted].square().sum(-1).mean().sqrt()

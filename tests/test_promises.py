@@ -151,7 +151,7 @@ def test_a_limit_and_a_multiple_hold_together():
             attention.add_new_dims("growth_1", former, 0)
         width = attention.width_of("query")
         config = GrowthConfig(qk_dims=20, max_qk_head_dim=width + 13, multiple_of=8)
-        dims = config.most_dims(attention, KINDS["patterns"])
+        dims = config.most_dims(attention, KINDS["qk"])
         assert 0 < dims <= 13 and (width + dims) % 8 == 0
 
 

@@ -75,7 +75,7 @@ def test_an_empty_folder_is_as_good_as_a_new_one(tmp_path):
 
 
 def test_a_share_of_zero_out_of_reach_is_known():
-    layer = LayerGrowth(0, "patterns", (8, 9), 1.0, 0.1, 0.0)
+    layer = LayerGrowth(0, "qk", (8, 9), 1.0, 0.1, 0.0)
     rows = words.rows_of(GrowthReport(2.0, 1.9, [layer, replace(layer, out_of_reach=None)], 8))
     assert [row[3] for row in rows] == ["0.00", "unknown"]
 
@@ -87,7 +87,7 @@ def test_a_card_lists_one_evaluation_once(tmp_path):
 
 def test_inspection_knows_the_stock_width_of_either_kind():
     layer = inspect_model(patch_model(build_type("deepseek_v3")))["layers"][0]
-    assert layer["stock_widths"] == [layer["patterns"]["width"], layer["messages"]["width"]] == [24, 16]
+    assert layer["stock_widths"] == [layer["qk"]["width"], layer["v"]["width"]] == [24, 16]
 
 
 def test_each_seed_of_a_race_has_a_growth_of_its_own(prepared):
@@ -138,7 +138,7 @@ def test_what_is_public_is_listed_before_it_is_used(monkeypatch):
 
 def test_a_mean_over_heads_counts_all_of_them():
     figures = inspect_model(patch_model(build("llama-5-bias")))
-    used = figures["layers"][0]["patterns"]["effective_rank"]
+    used = figures["layers"][0]["qk"]["effective_rank"]
     assert figures["layers"][0]["key_value_heads"] < len(used)
     assert f"{sum(used) / len(used):.1f} ({min(used):.1f} to {max(used):.1f})" in format_inspection(figures)
 
@@ -196,7 +196,7 @@ def test_a_growth_that_added_nothing_is_not_listed(tmp_path, monkeypatch):
 
 def test_a_picture_has_a_row_for_each_layer_that_was_looked_at():
     """Of layers 4 and 7 alone, the second row is that of layer 7."""
-    layers = [LayerGrowth(number, "patterns", (8, 9), 1.0, gain, 0.5) for number, gain in ((4, 0.1), (7, 0.3))]
+    layers = [LayerGrowth(number, "qk", (8, 9), 1.0, gain, 0.5) for number, gain in ((4, 0.1), (7, 0.3))]
     axes = draw_growth([GrowthReport(2.0, 1.9, layers, 8)]).axes[0]
     assert [(text.get_position()[1], text.get_text()) for text in axes.texts] == [(0, "25%"), (1, "75%")]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["4", "7"]

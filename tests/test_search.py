@@ -104,7 +104,7 @@ def test_a_sketch_looks_at_part_of_the_batches_and_what_does_not_hold_is_not_gro
 
 def one_candidate(slope: float):
     """A trial of one candidate with this slope, and the list of the steps that it is set to, one for each half."""
-    candidate, tried = SimpleNamespace(bottleneck=SimpleNamespace(kind=KINDS["patterns"]), slope=slope), []
+    candidate, tried = SimpleNamespace(bottleneck=SimpleNamespace(kind=KINDS["qk"]), slope=slope), []
     return SimpleNamespace(candidates=[candidate], set_steps=lambda steps, half: tried.append(steps[0])), tried
 
 

@@ -9,7 +9,7 @@ from hf_growattn.grow.plan import all_candidates
 from hf_growattn.grow.trial import StepSearch, Trial
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.growable.growths import sync_config
-from hf_growattn.measure.bottlenecks import PATTERNS, compute_moments
+from hf_growattn.measure.bottlenecks import QK, compute_moments
 from hf_growattn.measure.directions import exact_directions, probing
 from hf_growattn.measure.passes import HalvedBatches, Objective, evaluation_mode, halves_of
 
@@ -69,7 +69,7 @@ def test_the_directions_of_either_half_are_judged_on_the_other(monkeypatch):
 
     monkeypatch.setattr(Trial, "set_steps", set_steps)
     with evaluation_mode(model):
-        bottlenecks, losses = compute_moments(Objective(model), attentions(model), [PATTERNS], batches, 0.05)
+        bottlenecks, losses = compute_moments(Objective(model), attentions(model), [QK], batches, 0.05)
         halves.note_losses(losses)
         directions = exact_directions(Objective(model), bottlenecks, halves.halves, dims=2)
         trial, search = Trial(all_candidates(GrowthConfig(qk_dims=2), directions)), StepSearch(Objective(model), halves)
@@ -89,7 +89,7 @@ def test_the_directions_of_either_half_are_judged_on_the_other(monkeypatch):
 def test_a_trial_takes_off_what_it_put_on_after_an_exception_too():
     model = patch_model(build("llama-2"))
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [PATTERNS], lm_batches(2), 0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK], lm_batches(2), 0.05)
         directions = exact_directions(Objective(model), bottlenecks, halves_of(lm_batches(2)), dims=2)
     trial = Trial(all_candidates(GrowthConfig(qk_dims=2), directions))
     with pytest.raises(KeyboardInterrupt), trial.attached():

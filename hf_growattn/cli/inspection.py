@@ -29,8 +29,8 @@ def inspect_model(model: GrowableModelMixin) -> dict:
                 "heads": view.heads,
                 "key_value_heads": view.groups,
                 "stock_widths": [attention.shape.qk_head_dim, attention.shape.v_head_dim],
-                "patterns": _measure_ranks(view.pattern, view.heads, attention.width_of("query")),
-                "messages": _measure_ranks(view.message, view.heads, attention.width_of("value")),
+                "qk": _measure_ranks(view.pattern, view.heads, attention.width_of("query")),
+                "v": _measure_ranks(view.message, view.heads, attention.width_of("value")),
             }
         )
     return {

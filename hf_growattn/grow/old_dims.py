@@ -16,7 +16,7 @@ from ..growable.attention import GrowableAttention
 from ..growable.projections import is_adapted, is_plain, quantization
 from ..growable.training_state import all_reduce_sum, broadcast_from_rank0, is_sharded, sum_over_ranks
 from ..measure import functional as F
-from ..measure.bottlenecks import PATTERNS, Bottleneck
+from ..measure.bottlenecks import QK, Bottleneck
 from ..measure.directions import shares
 from ..measure.passes import Objective, backward
 from ..model.families import base_layer
@@ -34,10 +34,10 @@ def check_old_dims(model: nn.Module, config: GrowthConfig, chosen: list[Growable
         for role in (role for kind in config.chosen_kinds for role in kind.roles):
             _check_weight(attention, role, setting)
         way = "rotates" if attention.rotate is not None else "normalizes" if attention.normalizes else None
-        if config.method == "refactor" and way and PATTERNS in config.chosen_kinds:
+        if config.method == "refactor" and way and QK in config.chosen_kinds:
             raise ValueError(
                 f"Layer {attention.layer} {way} its queries and keys, so its pattern is not one matrix and has no "
-                'factors to replace. Use method="append", or grow messages (v_dims) alone.'
+                'factors to replace. Use method="append", or grow values (v_dims) alone.'
             )
 
 

@@ -14,7 +14,7 @@ from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import cache_bytes, growable_model
 from ..growable.training_state import is_distributed
 from ..measure import functional as F
-from ..measure.bottlenecks import KINDS, PATTERNS, Kind
+from ..measure.bottlenecks import KINDS, QK, Kind
 from ..measure.directions import Directions
 from ..measure.passes import input_embeddings
 from ..report.report import GrowthReport, LayerGrowth
@@ -29,11 +29,11 @@ class GrowthConfig:
     """What to grow, and how to measure. Give `budget`, or fixed widths by `qk_dims` and `v_dims`.
 
     Attributes:
-        qk_dims: dims to add to the queries and keys of each head (patterns).
-        v_dims: dims to add to the values of each head (messages).
+        qk_dims: dims to add to the queries and keys of each head.
+        v_dims: dims to add to the values of each head.
         budget: weights to add at most: a whole number, or a share of the model's parameters such as 0.01. Layers and
             kinds get the more of it the more gain holds there on unseen batches, and none where no gain holds.
-        kinds: what a budget may buy, "patterns", "messages" or both.
+        kinds: what a budget may buy: "qk" for queries and keys, "v" for values, or both.
         layers: indices of the layers to grow; None grows every layer.
         max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
         multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
@@ -55,7 +55,7 @@ class GrowthConfig:
     qk_dims: int = 0
     v_dims: int = 0
     budget: int | float | None = None
-    kinds: Sequence[str] = ("patterns", "messages")
+    kinds: Sequence[str] = ("qk", "v")
     layers: Sequence[int] | None = None
     max_qk_head_dim: int | None = None
     max_v_head_dim: int | None = None
@@ -112,7 +112,7 @@ class GrowthConfig:
     def most_dims(self, attention: GrowableAttention, kind: Kind) -> int:
         """The largest number of dims that this growth may add to one kind of a layer."""
         width = attention.width_of(kind.shared)
-        limit = self.max_qk_head_dim if kind is PATTERNS else self.max_v_head_dim
+        limit = self.max_qk_head_dim if kind is QK else self.max_v_head_dim
         # Beyond hidden_size the product gains no rank.
         room = max(min(limit or attention.shape.in_features, attention.shape.in_features) - width, 0)
         wanted = getattr(self, kind.width) if self.budget is None else _CANDIDATES

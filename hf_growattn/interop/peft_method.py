@@ -44,8 +44,8 @@ class GrowAttnConfig(PeftConfig):
     """What an adapter adds to the heads of the chosen layers. Give `qk_dims`, `v_dims` or both, or a `budget`.
 
     Attributes:
-        qk_dims: dims added to the queries and keys of each head (patterns).
-        v_dims: dims added to the values of each head, and to what the output projection reads (messages).
+        qk_dims: dims added to the queries and keys of each head.
+        v_dims: dims added to the values of each head, and to what the output projection reads.
         budget: weights to add at most, or a share of the base model's such as 0.01. The adapter starts with equal
             dims everywhere; `initialize_growattn_weights` gives them to the layers and kinds that gain most, as
             `GrowthConfig` does.

@@ -24,7 +24,7 @@ class Kind:
     """One of a head's two bottlenecks.
 
     Attributes:
-        name: "patterns" or "messages".
+        name: "qk" or "v".
         stacked, shared: the roles of its two sides; the second one is shared by the query heads of a group.
         width: what a number of its dims is called.
     """
@@ -40,9 +40,9 @@ class Kind:
         return self.stacked, self.shared
 
 
-PATTERNS = Kind("patterns", "query", "key", "qk_dims")
-MESSAGES = Kind("messages", "output", "value", "v_dims")
-KINDS = {kind.name: kind for kind in (PATTERNS, MESSAGES)}
+QK = Kind("qk", "query", "key", "qk_dims")
+V = Kind("v", "output", "value", "v_dims")
+KINDS = {kind.name: kind for kind in (QK, V)}
 
 
 def _spread_rows(matrix: Tensor) -> Tensor:

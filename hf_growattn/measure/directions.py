@@ -93,15 +93,15 @@ def _nothing(inputs: Tensor, zeros: Tensor) -> Tensor:
 
 
 class Probe(nn.Module):
-    """A part that probes an attention module's patterns, its messages, or both, in the statistics' precision."""
+    """New dims that probe an attention module's queries and keys, its values, or both, in the statistics' precision."""
 
     recomputes = True  # a probe is wider than most heads
 
-    def __init__(self, shape: HeadShape, patterns: KindProbe | None = None, messages: KindProbe | None = None):
+    def __init__(self, shape: HeadShape, qk: KindProbe | None = None, v: KindProbe | None = None):
         super().__init__()
-        self.shape, self.patterns, self.messages = shape, patterns, messages
-        self.qk_dims = patterns.dims if patterns else 0
-        self.v_dims = messages.dims if messages else 0
+        self.shape, self.qk, self.v = shape, qk, v
+        self.qk_dims = qk.dims if qk else 0
+        self.v_dims = v.dims if v else 0
 
     def in_proj(self, hidden_states: Tensor, key_value_states: Tensor | None = None) -> tuple[Tensor, ...]:
         """Queries, keys and values that probe: (batch, tokens, d) -> (batch, heads, tokens, dims) each."""
@@ -111,17 +111,17 @@ class Probe(nn.Module):
             source = inputs if key_value_states is None else key_value_states.detach().to(dtype)
             query = inputs.new_zeros(len(inputs), self.shape.num_heads, inputs.shape[1], 0)
             key = value = source.new_zeros(len(source), self.shape.num_key_value_heads, source.shape[1], 0)
-            if self.patterns is not None:
-                query, key = self.patterns.stacked(inputs), self.patterns.shared(source)
-            if self.messages is not None:
-                value = self.messages.shared(source)
+            if self.qk is not None:
+                query, key = self.qk.stacked(inputs), self.qk.shared(source)
+            if self.v is not None:
+                value = self.v.shared(source)
             return query, key, value
 
     def out_proj(self, read: Tensor) -> Tensor:
         """What the probing values add, all of it zero: (batch, tokens, H, n) -> (batch, tokens, d)."""
-        assert self.messages is not None  # nothing else adds value dims
+        assert self.v is not None  # nothing else adds value dims
         with torch.autocast(read.device.type, enabled=False):
-            return self.messages.gather(read.to(self.messages.shared_probe.dtype))
+            return self.v.gather(read.to(self.v.shared_probe.dtype))
 
 
 @dataclass

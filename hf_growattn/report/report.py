@@ -16,7 +16,7 @@ class LayerGrowth:
 
     Attributes:
         layer: index.
-        kind: "patterns" (`qk_head_dim`) or "messages" (`v_head_dim`).
+        kind: "qk", queries and keys, or "v", values.
         width: before and after.
         step_size: the step `gamma` that was taken here; 0 after a rollback and where nothing grew.
         gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from.

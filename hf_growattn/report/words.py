@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 MARGIN = 0.01  # nats a token: a smaller lead does not count
-KINDS = {"patterns": "queries and keys", "messages": "values"}
+KINDS = {"qk": "queries and keys", "v": "values"}
 COLUMNS = ("layer", "kind", "width", "gradient out of reach", "share of gain")
 _TERMINAL = 80  # columns
 _HEADER = 9  # columns of a table's header at least

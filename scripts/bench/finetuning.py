@@ -20,7 +20,7 @@ METHODS = {
     "no training": NOTHING,
     GROWTH: Method(growth={}, rates=ADDED),
     "random growth": Method(growth={}, random=True, rates=ADDED),
-    "growth of queries and keys": Method(growth={"kinds": ("patterns",)}, rates=ADDED),
+    "growth of queries and keys": Method(growth={"kinds": ("qk",)}, rates=ADDED),
     MIX: Method(growth={}, share=1 / 3, adapter="lora", rates=ADDED),
     LORA: Method(adapter="lora", rates=ADDED),
     "LoRA on q, k, v, o": Method(adapter="lora", targets=QKVO, rates=ADDED),

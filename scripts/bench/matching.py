@@ -20,7 +20,7 @@ ENDS = ("read_in", "classifier")  # what leads into the transformer and out of i
 INSIDE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROWTH, RANDOM = (f"{kind} of q, k and LoRA on read-in, head" for kind in ("growth", "random dims"))
 ALL, WIDE = "all weights", "all weights, heads twice as wide from the start"
-PATTERNS = {"kinds": ("patterns",), "old_dims_train": False}
+PATTERNS = {"kinds": ("qk",), "old_dims_train": False}
 ON_ENDS = Method(growth=PATTERNS, adapter="lora", targets=ENDS, rank=8, rates=RATES)
 BORDER = {"no training": NOTHING, LORA: Method(adapter="lora", rates=RATES), GROWTH: ON_ENDS}
 WHOLE = {
@@ -34,7 +34,7 @@ WHOLE = {
     ),
     ALL: Method(base=True, rates=BASE_RATES),
     WIDE: Method(base=True, wide=True, rates=BASE_RATES),
-    "all weights, growth of q, k": Method(base=True, growth={"kinds": ("patterns",)}, rates=BASE_RATES),
+    "all weights, growth of q, k": Method(base=True, growth={"kinds": ("qk",)}, rates=BASE_RATES),
 }
 PAYS = 0.01  # nats: a smaller lead is not worth wider heads
 
