@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_growattn import Grower, GrowthConfig
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.bottlenecks import V, QK, Bottleneck, compute_moments
+from hf_growattn.measure.bottlenecks import QK, Bottleneck, V, compute_moments
 from hf_growattn.measure.directions import Directions, beyond_old_dims, shares, sketched_directions, whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 

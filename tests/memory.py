@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure.bottlenecks import V, QK, compute_moments
+from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import sketched_directions
 from hf_growattn.measure.passes import Objective, evaluation_mode
 

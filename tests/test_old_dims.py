@@ -12,7 +12,7 @@ from hf_growattn.grow.old_dims import tangent_steps, with_old_steps
 from hf_growattn.grow.trial import Candidate, Trial, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.bottlenecks import V, QK, compute_moments
+from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of, mean_loss
 

@@ -19,7 +19,7 @@ import hf_growattn.measure.functional as F
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import is_grown
-from hf_growattn.measure.bottlenecks import V, QK, compute_moments
+from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 

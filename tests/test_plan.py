@@ -15,7 +15,7 @@ from hf_growattn.grow import trial as trying
 from hf_growattn.grow.plan import all_candidates
 from hf_growattn.grow.trial import Candidate, Trial, price_kinds, read_factors
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure.bottlenecks import V, QK, compute_moments
+from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import sketched_directions, whole_gradients
 from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 

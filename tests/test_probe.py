@@ -16,7 +16,7 @@ from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.measure import directions
 from hf_growattn.measure import functional as F
-from hf_growattn.measure.bottlenecks import V, QK, compute_moments
+from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import KindProbe, Probe, exact_directions, sketched_directions, whole_gradients
 from hf_growattn.measure.passes import Objective, batch_loss, evaluation_mode, halves_of
 
@@ -47,7 +47,7 @@ def crosses(model, batches):
 
     Patterns: `s sum_n X_n^T G_n X_n`; messages: `sum_n (dL/dY_n)^T A_n X_n`.
     """
-    layers = attentions(model)
+    layers = [attention.module for attention in attentions(model)]
     hooks = [layer.register_forward_hook(_keep, with_kwargs=True) for layer in layers]
     model.set_attn_implementation("materialised")
     patterns, messages = [0.0] * len(layers), [0.0] * len(layers)
