@@ -122,7 +122,7 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
 
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
-        ValueError: it is a part of another transformers model; it has no inner model of such a name, or is patched
+        ValueError: it has no inner model of such a name, or is patched
             with others; none of its attention modules takes its attention function from transformers' table; or the
             model runs the code that came with its checkpoint. The model is as it was then.
     """
