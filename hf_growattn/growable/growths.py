@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from ..model.compat import has_own_adapters
 from ..model.configuration import check_extra_dims
-from ..model.modeling import WideModelMixin, dims_of, growable_configs, sync_config
+from ..model.families import dims_of, growable_configs, sync_config
+from ..model.modeling import WideModelMixin
 from ..model.new_dims import NewDims, full_tensor, in_order
 from .attention import GrowableAttention, attentions
 from .folders import replacing

@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..model.compat import auto_mappings, has_own_adapters, registered_class
 from ..model.configuration import auto_map, growable_config_class
-from ..model.families import find_attentions, find_obstacle
-from ..model.modeling import WideModelMixin, class_by_name, growable_configs, sync_config
+from ..model.families import find_attentions, find_obstacle, growable_configs, sync_config
+from ..model.modeling import WideModelMixin, class_by_name
 from ..model.new_dims import ExtraDims
 from .attention import attentions
 from .folders import loading, replacing
