@@ -137,7 +137,7 @@ def test_half_precision_adds_adapters_in_fp32():
     model = peft.get_peft_model(model, lora(LLAMA, ALL[LLAMA]))  # peft keeps its own weights in fp32
     stir(model)
     layer = attentions(model)[0]
-    projection = layer.q_proj
+    projection = layer.module.q_proj
     a, b = projection.lora_A["default"].weight, projection.lora_B["default"].weight
     expected = projection.base_layer.weight.float() + 2 * b.float() @ a.float()
     assert torch.equal(layer.factors_of("query", torch.float32)[:, :48].mT.flatten(0, 1), expected)

@@ -35,6 +35,7 @@ from hf_growattn.interop import checkpoints
 from hf_growattn.interop.cards import write_card
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.bottlenecks import KINDS
+from hf_growattn.model import hooks
 from hf_growattn.model.configuration import register_type_names
 from hf_growattn.model.new_dims import in_order
 
@@ -56,11 +57,11 @@ def test_a_forward_that_fails_leaves_nothing_behind():
     Grower(model, CONFIG).grow(lm_batches(2))
     before = model(tokens()).logits
     attention = attentions(model)[0]
-    hook = attention.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+    hook = attention.module.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(tokens())
     hook.remove()
-    assert attention.call is None
+    assert hooks._thread.call is None
     assert torch.equal(copy.deepcopy(model)(tokens()).logits, before)
 
 
@@ -326,7 +327,7 @@ def test_a_layer_that_is_named_twice_grows_once():
 
 def test_a_frozen_bias_is_not_rewritten():
     model = patch_model(build("llama-5-bias"))
-    attentions(model)[0].q_proj.bias.requires_grad_(False)
+    attentions(model)[0].module.q_proj.bias.requires_grad_(False)
     with pytest.raises(ValueError, match="q_proj of layer 0 is frozen"):
         Grower(model, replace(CONFIG, update_existing=True)).find(lm_batches(4))
 
