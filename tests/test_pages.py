@@ -140,17 +140,6 @@ def test_the_printed_fall_was_measured_on_the_other_half(config):
     assert text in join_lines(str(report))
 
 
-def test_the_report_times_one_more_token():
-    """After 64 tokens at least, of text alone; the cache of either model is its own."""
-    long = lm_batches(2)[0]["input_ids"].repeat(1, 8)[:, :70]
-    model = patch_model(build("llama-2"))
-    report = Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).grow([long, long.flip(0)])
-    ratio, error, tokens = report.decoding
-    assert 0.3 < ratio < 10 and error >= 0 and tokens == 70
-    assert f"with 70 tokens before it, a token takes {ratio:.2f} ± {error:.2f} times as long" in join_lines(str(report))
-    assert Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2)).grow(lm_batches(2)).decoding is None
-
-
 def test_a_loss_that_no_other_half_measured_is_not_called_validated():
     """Old weights move along directions of all batches, so no half is left to measure the fall on."""
     report = Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, update_existing=True)).grow(lm_batches(4))
