@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from every_type import build as build_type
-from families import LLAMA, build, lm_batches, save_with_text, tokens, word_tokenizer
+from families import LLAMA, add_dims, build, lm_batches, save_with_text, tokens, word_tokenizer
 from peft.utils import constants
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig
@@ -23,7 +23,8 @@ from hf_growattn.cli.commands import COMMANDS, main
 from hf_growattn.cli.inspection import format_inspection, inspect_model
 from hf_growattn.cli.options import UsageError, check_new_folder, read_recipe
 from hf_growattn.grow.trial import StepSearch
-from hf_growattn.interop import checkpoints, export
+from hf_growattn.growable.attention import attentions
+from hf_growattn.interop import export
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
 from hf_growattn.report.report import LayerGrowth
@@ -81,7 +82,9 @@ def test_a_share_of_zero_out_of_reach_is_known():
 
 
 def test_a_card_lists_one_evaluation_once(tmp_path):
-    write_card(made_wider(), tmp_path, log_history=[{"step": 3, "eval_loss": 2.5}])
+    model = patch_model(build("llama-2"))
+    add_dims(attentions(model)[0], 4)
+    write_card(model, tmp_path, log_history=[{"step": 3, "eval_loss": 2.5}])
     assert (tmp_path / "README.md").read_text().count("| step 3 | 2.5000 |") == 1
 
 

@@ -50,10 +50,11 @@ class GrowableModelMixin(WideModelMixin):
         state = kwargs.get("state_dict")
         with replacing(target) as partial:  # saving empties the state that it is given, and a push saves again
             super().save_pretrained(partial, is_main_process, **kwargs | {"state_dict": state and dict(state)})
-        if has_own_adapters(self):  # those were its adapters alone
+        has_adapters = has_own_adapters(self)
+        if has_adapters:  # those were its adapters alone
             save_growth_beside(self, target, state)
-        if push_to_hub and has_own_adapters(self):
-            self.push_to_hub(**kwargs, **hub_kwargs)  # which takes the growth next to the adapters along
+        if push_to_hub and has_adapters:  # what this calls takes the growth along
+            self.push_to_hub(**kwargs, **hub_kwargs)  # pyright: ignore[reportArgumentType]
         elif push_to_hub:
             with tempfile.TemporaryDirectory() as folder:
                 super().save_pretrained(folder, push_to_hub=True, **kwargs, **hub_kwargs)
