@@ -139,6 +139,15 @@ def test_a_push_of_adapters_takes_the_new_dims_along(here, tmp_path):
         assert here.files("me/adapters")[name] == (tmp_path / "m" / name).read_bytes()
 
 
+def test_a_sharded_model_is_not_pushed_while_it_is_saved(here, tmp_path):
+    """One process would wait for the others, which do not save a second time."""
+    model = patch_model(build("llama-2"))
+    model.lm_head.weight.ds_id = 0  # as DeepSpeed marks it
+    with pytest.raises(ValueError, match="needs every weight whole"):
+        model.save_pretrained(tmp_path / "m", push_to_hub=True)
+    assert not (tmp_path / "m").exists() and not here.repositories
+
+
 def test_a_push_that_fails_leaves_the_save(here, grown, tmp_path):
     here.broken = "commit"
     with pytest.raises(Exception, match="the server broke down"):
