@@ -325,8 +325,9 @@ print(f"Both loaded again, the same logits: {same}.")
 # %% [markdown]
 # ## A card, and the Hub
 #
-# The card says what grew, and where. `model.push_to_hub("you/your-model", reports=reports)` writes it and pushes all in
-# one commit; the tour only shows the folder, and pushes to nothing but a stand-in for the Hub on this machine.
+# The card says what grew, and where. `hf upload you/your-model FOLDER` pushes the folder with it, and
+# `model.push_to_hub("you/your-model")` the model alone. The tour only shows the folder, and pushes to nothing but a
+# stand-in for the Hub on this machine.
 
 # %%
 reports = [report, *growth.reports]
@@ -336,7 +337,7 @@ for path in sorted(path for path in (output / "grown").rglob("*") if path.is_fil
     print(f"{path.stat().st_size:>10,}  {path.relative_to(output / 'grown')}")
 
 if urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname in ("127.0.0.1", "localhost"):
-    print(f"Pushed: {model.push_to_hub('me/tour', reports=reports)}")
+    print(f"Pushed: {model.push_to_hub('me/tour')}")
     from_hub = AutoModelForCausalLM.from_pretrained("me/tour").eval()
     with torch.no_grad():
         print(f"Loaded from there, the same logits: {torch.equal(from_hub(sample).logits, model(sample).logits)}.")

@@ -157,11 +157,6 @@ def test_race_prints_the_command_that_continues(given, tmp_path):
     assert json.loads(call(*words, "--json").out)["winner"]
 
 
-def test_push_without_a_token_names_the_fix(grown, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
-    assert "hf auth login" in only_line(call("push", grown, "me/grown"))
-
-
 def test_errors_name_the_fix(given, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
@@ -176,8 +171,6 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
         ("inspect", "no/such-model"): "Check the name and the network",
         ("measure", "no/such-model", given / "text.txt"): "Check the name and the network",
         ("export", given / "model", "-o", tmp_path / "out"): "which did not grow",
-        ("push", tmp_path / "nowhere", "me/grown"): "Check the name",
-        ("push", tmp_path / "nowhere", "a b/..", "--dry-run", tmp_path / "out"): "Repo id must use",
     }.items():
         assert fix in only_line(call(*options)), options
 
@@ -190,8 +183,6 @@ def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
         f"export m -o {tmp_path}": "not empty",
         f"finetune m d -o {tmp_path}/there": "not empty",
         "race m d": "--output",
-        "push m grown": "you/your-model",
-        "push m a/b/c": "you/your-model",
         "finetune m d": "--output",
         "finetune --budget 0.02 m d -o out": "Name MODEL and DATA first",
         "finetune m d -o out --resume_from_checkpoint True": "No such file or directory: 'out'. See --help",

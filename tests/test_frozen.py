@@ -99,10 +99,6 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
     report = Grower(model, CONFIG).grow(lm_batches(4))
     expected = Grower(patch_model(build("llama-2")).requires_grad_(False), CONFIG).grow(lm_batches(4))
     assert report.loss_after == expected.loss_after and report.applied
-    long = lm_batches(1)[0]["input_ids"].repeat(1, 8)
-    assert (
-        Grower(model, CONFIG).measure([long, long.flip(0)]).decoding is not None
-    )  # where inputs must be on the device
     model.save_pretrained(tmp_path / "grown")
     batch = lm_batches(1)[0]
     with torch.no_grad():

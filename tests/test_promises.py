@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, pa
 from hf_growattn.cli.commands import main
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing
-from hf_growattn.grow.trial import Trial
 from hf_growattn.growable import folders
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters, origin_of, sync_config
@@ -322,7 +320,7 @@ def test_a_layer_that_is_named_twice_grows_once():
         Grower(patch_model(build("llama-2")), replace(CONFIG, layers=layers)).measure(lm_batches(4))
         for layers in ([1], [1, 1])
     ]
-    assert reports[0] == replace(reports[1], decoding=reports[0].decoding)
+    assert reports[0] == reports[1]
 
 
 def test_a_frozen_bias_is_not_rewritten():
@@ -330,17 +328,6 @@ def test_a_frozen_bias_is_not_rewritten():
     attentions(model)[0].module.q_proj.bias.requires_grad_(False)
     with pytest.raises(ValueError, match="q_proj of layer 0 is frozen"):
         Grower(model, replace(CONFIG, update_existing=True)).find(lm_batches(4))
-
-
-def test_a_slower_token_is_told_as_slower():
-    model = patch_model(build("llama-2"))
-    attention = attentions(model)[0]
-    part = attention.make_new_dims(1, 1)
-    part.in_proj.register_forward_pre_hook(lambda *_: time.sleep(0.03))
-    trial = Trial([])
-    trial.new_dims = {attention: part}
-    ratio, error, count = trial.time_decoding(model, tokens(1, 70))
-    assert ratio > 1.5 and error < ratio and count == 70
 
 
 def test_pickled_weights_are_not_read(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from every_type import build as build_type
-from families import LLAMA, build, lm_batches, save_with_text, tokens, word_tokenizer
+from families import LLAMA, add_dims, build, lm_batches, save_with_text, tokens, word_tokenizer
 from peft.utils import constants
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig
@@ -23,7 +23,8 @@ from hf_growattn.cli.commands import COMMANDS, main
 from hf_growattn.cli.inspection import format_inspection, inspect_model
 from hf_growattn.cli.options import UsageError, check_new_folder, read_recipe
 from hf_growattn.grow.trial import StepSearch
-from hf_growattn.interop import checkpoints, export
+from hf_growattn.growable.attention import attentions
+from hf_growattn.interop import export
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
 from hf_growattn.report.report import LayerGrowth
@@ -81,7 +82,9 @@ def test_a_share_of_zero_out_of_reach_is_known():
 
 
 def test_a_card_lists_one_evaluation_once(tmp_path):
-    write_card(patch_model(build("llama-2")), tmp_path, log_history=[{"step": 3, "eval_loss": 2.5}])
+    model = patch_model(build("llama-2"))
+    add_dims(attentions(model)[0], 4)
+    write_card(model, tmp_path, log_history=[{"step": 3, "eval_loss": 2.5}])
     assert (tmp_path / "README.md").read_text().count("| step 3 | 2.5000 |") == 1
 
 
@@ -94,17 +97,6 @@ def test_each_seed_of_a_race_has_a_growth_of_its_own(prepared):
     trainings = _Trainings(lambda: patch_model(build("llama-2")), prepared, RaceOptions(0.2, 4, 8, 2))
     reports = [trainings._prepare("growth", seed)[1] for seed in (0, 0, 1)]
     assert reports[0] is reports[1] and reports[2].loss_before != reports[0].loss_before
-
-
-@pytest.mark.parametrize("private, asked", [(False, None), (True, True)])
-def test_whether_a_repository_is_private_is_left_to_the_hub_unless_told(private, asked, tmp_path, monkeypatch):
-    """False would make it public where an organisation's are private by default."""
-    patch_model(build("llama-2")).save_pretrained(tmp_path)
-    told = []
-    commit = SimpleNamespace(commit_url="there")
-    monkeypatch.setattr(checkpoints, "push_folder", lambda *args, **options: told.append(options) or commit)
-    assert checkpoints.publish(tmp_path, "me/grown", private) == "there"
-    assert told[0]["private"] is asked
 
 
 def test_a_stock_checkpoint_names_no_code(tmp_path):

@@ -9,7 +9,7 @@ from conftest import ROOT
 from families import build, word_tokenizer
 from test_cli import call
 from test_data import CHATS, TEMPLATE, TEXTS
-from test_hub import here, hub  # noqa: F401  fixtures
+from test_hub import here, hub, ran  # noqa: F401  fixtures
 
 SMALL = "--max_length 16 --growth_batches 4 --per_device_train_batch_size 5 --use_cpu".split()
 TRAINING = "--max_steps 8 --eval_steps 4 --save_strategy no --budget 0.05".split()
@@ -38,10 +38,12 @@ def test_the_command_lines_of_the_readme_are_true(here, tmp_path, monkeypatch): 
         if program == "growattn":
             done = call(command, *words, *CHANGED.get(command, []))
             assert done.code in (0, 3), (line, done)
+        elif program == "hf":
+            ran(here, tmp_path, "-m", "huggingface_hub.cli.hf", command, *words)
         elif program == "python":
             monkeypatch.setattr("sys.argv", [command, *words])
             runpy.run_path(command, run_name="__main__")
         seen.append(command)
-    assert {"inspect", "measure", "race", "finetune", "export", "push", "scripts/evaluate.py"} <= {*seen}
+    assert {"inspect", "measure", "race", "finetune", "export", "upload", "scripts/evaluate.py"} <= {*seen}
     assert (tmp_path / "stock" / "config.json").exists()
-    assert b"you/your-model" in here.files("you/your-model")["README.md"]
+    assert b"## What grew" in here.files("you/your-model")["README.md"]

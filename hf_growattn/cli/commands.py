@@ -143,38 +143,19 @@ def run_export(options: argparse.Namespace) -> Result:
     check_new_folder(options.output)
     from transformers import logging
 
-    from ..interop.checkpoints import load_grown
+    from ..growable.models import GrowableModelMixin
+    from ..interop.checkpoints import load_model, load_tokenizer
     from ..interop.export import export_model
 
     logging.set_verbosity_error()  # it would repeat what the checkpoint's own config says at each load
-    model, tokenizer = load_grown(Path(options.folder))
-    report = export_model(model, options.output, tokenizer)
+    model: Any = load_model(options.folder)
+    if not isinstance(model, GrowableModelMixin):
+        raise ValueError(
+            f"{options.folder} holds a stock {model.config.model_type} model, which did not grow and needs no export."
+        )
+    has_tokenizer = Path(options.folder, "tokenizer_config.json").exists()
+    report = export_model(model, options.output, load_tokenizer(options.folder) if has_tokenizer else None)
     return Result(asdict(report) | {"path": str(report.path)}, str(report))
-
-
-def run_push(options: argparse.Namespace) -> Result:
-    """Push a grown model with its card to the Hub, in one commit.
-
-    The card is the README.md in the folder, which finetune writes. You may edit it first. The push replaces
-    you/your-model in it with the name of the repository. --dry-run writes the files and the card into a folder instead.
-    """
-    from huggingface_hub.utils import validate_repo_id
-
-    from ..growable.folders import replacing
-    from ..interop.cards import complete_card
-    from ..interop.checkpoints import publish, write_publication
-
-    checkpoint, repo, folder = Path(options.folder), options.repo, options.dry_run
-    if repo.count("/") != 1:
-        raise UsageError(f"{repo} is no name on the Hub: give the owner and the model, as in you/your-model.")
-    validate_repo_id(repo)
-    if not folder:
-        url = publish(checkpoint, repo, options.private)
-        return Result({"repo": repo, "commit": url}, f"Pushed: {url}")
-    check_new_folder(folder)
-    with replacing(Path(folder).resolve()) as partial:
-        complete_card(write_publication(checkpoint, partial), partial, repo)
-    return Result({"repo": repo, "folder": folder}, f"{folder} holds what would be pushed to {repo}.")
 
 
 COMMANDS: dict[str, Callable[[Any], Result]] = {
@@ -183,5 +164,4 @@ COMMANDS: dict[str, Callable[[Any], Result]] = {
     "race": run_race,
     "finetune": run_finetune,
     "export": run_export,
-    "push": run_push,
 }

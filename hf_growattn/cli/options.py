@@ -17,7 +17,6 @@ _NAMES = {
     DATA: "text, chats, or prompts with completions: .txt, .jsonl, .csv or .parquet files, a folder, or the Hub id "
     "of a dataset; a text file is cut into blocks of --max_length tokens",
     "FOLDER": "a grown checkpoint",
-    "REPO": "where to push it, as in you/your-model",
 }
 _TRL = (
     "TRL reads the data, so all options of its ScriptArguments, SFTConfig and ModelConfig work, too, such as "
@@ -39,14 +38,6 @@ class OutputOptions:
     output: str = option("new folder to write; required", "", "-o")
 
 
-@dataclass
-class PushOptions:
-    """The options of `push`."""
-
-    private: bool = option("make a new repository private", False)
-    dry_run: str = option("write everything into this new folder, and push nothing", "", "--dry-run")
-
-
 # What a command takes: names, then groups of options, of which the last one is parsed along with TRL's for data.
 OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
     "inspect": (("MODEL",), ()),
@@ -54,7 +45,6 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
     "race": (("MODEL", DATA), (OutputOptions, RaceOptions)),
     "finetune": (("MODEL", DATA), (OutputOptions, FinetuneOptions)),
     "export": (("FOLDER",), (OutputOptions,)),
-    "push": (("FOLDER", "REPO"), (PushOptions,)),
 }
 
 

@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from ..growable.training_state import (
     bare_optimizers,
     broadcast_from_rank0,
     check_optimizers,
-    is_distributed,
     raise_on_all_ranks,
     rank,
     refuse_sharded,
@@ -43,7 +41,6 @@ from .plan import (
 )
 from .trial import FEW, MOST_EVALUATIONS, SMALLEST_FALL, Candidate, StepSearch, Trial, price_kinds
 
-_LONG = 64  # tokens, after which the time of the next one says something about a generation
 _SMALLER = (1.0, 1 / 4, 1 / 16)  # shares of the steps found, tried in turn on all batches
 
 
@@ -301,15 +298,14 @@ class Grower:
 
     def _judge_steps(self, session: Session, candidates: list[Candidate], trial: Trial, steps: list[float]) -> Growth:
         """Judge the steps on all batches, and return the growth, with the steps that hold set."""
-        validated = decoding = None
+        validated = None
         with trial.attached():
             steps, loss = self.shorten_steps(session, trial, steps)
-            if any(steps):
-                validated = None if self.config.moves_old_dims else _validated_loss(session, trial, steps)
-                decoding = self._time_decoding(session, trial)
+            if any(steps) and not self.config.moves_old_dims:
+                validated = _validated_loss(session, trial, steps)
             trial.set_steps(steps)
         losses = {"loss_before": session.batches.loss_before, "loss_after": loss, "validated_loss": validated}
-        report = growth_report(self.model, candidates, trial, steps, **losses, decoding=decoding)
+        report = growth_report(self.model, candidates, trial, steps, **losses)
         return Growth(self.wrapped, self.optimizers, trial if any(steps) else None, report)
 
     def shorten_steps(self, session: Session, trial: Trial, steps: list[float]) -> tuple[list[float], float]:
@@ -327,16 +323,6 @@ class Grower:
             if before - loss_after > SMALLEST_FALL * abs(before):
                 return smaller, loss_after
         return nothing, before
-
-    def _time_decoding(self, session: Session, trial: Trial) -> tuple[float, float, int] | None:
-        """`Trial.time_decoding` after the first row of a batch of text; None for others, and short ones."""
-        model: Any = self.model
-        batch: Any = next(iter(session.batches.every), None)
-        is_text = isinstance(batch, dict) and {"input_ids", "attention_mask", "labels"}.issuperset(batch)
-        decodes = model.can_generate() and not model.config.is_encoder_decoder and not is_distributed()
-        if not (is_text and decodes and batch["input_ids"].shape[-1] >= _LONG):
-            return None
-        return trial.time_decoding(model, batch["input_ids"][:1].to(session.objective.device))
 
 
 def _validated_loss(session: Session, trial: Trial, steps: list[float]) -> tuple[float, float, float]:

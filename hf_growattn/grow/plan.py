@@ -306,7 +306,7 @@ def growth_report(
 ) -> GrowthReport:
     """The report of all candidates, of which the trial holds those that are not empty, with their steps.
 
-    `figures` are the report's losses and times.
+    `figures` are the report's losses.
     """
     taken = dict(zip(trial.candidates, steps))
     new_dims = trial.new_dims if sum(steps) > 0 else {}

@@ -52,8 +52,6 @@ class GrowthReport:
             along directions of the other, and two standard errors of the fall. Step and number of dims were chosen on
             these batches. None where no such loss was measured.
         added_bytes: of the weights added.
-        decoding: how many times as long one more token takes, two standard errors of that, and after how many tokens;
-            None where it was not measured.
     """
 
     loss_before: float
@@ -65,7 +63,6 @@ class GrowthReport:
     parameters: int = 0
     validated_loss: tuple[float, float, float] | None = None
     added_bytes: int = 0
-    decoding: tuple[float, float, int] | None = None
 
     @property
     def applied(self) -> bool:

@@ -30,7 +30,7 @@ def report_text(report, next_command: str = "") -> str:
 
 
 def summary_of(report) -> list[str]:
-    """What happened to the loss, and what the growth costs in memory and time; without a growth only the first."""
+    """What happened to the loss, and what the growth costs in memory; without a growth only the first."""
     if not report.found:
         why = "no step along the new directions lowers the loss"
         if all(layer.gain <= 0 for layer in report.layers):
@@ -52,10 +52,6 @@ def summary_of(report) -> list[str]:
     before, after = report.cache_bytes
     cache = f"KV cache {before:,} -> {after:,} bytes a token ({after / before - 1:+.1%}), " if before else ""
     lines.append(f"Cost: {cache}{weights}.")  # encoders keep no keys and values
-    if report.decoding:
-        ratio, error, tokens = report.decoding
-        time = f"{ratio:.2f} ± {error:.2f} times as long"
-        lines.append(f"Decoding: with {tokens:,} tokens before it, a token takes {time}.")
     return lines
 
 
