@@ -84,11 +84,14 @@ def training_code(race: Race, recipe: Recipe) -> str:
             f"Grower(model, GrowthConfig(budget={weights}, old_dims_train=True)).grow(batches)",
             "trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]",
             'lora = {"params": [weight for name, weight in trained if "lora_" in name]}',
-            f'grown = {{"params": [weight for name, weight in trained if "lora_" not in name], "lr": {grown_rate:.2g}}}',
+            'grown = {"params": [weight for name, weight in trained if "lora_" not in name]}',
+            f'grown["lr"] = {grown_rate:.2g}',
             f"optimizer = torch.optim.AdamW([lora, grown], lr={rate:.2g}, weight_decay={training.weight_decay})",
         ]
         optimizers = ", optimizers=(optimizer, None)"
     imports += ["from transformers import AutoModelForCausalLM", "from trl import SFTConfig, SFTTrainer"]
-    options = f'"DIR", learning_rate={rate:.2g}, max_length={training.max_length}, packing={training.packing}'
+    options = f'"DIR", learning_rate={rate:.2g}, max_length={training.max_length}'
+    if training.packing:
+        options += f', packing=True, packing_strategy="{training.packing_strategy}"'
     lines.append(f"SFTTrainer(model, SFTConfig({options}), train_dataset=rows{optimizers}).train()")
     return "\n".join([*imports, *lines])

@@ -1,5 +1,4 @@
 """The options of growth and of races, without torch, so that help is shown at once."""
-# ruff: noqa: RUF009  an option is a field of a dataclass
 
 from dataclasses import dataclass, field
 from typing import Any
