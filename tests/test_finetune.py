@@ -81,7 +81,7 @@ def test_two_processes_train_as_one(finetune, tmp_path):
     assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
 
 
-@pytest.mark.parametrize("options", ["--budget 0", "--grow_at plateau --eval_strategy steps --eval_steps 8"])
+@pytest.mark.parametrize("options", ["--budget 0", "--grow_at plateau --eval_strategy steps --eval_steps 3"])
 def test_a_training_that_did_not_grow_leaves_a_stock_model_and_no_card_of_ours(finetune, tmp_path, options):
     rows = [{"text": f"w{number} w{number + 1} w{number + 2}"} for number in range(2, 60)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -89,9 +89,14 @@ def training_code(race: Race, recipe: Recipe) -> str:
             f"optimizer = torch.optim.AdamW([lora, grown], lr={rate:.2g}, weight_decay={training.weight_decay})",
         ]
         optimizers = ", optimizers=(optimizer, None)"
-    imports += ["from transformers import AutoModelForCausalLM", "from trl import SFTConfig, SFTTrainer"]
+    imports += ["from transformers import AutoModelForCausalLM, AutoTokenizer", "from trl import SFTConfig, SFTTrainer"]
     options = f'"DIR", learning_rate={rate:.2g}, max_length={training.max_length}'
     if training.packing:
         options += f', packing=True, packing_strategy="{training.packing_strategy}"'
-    lines.append(f"SFTTrainer(model, SFTConfig({options}), train_dataset=rows{optimizers}).train()")
+    lines += [
+        f"tokenizer = AutoTokenizer.from_pretrained({recipe.model_name!r})",
+        f"arguments = SFTConfig({options})",
+        f"trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer{optimizers})",
+        "trainer.train()",
+    ]
     return "\n".join([*imports, *lines])
