@@ -3,7 +3,6 @@
 import ast
 import inspect
 
-import accelerate.hooks
 import peft.utils.transformers_weight_conversion as peft_conversion
 import pytest
 import torch
@@ -13,7 +12,14 @@ from peft import PeftType
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch.distributed.fsdp import _flat_param
 from torch.nn.parallel import DistributedDataParallel
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, conversion_mapping
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    conversion_mapping,
+)
 from transformers import configuration_utils as configs
 from transformers.models.auto import auto_factory, configuration_auto
 from transformers.utils import output_capturing
@@ -30,6 +36,7 @@ OWNERS = {
     "conversion_mapping": conversion_mapping,
     "output_capturing": output_capturing,
     "PreTrainedModel": PreTrainedModel,
+    "Trainer": Trainer,
     "PreTrainedConfig": PreTrainedConfig,
     "Module": torch.nn.Linear(1, 1)._replicate_for_data_parallel(),
     "OptimizedModule": torch.compile(torch.nn.Identity()),
@@ -38,11 +45,9 @@ OWNERS = {
     "BaseTunerLayer": BaseTunerLayer,
     "transformers_weight_conversion": peft_conversion,
 }
-SOURCES = {"FlatParameter": _flat_param, "hooks": accelerate.hooks}
+SOURCES = {"FlatParameter": _flat_param}
 # Of named tuples, of enums, and what notebooks ask for: private in their spelling alone.
 PUBLIC = {"_replace", "_name_", "_value_", "_repr_png_"}
-# Private names of Trainer, which `training` uses.
-TRAINER = {"_get_num_items_in_batch", "_prepare_inputs"}
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +76,6 @@ def test_the_tables_are_of_the_classes_that_the_list_names():
     assert type(CONFIG_MAPPING) is configuration_auto._LazyConfigMapping
     assert issubclass(AutoModelForCausalLM, auto_factory._BaseAutoModelClass)
     assert "_fsdp_flattened" in SHARDING_MARKS
-
-
-def test_accelerate_leaves_the_forward_of_a_hooked_module_there():
-    module = torch.nn.Linear(1, 1)
-    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
-    assert "_old_forward" in vars(module)
 
 
 def test_add_adapter_of_transformers_leaves_its_mark():
@@ -116,7 +115,7 @@ def test_no_private_name_of_others_is_missing_in_the_list():
     listed = {name.rpartition(".")[2] for name in NAMES} | {name.partition(".")[0] for name in NAMES}
     own = set().union(*map(own_names, trees.values())) - listed
     for path, tree in trees.items():
-        known = listed | own | PUBLIC | (TRAINER if path.parent.name == "training" else set())
+        known = listed | own | PUBLIC
         assert private_names(tree) <= known, path
 
 

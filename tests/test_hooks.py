@@ -1,5 +1,6 @@
 """New dims join by two hooks: the attention keeps its class and its forward, and nothing else sees a call under way."""
 
+import copy
 import importlib
 import pickle
 import subprocess
@@ -57,6 +58,16 @@ def test_an_ungrown_model_has_nothing_of_ours_on_its_attention(make):
     }
     unpatch_model(model, drop_growth=True)
     assert traces(model) == before
+
+
+@pytest.mark.parametrize("make", [lambda: build("llama-2"), bert])
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_hooks_come_off_a_copy_and_stay_on_its_original(make, twin_of):
+    model, stock = grown(make()), traces(make())
+    before = traces(model)
+    twin = twin_of(model)
+    unpatch_model(twin, drop_growth=True)
+    assert traces(twin) == stock and traces(model) == before != stock
 
 
 def test_the_table_gives_others_the_stock_function():

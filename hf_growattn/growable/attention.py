@@ -28,8 +28,15 @@ from ..model.families import (
 )
 from ..model.hooks import UNEQUAL_WIDTHS, Arguments, common_width, remove_extra
 from ..model.new_dims import ROLES, ExtraDims, HeadShape, NewDims, full_tensor
-from .layouts import AttentionLayout, layout_of
-from .projections import MERGE_ADAPTERS, added_by_adapters, computed_weight, has_other_adapters, is_plain
+from .projections import (
+    MERGE_ADAPTERS,
+    AttentionLayout,
+    added_by_adapters,
+    computed_weight,
+    has_other_adapters,
+    is_plain,
+    layout_of,
+)
 
 _SCALED_BEFORE = ("esm", "evolla")  # families that scale queries before they rotate, and call that a scale of 1
 
@@ -97,7 +104,7 @@ class GrowableAttention:
 
     def drop_extra(self) -> None:
         """Take all new dims and the hooks off."""
-        remove_extra(self.module, self.sibling)
+        remove_extra(self.module)
 
     def width_of(self, role: str) -> int:
         """Width of one head of a role, kept new dims included."""

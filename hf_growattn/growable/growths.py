@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from ..model.compat import has_own_adapters
 from ..model.configuration import check_extra_dims
-from ..model.modeling import WideModelMixin, dims_of, growable_configs, sync_config
+from ..model.families import dims_of, growable_configs, sync_config
+from ..model.modeling import WideModelMixin
 from ..model.new_dims import NewDims, full_tensor, in_order
 from .attention import GrowableAttention, attentions
 from .folders import replacing
@@ -34,7 +35,7 @@ WEIGHTS, DESCRIPTION = "growth.safetensors", "growth.json"
 _DESCRIBED = ("model_type", "extra_dims")
 GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
 
-Parts = dict[GrowableAttention, dict[str, NewDims]]  # of each attention module by name
+Growths = dict[GrowableAttention, dict[str, NewDims]]  # of each attention module by name
 Dims = dict[str, dict[str, list[int]]]  # the same as `extra_dims` of a config names them
 
 
@@ -44,8 +45,8 @@ def growable_model(model: Any) -> Any:
     found = [module for module in inside if isinstance(module, WideModelMixin)]
     if not found:
         raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
-    parts = set(found[0].modules())
-    if apart := [module for module in found if module not in parts]:
+    inside = set(found[0].modules())
+    if apart := [module for module in found if module not in inside]:
         raise ValueError(
             f"{type(model).__name__} holds several models that could grow, a {type(found[0]).__name__} and a "
             f"{type(apart[0]).__name__}. Pass the one that shall grow, and the loss as a function of that."
@@ -64,17 +65,16 @@ def extra_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def cache_bytes(model: nn.Module, tried: Mapping[Any, NewDims] | None = None) -> int:
-    """Bytes of a token's keys and values as a model's cache keeps them; `tried` are parts that are not kept yet."""
+    """Bytes of a token's keys and values as a model's cache keeps them; `tried` are new dims that are not kept yet."""
     numbers = 0
     for attention in (attention for attention in attentions(model) if attention.caches):
-        part = (tried or {}).get(attention)
-        parts = [*attention.growths.values()] if part is None else [*attention.growths.values(), part]
-        numbers += attention.cached_numbers(parts)
+        new = (tried or {}).get(attention)
+        numbers += attention.cached_numbers([*attention.growths.values(), *([] if new is None else [new])])
     return next(model.parameters()).element_size() * numbers
 
 
-def growths_of(model: nn.Module) -> Parts:
-    """The kept parts of every attention module."""
+def growths_of(model: nn.Module) -> Growths:
+    """The kept new dims of every attention module."""
     return {attention: attention.growths for attention in attentions(model)}
 
 
@@ -89,10 +89,10 @@ def name_after(names: Iterable[str]) -> str:
     return f"growth_{max((int(end) for end in ends if end.isdecimal()), default=0) + 1}"
 
 
-def swap_growths(parts: Parts) -> Parts:
-    """Give attention modules these parts, and return those that they had."""
+def swap_growths(growths: Growths) -> Growths:
+    """Give attention modules these growths, and return those that they had."""
     former = {}
-    for attention, own in parts.items():
+    for attention, own in growths.items():
         kept = attention.make_extra().growths
         former[attention] = dict(kept.items())
         kept.clear()
@@ -101,25 +101,25 @@ def swap_growths(parts: Parts) -> Parts:
     return former
 
 
-def replace_growths(wrapped: nn.Module, parts: Parts, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Let attention modules keep these parts and no others; config, optimizers, DDP, FSDP2 and peft follow.
+def replace_growths(wrapped: nn.Module, growths: Growths, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Let attention modules keep these growths and no others; config, optimizers, DDP, FSDP2 and peft follow.
 
     Modules that are not named keep theirs. New parameters start with a fresh state in the optimizers. After an
     exception model and optimizers are as they were.
 
     Args:
         wrapped: the patched model, in whatever the user has put around it: what is not given cannot follow.
-        parts: those of each module by name.
+        growths: those of each module by name.
         optimizers: what trains the model, without wrappers.
     """
     model = growable_model(wrapped)
-    former = swap_growths(parts)
+    former = swap_growths(growths)
     new: list[nn.Parameter] = []
     try:
-        for attention, own in parts.items():
-            for part in (part for part in own.values() if part not in former[attention].values()):
-                shard_like(part, attention.module)
-                new += part.parameters()  # sharded ones are others
+        for attention, own in growths.items():
+            for dims in (dims for dims in own.values() if dims not in former[attention].values()):
+                shard_like(dims, attention.module)
+                new += dims.parameters()  # sharded ones are others
         sync_config(model)
         add_new_parameters(optimizers, model, [parameter for parameter in new if parameter.requires_grad])
     except BaseException:
@@ -128,7 +128,7 @@ def replace_growths(wrapped: nn.Module, parts: Parts, optimizers: list[torch.opt
         remove_parameters(optimizers, new)
         raise
     kept = {*extra_parameters(model)}
-    before = [p for own in former.values() for part in own.values() for p in part.parameters()]
+    before = [p for own in former.values() for dims in own.values() for p in dims.parameters()]
     gone = [parameter for parameter in before if parameter not in kept]
     remove_parameters(optimizers, gone)
     if new and not optimizers:
@@ -139,22 +139,22 @@ def replace_growths(wrapped: nn.Module, parts: Parts, optimizers: list[torch.opt
 
 
 def set_dims(wrapped: nn.Module, extra_dims: Dims, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
-    """Let a model have these new dims and no others; parts of the same name and size stay, others begin as zeros.
+    """Let a model have these new dims and no others; those of the same name and size stay, others begin as zeros.
 
     The other arguments are those of `replace_growths`.
     """
     model = growable_model(wrapped)
     if extra_dims == dims_of(model):
         return
-    parts: Parts = {}
+    growths: Growths = {}
     for attention, own in growths_of(model).items():
-        parts[attention] = {}
+        growths[attention] = {}
         for name, (qk_dims, v_dims) in extra_dims.get(str(attention.layer), {}).items():
-            part = own.get(name)
-            if part is None or (part.qk_dims, part.v_dims) != (qk_dims, v_dims):
-                part = attention.make_new_dims(qk_dims, v_dims)
-            parts[attention][name] = part
-    replace_growths(wrapped, parts, [*optimizers])
+            new = own.get(name)
+            if new is None or (new.qk_dims, new.v_dims) != (qk_dims, v_dims):
+                new = attention.make_new_dims(qk_dims, v_dims)
+            growths[attention][name] = new
+    replace_growths(wrapped, growths, [*optimizers])
 
 
 def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:

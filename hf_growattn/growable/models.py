@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..model.compat import auto_mappings, has_own_adapters, registered_class
 from ..model.configuration import auto_map, growable_config_class
-from ..model.families import find_attentions, find_obstacle
-from ..model.modeling import WideModelMixin, class_by_name, growable_configs, sync_config
+from ..model.families import find_attentions, find_obstacle, growable_configs, sync_config
+from ..model.modeling import WideModelMixin, class_by_name
 from ..model.new_dims import ExtraDims
 from .attention import attentions
 from .folders import loading, replacing
@@ -122,7 +122,7 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
 
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
-        ValueError: it is a part of another transformers model; it has no inner model of such a name, or is patched
+        ValueError: it has no inner model of such a name, or is patched
             with others; none of its attention modules takes its attention function from transformers' table; or the
             model runs the code that came with its checkpoint. The model is as it was then.
     """

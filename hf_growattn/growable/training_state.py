@@ -227,14 +227,14 @@ def own_part(tensor: Any) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def shard_like(part: nn.Module, attention: nn.Module) -> None:
+def shard_like(new_dims: nn.Module, attention: nn.Module) -> None:
     """Shard the modules of new dims over the processes that hold shards of an attention module."""
     mesh = next((p.device_mesh for p in attention.parameters() if is_sharded(p)), None)  # pyright: ignore
     if mesh is None:
         return
     from torch.distributed.fsdp import fully_shard
 
-    for module in part.children():
+    for module in new_dims.children():
         fully_shard(module, mesh=mesh)
 
 

@@ -82,20 +82,20 @@ class GrowAttnConfig(PeftConfig):
 
 
 class GrowAttnLayer(nn.Module, BaseTunerLayer):
-    """The new dims of each adapter in an attention module, by its name: those of `parts`.
+    """The new dims of each adapter in an attention module, by its name: those of `new_dims`.
 
     `growattn_in_proj` and `growattn_out_proj` hold the same modules: peft finds the name of an adapter in the name of a
     weight right before its end only.
     """
 
     adapter_layer_names = (f"{PREFIX}in_proj", f"{PREFIX}out_proj")
-    other_param_names = ("parts",)  # peft deletes an adapter from there, too
+    other_param_names = ("new_dims",)  # peft deletes an adapter from there, too
 
     def __init__(self, attention: GrowableAttention, model: GrowableModelMixin):
         super().__init__()
-        self._home = (attention, model)  # a tuple keeps them from becoming submodules of their own part
-        self.parts: dict[str, NewDims] = {}
-        self._parts_of_merged: dict[str, str] = {}
+        self._home = (attention, model)  # a tuple keeps them from becoming submodules of their own child
+        self.new_dims: dict[str, NewDims] = {}
+        self._growths_of_merged: dict[str, str] = {}
         self.merged_adapters = []
         self.growattn_in_proj, self.growattn_out_proj = nn.ModuleDict(), nn.ModuleDict()
 
@@ -108,52 +108,52 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         """The attention module, as peft asks for it."""
         return self.attention.module
 
-    def add(self, adapter_name: str, part: NewDims) -> None:
-        """Hold a part as an adapter, in place of a former one of this name. Checkpoints of the base leave it out."""
+    def add(self, adapter_name: str, new: NewDims) -> None:
+        """Hold new dims as an adapter, in place of a former one of this name. Checkpoints of the base leave it out."""
         self.discard(adapter_name)
-        self.parts[adapter_name] = part
-        self.growattn_in_proj[adapter_name] = part.in_proj
-        if part.out_proj is not None:
-            self.growattn_out_proj[adapter_name] = part.out_proj
+        self.new_dims[adapter_name] = new
+        self.growattn_in_proj[adapter_name] = new.in_proj
+        if new.out_proj is not None:
+            self.growattn_out_proj[adapter_name] = new.out_proj
         model: Any = self._home[1]
         ours = {name for name, _ in model.named_parameters() if ".extra.adapters." in name}
         leave_out_of_checkpoints(model, ours)
 
     def discard(self, adapter_name: str) -> None:
         """Hold no such adapter any more."""
-        self.parts.pop(adapter_name, None)
+        self.new_dims.pop(adapter_name, None)
         for held in (self.growattn_in_proj, self.growattn_out_proj):
             held._modules.pop(adapter_name, None)
 
     def active(self) -> list[NewDims]:
-        """The adapters in use; those that are merged are among the attention's own parts."""
+        """The adapters in use; those that are merged are among the attention's own growths."""
         if self.disable_adapters or self.merged:
             return []
-        return [self.parts[name] for name in self.active_adapters if name in self.parts]
+        return [self.new_dims[name] for name in self.active_adapters if name in self.new_dims]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Make copies of adapters kept parts of the attention, in its precision: no old weight is touched."""
+        """Make copies of adapters growths of the attention, in its precision: no old weight is touched."""
         attention, model = self._home
         for name in check_adapters_to_merge(self, adapter_names):
-            if name not in self.parts:
+            if name not in self.new_dims:
                 continue
-            adapter = self.parts[name]
-            part = attention.make_new_dims(adapter.qk_dims, adapter.v_dims).requires_grad_(False)
-            part.load_state_dict(adapter.state_dict())
-            if safe_merge and not all(weight.isfinite().all() for weight in part.parameters()):
+            adapter = self.new_dims[name]
+            new = attention.make_new_dims(adapter.qk_dims, adapter.v_dims).requires_grad_(False)
+            new.load_state_dict(adapter.state_dict())
+            if safe_merge and not all(weight.isfinite().all() for weight in new.parameters()):
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken.")
-            self._parts_of_merged[name] = name_after(attention.growths)
-            attention.make_extra().growths[self._parts_of_merged[name]] = part
+            self._growths_of_merged[name] = name_after(attention.growths)
+            attention.make_extra().growths[self._growths_of_merged[name]] = new
             self.merged_adapters.append(name)
         sync_config(model)
 
     def unmerge(self) -> None:
-        """Take the merged parts out again."""
+        """Take the merged growths out again."""
         attention, model = self._home
         if self.merged:
-            for part in self._parts_of_merged.values():
-                del attention.make_extra().growths[part]
-            self._parts_of_merged.clear()
+            for growth in self._growths_of_merged.values():
+                del attention.make_extra().growths[growth]
+            self._growths_of_merged.clear()
             self.merged_adapters.clear()
             sync_config(model)
 
@@ -164,7 +164,7 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         super().enable_adapters(enabled)
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None):
-        """Leave the attention with the adapters among its own parts, or without; None takes this layer's place."""
+        """Leave the attention with the adapters among its own growths, or without; None takes this layer's place."""
         if merge:
             self.merge(safe_merge=safe_merge, adapter_names=adapter_names)
         else:
@@ -214,11 +214,11 @@ class GrowAttnModel(BaseTuner):
     ) -> None:
         attention = next(each for each in attentions(self.model) if each.module is target)
         qk_dims, v_dims = cast(GrowAttnConfig, peft_config).dims_at(attention.layer)
-        part = attention.make_new_dims(qk_dims, v_dims)
+        new = attention.make_new_dims(qk_dims, v_dims)
         with torch.no_grad():  # without effect: the other side of each pair is zero
             for kind in KINDS.values():
-                nn.init.normal_(part.weight_of(kind.shared), std=attention.shape.in_features**-0.5)
-        self._layer_of(attention).add(adapter_name, part)
+                nn.init.normal_(new.weight_of(kind.shared), std=attention.shape.in_features**-0.5)
+        self._layer_of(attention).add(adapter_name, new)
 
     def _layer_of(self, attention: GrowableAttention) -> GrowAttnLayer:
         """The layer of an attention module, which is made at the first call."""
@@ -241,19 +241,19 @@ class GrowAttnModel(BaseTuner):
         Where an adapter has other sizes, it gets new parameters; they train if the former ones did.
         """
         layers, config = adapter_layers(self.model), cast(GrowAttnConfig, self.peft_config[adapter_name])
-        former = next(layer.parts[adapter_name].in_proj.weight for layer in layers if adapter_name in layer.parts)
+        former = next(layer.new_dims[adapter_name].in_proj.weight for layer in layers if adapter_name in layer.new_dims)
         if config.budget is not None:
-            config.dims = {str(attention.layer): [part.qk_dims, part.v_dims] for attention, part in found.items()}
+            config.dims = {str(attention.layer): [new.qk_dims, new.v_dims] for attention, new in found.items()}
             for layer in layers:
                 if layer.attention not in found:
                     layer.discard(adapter_name)
-        for attention, part in found.items():
+        for attention, new in found.items():
             layer = self._layer_of(attention)
-            own = layer.parts.get(adapter_name)
-            if own is not None and (own.qk_dims, own.v_dims) == (part.qk_dims, part.v_dims):
-                own.load_state_dict(part.state_dict())
+            own = layer.new_dims.get(adapter_name)
+            if own is not None and (own.qk_dims, own.v_dims) == (new.qk_dims, new.v_dims):
+                own.load_state_dict(new.state_dict())
             else:
-                layer.add(adapter_name, part.to(former).requires_grad_(former.requires_grad))
+                layer.add(adapter_name, new.to(former).requires_grad_(former.requires_grad))
 
     def unload(self) -> nn.Module:
         """Return the base model as it was before: a stock one, if it was that and has not grown since."""

@@ -6,7 +6,7 @@ would be changed through such a name is changed by a function of this file.
 
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -35,14 +35,10 @@ NAMES = {
     "PreTrainedModel._hf_peft_config_loaded": "set by add_adapter, which keeps adapters without a model of peft",
     "PreTrainedModel._can_set_experts_implementation": "whether a model has experts whose product can be exchanged",
     "PreTrainedConfig._attn_implementation": "which attention function a model uses: the getter that its forwards use",
+    "Trainer._load_from_checkpoint": "wrapped: no event tells that a checkpoint is loaded before its optimizer is",
     # torch
     "Module._modules": "children by name, without the search through parameters and buffers of `getattr`",
     "Module._parameters": "the same of parameters",
-    "Module._forward_hooks": "hooks by number: a handle does not follow a copy or a pickle of its module",
-    "Module._forward_pre_hooks": "the same of those before the forward",
-    "Module._forward_hooks_with_kwargs": "the numbers of those that take keywords",
-    "Module._forward_pre_hooks_with_kwargs": "the same of those before the forward",
-    "Module._forward_hooks_always_called": "the numbers of those that run after an exception, too",
     "Module._load_from_state_dict": "overridden: module authors change in it what a state dict loads into",
     "Module._compiled_call_impl": "what Module.compile sets, put aside while a growth measures",
     "OptimizedModule._orig_mod": "the model inside torch.compile",
@@ -122,21 +118,6 @@ def leave_out_of_checkpoints(model: Any, names: Iterable[str]) -> None:
 def has_own_adapters(model: nn.Module) -> bool:
     """Whether a model has adapters of its own `add_adapter`, which `save_pretrained` saves without the model."""
     return getattr(model, "_hf_peft_config_loaded", False)
-
-
-def remove_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
-    """Remove the forward hooks of a module that are ours: a handle would not follow a copy or a pickle of it."""
-    hooks = {**module._forward_pre_hooks, **module._forward_hooks}  # their numbers are unique in a process
-    tables: tuple[Any, ...] = (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    )
-    for number in [number for number, hook in hooks.items() if is_ours(hook)]:
-        for table in tables:
-            table.pop(number, None)
 
 
 def replace_base(cls: type, old: type, new: type) -> type:

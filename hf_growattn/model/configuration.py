@@ -1,7 +1,7 @@
 """Config classes of grown models: the stock config and the widths of the new dims, under a `model_type` of our own.
 
 `config.json` of a grown checkpoint holds the stock fields, `"model_type": "growattn_<type>"`, and `extra_dims` with the
-parts of each layer, such as `{"0": {"growth_1": [2, 4]}}`: two new dims of queries and keys, four of values.
+growths of each layer, such as `{"0": {"growth_1": [2, 4]}}`: two new dims of queries and keys, four of values.
 """
 
 import copyreg
@@ -26,7 +26,7 @@ class WideConfigMixin(_Config):
 
     Attributes:
         growable_submodels: names of the inner models whose attention may grow; None for the usual ones.
-        extra_dims: by layer, as a text, the parts by name, each with its new dims of queries and keys, and of values.
+        extra_dims: by layer, as a text, the growths by name, each with its new dims of queries and keys, and of values.
         auto_map: where the code that loads it lies, once it was saved with its model.
         stock_class: the stock config class.
     """
@@ -77,10 +77,10 @@ class WideConfigMixin(_Config):
 def check_extra_dims(extra_dims: Any) -> None:
     """Raise a ValueError if `extra_dims` of a config.json has not the form that a save gives it."""
     good, taken = isinstance(extra_dims, dict), {*dir(nn.ModuleDict())}
-    for layer, parts in extra_dims.items() if good else ():
-        good = good and str(layer).isdecimal() and isinstance(parts, dict)
-        good = good and all(str(name).isidentifier() and name not in taken for name in parts)
-        for dims in parts.values() if good else ():
+    for layer, growths in extra_dims.items() if good else ():
+        good = good and str(layer).isdecimal() and isinstance(growths, dict)
+        good = good and all(str(name).isidentifier() and name not in taken for name in growths)
+        for dims in growths.values() if good else ():
             good = good and isinstance(dims, list) and len(dims) == 2
             good = good and all(type(number) is int and number >= 0 for number in dims) and sum(dims) > 0
     if not good:

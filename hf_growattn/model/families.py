@@ -1,4 +1,4 @@
-"""What is read off a stock attention module: whether new dims can join it, its sizes, its projections, its layer.
+"""What is read off a model: which attention modules new dims can join, their sizes, projections and layers.
 
 Sizes are read from what attention modules note of themselves. Names of projections are those that families commonly
 use; without them new dims work all the same, and only what reads old weights does not.
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .configuration import PREFIX
+from .configuration import PREFIX, WideConfigMixin
 from .hooks import CACHES, add_extra
 from .new_dims import ROLES, ExtraDims, HeadShape
 
@@ -233,3 +233,26 @@ def number_layers(names: list[str]) -> list[int]:
     numbers = [next((int(step) for step in name.split(".") if step.isdecimal()), None) for name in names]
     is_clear = None not in numbers and len({*numbers}) == len(numbers)
     return numbers if is_clear else list(range(len(numbers)))  # pyright: ignore[reportReturnType]
+
+
+def sync_config(model: nn.Module) -> None:
+    """Write the new dims of every layer into every config of the model tree."""
+    extra_dims = dims_of(model)
+    for config in growable_configs(model):
+        config.extra_dims = extra_dims
+
+
+def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
+    """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, WideConfigMixin)}.values())
+
+
+def dims_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
+    """The kept new dims of a patched model by layer, as the config's `extra_dims` names them."""
+    found = (attention for attention in find_attentions(model) if "extra" in attention.module._modules)
+    return {
+        str(attention.layer): {name: [d.qk_dims, d.v_dims] for name, d in attention.module.extra.growths.items()}
+        for attention in sorted(found, key=lambda attention: attention.layer)
+        if len(attention.module.extra.growths)
+    }

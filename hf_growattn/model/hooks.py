@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, Cache, EncoderDecoderCache
 
-from .compat import remove_hooks
 from .new_dims import ExtraDims, HeadShape
 
 # Implementations that take values of another width than the keys; all others get equal widths by zero padding.
@@ -285,24 +284,22 @@ def add_extra(module: Any, shape: HeadShape, names: Sequence[str], sibling: Any 
         names: the parameters of its forward.
         sibling: the module that projects its output, if another one does.
     """
-    module.extra = ExtraDims(shape, Arguments(tuple(names)))
-    module.register_forward_pre_hook(before_forward, with_kwargs=True)
+    module.extra = extra = ExtraDims(shape, Arguments(tuple(names)))
+    extra.hooks.append(module.register_forward_pre_hook(before_forward, with_kwargs=True))
     # The first of all hooks: others see the output with the share of new dims.
-    module.register_forward_hook(after_forward, prepend=True, with_kwargs=True, always_call=True)
+    after = module.register_forward_hook(after_forward, prepend=True, with_kwargs=True, always_call=True)
+    extra.hooks.append(after)
     if sibling is not None:
-        module.extra.handover = handover = Handover()
-        sibling.register_forward_pre_hook(handover.take, with_kwargs=True)
-    return module.extra
+        extra.handover = handover = Handover()
+        extra.hooks.append(sibling.register_forward_pre_hook(handover.take, with_kwargs=True))
+    return extra
 
 
-def remove_extra(module: Any, sibling: Any = None) -> None:
-    """Take new dims and hooks off an attention module and its sibling, which are stock ones then."""
+def remove_extra(module: Any) -> None:
+    """Take new dims and their hooks off an attention module, which is a stock one then."""
     extra = module._modules.pop("extra", None)
-    if extra is None:
-        return
-    remove_hooks(module, lambda hook: hook in (before_forward, after_forward))
-    if sibling is not None:
-        remove_hooks(sibling, lambda hook: getattr(hook, "__self__", None) is extra.handover)
+    for hook in extra.hooks if extra is not None else ():
+        hook.remove()
 
 
 def _join_interface() -> None:

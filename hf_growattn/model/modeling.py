@@ -15,7 +15,7 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel
 
 from .compat import copy_conversions, record_outputs, replace_base
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
-from .families import add_extra_to, find_attentions
+from .families import add_extra_to, find_attentions, sync_config
 from .hooks import one_width_error
 from .new_dims import NewDims, in_order
 
@@ -161,29 +161,6 @@ def _make_empty(mixin: type[WideModelMixin], stock: type[PreTrainedModel]) -> Pr
     """A model of our class without anything in it, for a pickle to fill."""
     made = mixin.mixed_into(stock)
     return made.__new__(made)
-
-
-def sync_config(model: nn.Module) -> None:
-    """Write the new dims of every layer into every config of the model tree."""
-    extra_dims = dims_of(model)
-    for config in growable_configs(model):
-        config.extra_dims = extra_dims
-
-
-def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
-    """The distinct growable config objects in a model tree: a task head may hold another one than its base model."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in configs if isinstance(config, WideConfigMixin)}.values())
-
-
-def dims_of(model: nn.Module) -> dict[str, dict[str, list[int]]]:
-    """The kept new dims of a patched model by layer, as the config's `extra_dims` names them."""
-    found = (attention for attention in find_attentions(model) if "extra" in attention.module._modules)
-    return {
-        str(attention.layer): {name: [d.qk_dims, d.v_dims] for name, d in attention.module.extra.growths.items()}
-        for attention in sorted(found, key=lambda attention: attention.layer)
-        if len(attention.module.extra.growths)
-    }
 
 
 def class_by_name(name: str, mixin: type[WideModelMixin]) -> type:

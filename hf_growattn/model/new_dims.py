@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 ROLES = ("query", "key", "value", "output")
 
@@ -159,6 +160,7 @@ class ExtraDims(nn.Module):
         shape: the stock sizes of the attention module.
         arguments: how its forward calls what it is given.
         handover: brings the share of new values to the sibling that projects the output; None without such a sibling.
+        hooks: the handles of the hooks by which new dims join, which follow a copy and a pickle of the module.
         growths: the new dims that are kept, by the name of their growth.
 
     Two more children may be there: `adapters` of a peft model, whose `active` gives those in use, and a `trial`, new
@@ -171,6 +173,7 @@ class ExtraDims(nn.Module):
     def __init__(self, shape: HeadShape, arguments: Any):
         super().__init__()
         self.shape, self.arguments = shape, arguments
+        self.hooks: list[RemovableHandle] = []
         self.growths = nn.ModuleDict()
 
     @property
