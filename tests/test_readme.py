@@ -12,12 +12,13 @@ from test_data import CHATS, TEMPLATE, TEXTS
 from test_hub import here, hub  # noqa: F401  fixtures
 
 SMALL = "--max_length 16 --growth_batches 4 --per_device_train_batch_size 5 --use_cpu".split()
-TRAINING = "--max_steps 16 --report_to none --bf16 False --learning_rate 1e-3 --budget 0.1 --growth_batches 4 --max_length 16".split()
+TRAINING = "--max_steps 16 --max_length 16 --growth_batches 4 --learning_rate 1e-3 --budget 0.1".split()
+TRAINING += "--use_cpu --bf16 False --report_to none".split()
 # What a tiny model takes, or no network gives.
 CHANGED = {
     "measure": [*SMALL],
     "race": [*SMALL, "--steps", "8", "--budget", "0.05"],
-    "scripts/finetune.py": ["--use_cpu", *TRAINING],
+    "scripts/finetune.py": [*TRAINING],
 }
 
 
