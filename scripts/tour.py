@@ -1,6 +1,6 @@
 """A tour of hf_growattn, from `patch_model` to the Hub: about a minute on one core, and nothing is downloaded.
 
-    pip install ".[finetune,peft]"
+    pip install ".[peft,trl]"
     python scripts/tour.py
 
 Or cell by cell: as `scripts/tour.ipynb`, which `python scripts/notebook.py` makes of this file, in Jupyter or Colab; or
@@ -345,9 +345,9 @@ if urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname in ("127.0.0.1", "localh
 # %% [markdown]
 # ## Where to go from here
 #
-# `growattn finetune` does all this for a model and a text of yours, and `scripts/bench/README.md` says when growth is
+# `scripts/finetune.py` does this for a model and a text of yours, and `scripts/bench/README.md` says when growth is
 # worth it and when it is not. On a model as young as this one, ordinary training is far from done, and growth adds
 # little; it pays where heads are too narrow for the task.
 
 # %%
-print(f"Look at {output / 'report.html'}, then try: growattn finetune gpt2 my_text.txt -o grown")
+print(f"Look at {output / 'report.html'}, then try: growattn race gpt2 my_text.txt -o race")

@@ -24,7 +24,6 @@ from transformers.models.auto import tokenization_auto
 
 from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.cli.commands import main
-from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing
 from hf_growattn.growable import folders
 from hf_growattn.growable.attention import attentions
@@ -214,13 +213,6 @@ def test_each_growth_of_a_training_reads_the_rows_before_it(tmp_path, monkeypatc
     trainer.add_callback(GrowthCallback(trainer, CONFIG, steps=[2, 4], batches=2))
     trainer.train()
     assert len(drawn) == 2 and drawn[0].shape == drawn[1].shape and not torch.equal(*drawn)
-
-
-def test_a_rate_that_nobody_named_is_chosen_by_the_method():
-    pytest.importorskip("trl")
-    words = ["model", "data", "--output_dir", "out"]
-    assert read_recipe("finetune", words).training.learning_rate is None
-    assert read_recipe("finetune", [*words, "--learning_rate", "0.5"]).training.learning_rate == 0.5
 
 
 @pytest.mark.parametrize("training", [True, False])

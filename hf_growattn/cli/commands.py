@@ -1,4 +1,4 @@
-"""The command line `growattn`: look at a model, measure it on data, train it, write it for others.
+"""The command line `growattn`: look at a model, measure it on data, write it for others.
 
 The docstrings of the `run_` functions are the help of their commands. Each imports what it needs itself, so that help
 is shown without torch.
@@ -56,14 +56,14 @@ def _fail(code: int, message: str) -> int:
     return code
 
 
-def _format_next(command: str, recipe: Any, *more: str) -> str:
-    """A command to call next, with those of the given options that it takes, too."""
+def _format_race(recipe: Any) -> str:
+    """The command of a race, with those of the given options that it takes, too."""
     dropped = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     dropped.add_argument("-o", "--output", "--output_dir", "--output-dir")
-    for option in ("--steps", "--seeds", "--qk_dims", "--v_dims"):
+    for option in ("--qk_dims", "--v_dims"):
         dropped.add_argument(option, option.replace("_", "-"))
     _, options = dropped.parse_known_args(recipe.words)
-    return shlex.join(["growattn", command, recipe.model_name, *recipe.datasets, "-o", "DIR", *options, *more])
+    return shlex.join(["growattn", "race", recipe.model_name, *recipe.datasets, "-o", "DIR", *options])
 
 
 def run_inspect(options: argparse.Namespace) -> Result:
@@ -84,15 +84,15 @@ def run_inspect(options: argparse.Namespace) -> Result:
 def run_measure(recipe: Any) -> Result:
     """Measure where width holds the model back on your data.
 
-    A growth is tried on the loss that finetune would train, then taken back. Nothing is changed or written. This does
+    A growth is tried on the loss that SFTTrainer would train, then taken back. Nothing is changed or written. This does
     not compare growth with LoRA: race does.
     """
     from ..report.words import report_text
-    from ..training.finetuning import prepare_growth
+    from .measuring import prepare_growth
 
     grower, batches = prepare_growth(recipe)
     report = grower.measure(batches)
-    text = report_text(report, _format_next("race", recipe))
+    text = report_text(report, _format_race(recipe))
     return Result(report.to_dict(), text, 0 if report.found else NOTHING)
 
 
@@ -107,31 +107,13 @@ def run_race(recipe: Any) -> Result:
     output = recipe.training.output_dir
     if not Path(output, "race.jsonl").exists():
         check_new_folder(output)
-    from ..training.finetuning import race_recipe
     from ..training.methods import METHODS
+    from .measuring import race_recipe, training_code
 
     race = race_recipe(recipe)
-    method = ["--method", race.winner, "--learning_rate", f"{race.rates[race.winner]:.2g}"]
-    text = f"{race}\nTrain by the winner, {METHODS[race.winner].title}: {_format_next('finetune', recipe, *method)}"
+    code = training_code(race, recipe)
+    text = f"{race}\nTo train by the winner, {METHODS[race.winner].title}:\n\n{code}"
     return Result(race.figures(), text, NOTHING if race.winner == "lora" else 0)
-
-
-def run_finetune(recipe: Any) -> Result:
-    """Train with TRL's SFTTrainer, and grow on the way.
-
-    By default all weights train, and attention grows once, half-way. --method trains something else. A tenth of the
-    data is held out unless they have a test split. For several devices: torchrun --nproc_per_node 2 -m hf_growattn
-    finetune ...
-    """
-    if not recipe.training.resume_from_checkpoint:
-        check_new_folder(recipe.training.output_dir)
-    from ..training.finetuning import finetune
-
-    try:
-        figures = finetune(recipe)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("--resume_from_checkpoint True continues from the last checkpoint.") from None
-    return Result(figures, figures["summary"])
 
 
 def run_export(options: argparse.Namespace) -> Result:
@@ -162,6 +144,5 @@ COMMANDS: dict[str, Callable[[Any], Result]] = {
     "inspect": run_inspect,
     "measure": run_measure,
     "race": run_race,
-    "finetune": run_finetune,
     "export": run_export,
 }
