@@ -262,7 +262,7 @@ class SavesGrowth:
         if is_main_process and save_growth_beside(model, Path(save_directory), kwargs.get("state_dict")):
             logger.warning_once(
                 f"The base grew; its new dims are in the folder {GROWTH} next to the adapters. After PeftModel."
-                f"from_pretrained, which loads those alone, call hf_growattn.load_growth(peft_model, DIR + '/{GROWTH}')."
+                "from_pretrained, which loads those alone, call hf_growattn.load_growth(peft_model, that folder)."
             )
 
 
