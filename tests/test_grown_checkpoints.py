@@ -8,6 +8,7 @@ import transformers
 from encoders import build as build_encoder
 from every_type import build as build_type
 from families import VARIANTS, add_dims, build, lm_batches, tokens
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from wrappers import build as build_wrapper
 
@@ -46,7 +47,7 @@ def fresh_config(**fields):
 def test_a_growth_is_saved_and_loaded_alone(tmp_path):
     model, fresh = grown("llama-5-bias"), patch_model(build("llama-5-bias"))
     save_growth(model, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"growth.safetensors", "growth.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"growth.safetensors"}
     load_growth(fresh, tmp_path)
     assert torch.equal(fresh(tokens()).logits, model(tokens()).logits)
     assert fresh.config.extra_dims == model.config.extra_dims
@@ -56,19 +57,26 @@ def test_a_growth_is_saved_and_loaded_alone(tmp_path):
     with pytest.raises(ValueError, match="growth of a model of other sizes"):
         load_growth(other, tmp_path)
     assert not is_grown(other)
-    for name, damage in (("growth.json", '{"extra_dims": 3}'), ("growth.json", "["), ("growth.safetensors", "")):
-        whole = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_text(damage)
+    file = tmp_path / "growth.safetensors"
+    whole, weights = file.read_bytes(), load_file(file)
+    deep = "[" * 100_000 + "]" * 100_000
+    sizes = [f'{{"0": {{"growth_1": [{size}, 2]}}}}' for size in ("1e30", "NaN", "-1", "1.5")]
+    for extra_dims in ('{"0": 3}', "[", "3", *sizes, deep, None):
+        metadata = {"model_type": "growattn_llama"} | ({} if extra_dims is None else {"extra_dims": extra_dims})
+        save_file(weights, file, metadata=metadata)
         with pytest.raises(ValueError, match="holds a damaged growth"):
             load_growth(fresh, tmp_path)
-        (tmp_path / name).write_bytes(whole)
+    for damage in (b"", whole[:100], whole[:-1]):
+        file.write_bytes(damage)
+        with pytest.raises(ValueError, match="holds a damaged growth"):
+            load_growth(fresh, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no growth.*save_growth"):
         load_growth(fresh, tmp_path / "nowhere")
     with pytest.raises(ValueError, match="has not grown"):
         save_growth(patch_model(build("llama-2")), tmp_path)
 
 
-def test_parts_load_in_the_order_in_which_they_grew(tmp_path):
+def test_growths_load_in_the_order_in_which_they_grew(tmp_path):
     """Sums of another order would round otherwise, and JSON puts the tenth growth before the second."""
     model = patch_model(build("llama-2"))
     for number in range(1, 12):

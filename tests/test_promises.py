@@ -2,7 +2,7 @@
 
 import copy
 import json
-import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from transformers.models.auto import tokenization_auto
 from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.cli.commands import main
 from hf_growattn.grow import growth as growing
-from hf_growattn.growable import folders
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters, origin_of, sync_config
 from hf_growattn.interop import checkpoints
@@ -254,15 +253,6 @@ def test_an_adapter_of_ours_takes_no_continuous_batching():
         model.init_continuous_batching()
 
 
-def test_a_disk_without_locks_takes_a_save(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError("no locks available")
-
-    monkeypatch.setattr(folders.fcntl, "flock", refuse)
-    patch_model(build("llama-2")).save_pretrained(tmp_path / "model")
-    assert (tmp_path / "model" / "model.safetensors").is_file()
-
-
 def test_a_damaged_checkpoint_in_a_subfolder_is_told_of(tmp_path):
     model = patch_model(build("llama-2"))
     model.save_pretrained(tmp_path / "inner", max_shard_size="20kB")
@@ -277,11 +267,11 @@ def test_a_config_replaces_the_former_one_when_its_weights_are_there(options, tm
     """Until then the former checkpoint loads from there, should the process be killed."""
     moved = []
 
-    def noting(source, target, replace=os.replace):
+    def noting(source, target, move=shutil.move):
         moved.append(Path(target).name)
-        replace(source, target)
+        move(source, target)
 
-    monkeypatch.setattr(folders.os, "replace", noting)
+    monkeypatch.setattr(shutil, "move", noting)
     patch_model(build("llama-2")).save_pretrained(tmp_path / "model", **options)
     index = ["model.safetensors.index.json"] if options else []
     assert moved[-1 - len(index) :] == [*index, "config.json"] and len(moved) > 2

@@ -1,7 +1,10 @@
 """Saving replaces a former checkpoint, and leaves what else lies in the directory; tests/test_faults.py kills it."""
 
+import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,14 +37,23 @@ def logits(path):
 
 
 def make(monkeypatch, folder, way):
-    """Make a folder one that is saved into in some way; forks of this process believe it too."""
-    if way == "a mount":
-        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
-    if way == "no locks":
-        monkeypatch.setattr(folders, "fcntl", None)
+    """Make a folder one that is saved into in some way."""
+
+    renamed = os.rename
+
+    def rename(source, target):
+        if Path(target).is_relative_to(folder):
+            raise OSError(errno.EXDEV, "another file system")
+        renamed(source, target)
+
+    if way == "a mount":  # what lies next to it is on another disk
+        monkeypatch.setattr(os, "rename", rename)
+    if way == "closed around":
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder.parent and access(path, mode))
 
 
-WAYS = ["a folder", "a mount", "no locks"]
+WAYS = ["a folder", "a mount", "closed around"]
 
 
 @pytest.mark.parametrize("variant, way", [("gpt2-2", "a folder"), *(("llama-2", way) for way in WAYS)])
@@ -76,10 +88,50 @@ def test_a_save_touches_no_other_save_that_goes_on(tmp_path, monkeypatch, way):
 
 
 def test_a_save_into_the_directory_that_is_lent(tmp_path):
-    """As a command does that writes more than the model; whoever locks it must not wait for itself."""
+    """As a command does that writes more than the model."""
     with folders.replacing(tmp_path / "m") as partial:
         grown(4).save_pretrained(partial)
     assert torch.equal(logits(tmp_path / "m"), grown(4)(tokens()).logits)
+
+
+KILLED = """
+import os, shutil, signal, sys
+from hf_growattn.growable import folders
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/new")
+moves, move = int(sys.argv[2]), shutil.move
+def dying(*paths):
+    global moves
+    moves -= 1
+    if moves < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return move(*paths)
+folders.shutil.move = dying
+model.save_pretrained(sys.argv[1] + "/m", max_shard_size="20KB")
+"""
+
+
+def test_a_save_that_was_killed_amid_its_moves_is_never_read_as_one(tmp_path):
+    """What loads is the former save or the new one, or the error names where the rest lies; a later save mends it."""
+    former, new = grown(4), grown(9)
+    new.save_pretrained(tmp_path / "new")
+    wanted = [model(tokens()).logits for model in (former, new)]
+    refused = 0
+    for moves in (0, 2, 8, 12):
+        shutil.rmtree(tmp_path / "m", ignore_errors=True)
+        former.save_pretrained(tmp_path / "m", max_shard_size="20KB")
+        subprocess.run([sys.executable, "-c", KILLED, tmp_path, str(moves)], capture_output=True)
+        (rest,) = tmp_path.glob(".m.complete-*")
+        try:
+            found = logits(tmp_path / "m")
+            assert any(torch.equal(found, each) for each in wanted)
+        except OSError as error:
+            assert f"the rest of its files is in {rest}" in str(error)
+            refused += 1
+        shutil.copytree(rest, tmp_path / "m", dirs_exist_ok=True)
+        shutil.rmtree(rest)
+        assert torch.equal(logits(tmp_path / "m"), wanted[1])
+    assert refused
 
 
 def test_leftovers_of_other_processes_stay(tmp_path):

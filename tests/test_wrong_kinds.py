@@ -7,7 +7,7 @@ import torch
 from families import build, lm_batches, tokens
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
+from hf_growattn import Grower, GrowthConfig, patch_model
 
 CONFIG = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4)
 
@@ -76,9 +76,3 @@ def test_submodels_in_a_config_are_names(value, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"growable_submodels in config\.json must be a list of names"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_growth_that_is_nested_too_deep_is_damaged(tmp_path):
-    (tmp_path / "growth.json").write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(ValueError, match="a damaged growth"):
-        load_growth(patch_model(build("llama-2")), tmp_path)

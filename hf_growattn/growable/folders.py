@@ -4,16 +4,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks: savers of one folder do not wait for each other there
-    fcntl = None
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # as save_pretrained names them
@@ -24,19 +20,22 @@ _AGAIN = "Copy, download or save it again"
 def replacing(target: Path) -> Iterator[Path]:
     """Lend an empty directory whose files move into `target` at the end, unless there is an exception.
 
-    Other files of `target` stay, but for former weights that the new ones replace. Several processes may save there
-    at once: the last one wins. A killed process leaves its directory next to `target`; nobody else removes it.
+    Other files of `target` stay, but for former weights that the new ones replace. The directory lies next to `target`.
+    A process that is killed leaves it there: amid the moves under a name that says that it is complete, by which
+    `loading` finds it.
     """
     if target.is_file():
         raise ValueError(f"{target} is a file; a checkpoint needs a directory.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        inside = os.path.ismount(target) or (target.exists() and not os.access(target.parent, os.W_OK))
-        place = target if inside else target.parent
-        prefix = f".{target.name}.partial-"
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as folder:
-            yield Path(folder)
-            _move_in(Path(folder), target)
+        is_open = os.access(target.parent, os.W_OK)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent if is_open else target))
+        try:
+            yield folder
+            folder = folder.rename(folder.with_name(folder.name.replace(".partial-", ".complete-", 1)))
+            _move_in(folder, target)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     except PermissionError as error:
         raise PermissionError(f"{target} cannot be written: {error}. Name a folder that you may write to.") from error
     except SafetensorError as error:  # which hides an OSError
@@ -68,65 +67,45 @@ def _read_shards(index: bytes) -> set[str]:
         raise ValueError(f"{INDEX} is not an index of weights. {_AGAIN}.") from error
 
 
-def _move_in(partial: Path, target: Path) -> None:
+def _move_in(complete: Path, target: Path) -> None:
     """Move files into a directory, the config last: until the weights change, the former save loads from there."""
     target.mkdir(exist_ok=True)
-    with _lock(target):
-        written = {str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()}
-        index = target / INDEX
-        replaced = find_replaced_weights(written, index.read_bytes() if index.is_file() else None)
-        if INDEX in written:  # former and new shards may have the same names, and must not be read as one save
-            index.unlink(missing_ok=True)
-        for parent in {Path(name).parent for name in written}:
-            (target / parent).mkdir(parents=True, exist_ok=True)
-        last = [name for name in (WEIGHTS, INDEX, CONFIG) if name in written]
-        for name in [*written.difference(last), *last]:
-            os.replace(partial / name, target / name)
-        for name in replaced:
-            (target / name).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Let other processes of this machine that save into a directory wait."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a disk without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    written = {str(path.relative_to(complete)) for path in complete.rglob("*") if path.is_file()}
+    index = target / INDEX
+    replaced = find_replaced_weights(written, index.read_bytes() if index.is_file() else None)
+    if INDEX in written:  # former and new shards may have the same names, and must not be read as one save
+        index.unlink(missing_ok=True)
+    for parent in {Path(name).parent for name in written}:
+        (target / parent).mkdir(parents=True, exist_ok=True)
+    last = [name for name in (WEIGHTS, INDEX, CONFIG) if name in written]
+    for name in [*written.difference(last), *last]:
+        shutil.move(complete / name, target / name)
+    for name in replaced:
+        (target / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def loading(checkpoint: Path) -> Iterator[None]:
-    """Make sure that a checkpoint in a folder is whole and of one save while it is loaded; an OSError otherwise."""
-    before, error = _read_state(checkpoint), None
+    """Make sure that a checkpoint in a folder is whole and of one save before it is loaded; an OSError otherwise."""
+    _check_moves(checkpoint)
+    _check_files(checkpoint)
     try:
-        _check_files(checkpoint)
         yield
-    except Exception as raised:
-        error = raised
-    if _read_state(checkpoint) != before:
-        raise OSError(f"The checkpoint {checkpoint} was saved again while it was loaded. Load it again.") from error
-    if isinstance(error, SafetensorError):
+    except SafetensorError as error:
         raise OSError(f"The checkpoint {checkpoint} is not whole: {error}. {_AGAIN}.") from error
-    if error is not None:
-        raise error
 
 
-def _read_state(folder: Path) -> dict[str, tuple]:
-    """Return what identifies each file of weights, and config.json; another save changes it."""
-    state = {}
-    with contextlib.suppress(OSError):  # not a folder here, or a file that another process removes meanwhile
-        weights = sorted(name for name in os.listdir(folder) if name.startswith("model") and ".safetensors" in name)
-        for name in (CONFIG, *weights):
-            found = os.stat(folder / name)
-            state[name] = (found.st_ino, found.st_mtime_ns, found.st_size)
-    return state
+def _check_moves(folder: Path) -> None:
+    """Raise an OSError that names the rest of a later save which never finished moving into a folder."""
+    config = folder / CONFIG
+    written = config.stat().st_mtime if config.is_file() else 0.0
+    for rest in [*folder.parent.glob(f".{folder.name}.complete-*"), *folder.glob(f".{folder.name}.complete-*")]:
+        has_files = any(path.is_file() for path in rest.rglob("*"))
+        if has_files and rest.stat().st_mtime > written:  # an older one was saved over since
+            raise OSError(
+                f"A save into {folder} did not finish: the rest of its files is in {rest}. Move them into {folder}, "
+                "or save it again."
+            )
 
 
 def _check_files(folder: Path) -> None:

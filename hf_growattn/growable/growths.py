@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -32,8 +32,7 @@ from .training_state import (
     warn_without_ddp,
 )
 
-WEIGHTS, DESCRIPTION = "growth.safetensors", "growth.json"
-_DESCRIBED = ("model_type", "extra_dims")
+GROWTH_FILE = "growth.safetensors"  # its metadata say of which model type it is, and which new dims it holds
 logger = logging.get_logger(__name__)
 GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
 
@@ -160,7 +159,7 @@ def set_dims(wrapped: nn.Module, extra_dims: Dims, optimizers: Sequence[torch.op
 
 
 def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Save the new dims of a grown model alone, without its base: `growth.safetensors` and `growth.json`.
+    """Save the new dims of a grown model alone, without its base, as one file: `growth.safetensors`.
 
     Args:
         model: a patched model, or a peft model of one.
@@ -178,10 +177,9 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
     state = {name: full_tensor(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
     if not state:
         raise ValueError("This model has not grown: there are no new dims to save.")
-    description = dict(zip(_DESCRIBED, (inner.config.model_type, dims_of(inner))))
+    metadata = {"format": "pt", "model_type": inner.config.model_type, "extra_dims": json.dumps(dims_of(inner))}
     with replacing(Path(folder).resolve()) as partial:
-        save_file(state, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+        save_file(state, partial / GROWTH_FILE, metadata=metadata)
 
 
 def load_growth(model: nn.Module, folder: str | Path, optimizer=None) -> None:
@@ -200,11 +198,11 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None) -> None:
     inner = growable_model(model)
     check_saving(model)
     try:
-        description: dict[str, Any] = json.loads((Path(folder) / DESCRIPTION).read_text())
-        state = load_file(Path(folder) / WEIGHTS)
-        model_type, extra_dims = (description.get(name, {}) for name in _DESCRIBED)
+        with safe_open(Path(folder) / GROWTH_FILE, "pt") as file:
+            metadata, state = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+        model_type, extra_dims = metadata.get("model_type"), json.loads(metadata.get("extra_dims", ""))
         check_extra_dims(extra_dims)
-    except (AttributeError, OSError, RecursionError, SafetensorError, ValueError) as error:
+    except (OSError, RecursionError, SafetensorError, ValueError) as error:
         what = "no growth" if isinstance(error, FileNotFoundError) else "a damaged growth"
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(
@@ -277,8 +275,7 @@ def save_growth_beside(model: nn.Module, adapters: Path, state_dict: dict[str, t
     if is_grown(model):
         save_growth(model, adapters / GROWTH, state_dict)
         return True
-    for name in (WEIGHTS, DESCRIPTION):
-        (adapters / GROWTH / name).unlink(missing_ok=True)
+    (adapters / GROWTH / GROWTH_FILE).unlink(missing_ok=True)
     return False
 
 

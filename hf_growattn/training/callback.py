@@ -14,8 +14,8 @@ from transformers import AutoConfig, Trainer, TrainerCallback
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, layers_to_grow
 from ..growable.growths import (
-    DESCRIPTION,
     GROWTH,
+    GROWTH_FILE,
     extra_parameters,
     growable_model,
     is_grown,
@@ -181,7 +181,7 @@ class GrowthCallback(TrainerCallback):
 def set_saved_dims(model: nn.Module, checkpoint: Path) -> None:
     """Give a model the new dims of a checkpoint, with their weights where the checkpoint itself has adapters alone."""
     if any(map(is_adapted, model.modules())):
-        if (checkpoint / GROWTH / DESCRIPTION).is_file():
+        if (checkpoint / GROWTH / GROWTH_FILE).is_file():
             load_growth(model, checkpoint / GROWTH)
         else:
             set_dims(model, {})
