@@ -402,5 +402,5 @@ def test_padding_does_not_count_in_the_size_of_outputs():
         bottlenecks, _ = compute_moments(Objective(model), attentions(model), [V], [batch], ridge=0.05)
     counted = batch["attention_mask"].bool()
     for bottleneck in bottlenecks:
-        size = outputs[bottleneck.attention][counted].square().sum(-1).mean().sqrt()
+        size = outputs[bottleneck.attention.module][counted].square().sum(-1).mean().sqrt()
         torch.testing.assert_close(bottleneck.roots.stacked_whitening, size)
