@@ -2,12 +2,9 @@
 
 import contextlib
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +14,14 @@ from ..growable.training_state import raise_on_all_ranks
 from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind
 from ..measure.directions import Directions
-from ..measure.passes import HalvedBatches, Objective, mean_loss
-from ..model.hooks import CACHES
+from ..measure.passes import ROUNDING, HalvedBatches, Objective, mean_loss
 from ..model.new_dims import NewDims, full_tensor
 
-SMALLEST_FALL = 1e-7  # of the loss: below it, fp32 rounding hides an improvement
 MOST_EVALUATIONS = 10  # of one growth, the pricing of a budget included
 AFTER_PRICING = 4  # of these: one kind alone, the other alone, and the steps of what was bought
 FEW = 2  # batches of each half that a step is judged on, and that it is searched on where one does not fall at once
 _FIRST = 0.3  # the relative step to begin with
 _FACTOR = 3.0  # from one relative step to the next; squared while none lowers the loss
-_TURNS = 16  # of timing one more token
 _TILT = 1.4  # by which one kind's relative step grows as the other's falls
 
 
@@ -55,6 +49,11 @@ class Candidate:
     def is_empty(self) -> bool:
         """Whether there is nothing to try."""
         return self.dims == 0
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether the model is another one with it, new dims without effect included."""
+        return self.dims > 0
 
     @property
     def slope(self) -> float:
@@ -186,28 +185,6 @@ class Trial:
         for candidate in self.candidates:
             candidate.undo()
 
-    @torch.no_grad()
-    def time_decoding(self, model: Any, ids: Tensor) -> tuple[float, float, int]:
-        """How many times as long one more token after `ids`, (1, tokens), takes with the new dims as without.
-
-        Returns:
-            The median of turns, its two standard errors, and the number of tokens. The new dims end detached.
-        """
-        caches: dict[Callable, dict] = {}
-
-        def seconds(switch: Callable) -> float:
-            switch()
-            began, given = time.perf_counter(), ids[:, -1:] if switch in caches else ids
-            output = model(input_ids=given, use_cache=True, **caches.get(switch, {}))
-            output.logits[..., -1, 0].tolist()  # waits for the device
-            name = next(name for name in CACHES if name in output)
-            caches[switch] = {name: output[name]}
-            return time.perf_counter() - began
-
-        ratios = [seconds(self.attach) / seconds(self.detach) for _ in range(_TURNS + 2)]
-        low, middle, high = statistics.quantiles(ratios[2:], n=4)  # the first fill the caches, and are slow
-        return middle, 1.8 * (high - low) / _TURNS**0.5, ids.shape[1]
-
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:
     """Weights that one more dim of every head adds."""
@@ -302,7 +279,7 @@ class StepSearch:
             self.loss_before = self.batches.few_loss_before(FEW)
         while tempting and self.left and not loss_at(power) < self.loss_before:
             power -= 2
-            tempting = step_at(power) > SMALLEST_FALL
+            tempting = step_at(power) > ROUNDING
         if not losses.get(power, math.inf) < self.loss_before:
             if tempting:  # out of evaluations: the check on all batches decides
                 self.relative_steps = self._alike(step_at(power))

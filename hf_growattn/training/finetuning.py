@@ -171,7 +171,7 @@ def _prepare_start(
     batches = rows.draw_batches(recipe.growth.growth_batches, training.seed)
     loss_of = partial(methods.make_sft_loss, rows=rows)
     untrained, report = methods.prepare_model(model, method, rank, batches, training.seed, loss_of)
-    if report and not report.applied:
+    if report and not report.kept:
         raise ValueError(
             "Growth found nothing that helps on other rows of these data: train by --method lora, or let growth look "
             "at more rows, by --growth_batches."
