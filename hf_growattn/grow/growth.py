@@ -4,7 +4,6 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +22,9 @@ from ..growable.training_state import (
     reshard,
     warn_without_ddp,
 )
+from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
 from ..measure.directions import Directions, exact_directions, passes_over, sketched_directions
-from ..measure import functional as F
 from ..measure.passes import (
     ROUNDING,
     HalvedBatches,
@@ -213,7 +212,7 @@ class Grower:
             return self._judge_steps(session, candidates, trial, steps)
 
     def grow(self, batches: Iterable) -> GrowthReport:
-        """Find new dims, and keep them if they hold; otherwise nothing changes. Arguments and errors are those of `find`.
+        """Find new dims, and keep them if they hold; otherwise nothing changes. Arguments and errors as for `find`.
 
         They hold if they lower the loss of batches that they were not computed from, by more than the error at 95 %:
         `report.kept` says whether the model has them.

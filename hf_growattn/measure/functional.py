@@ -219,7 +219,7 @@ def allocate(gains: list[list[float]], costs: list[list[int]], budget: int) -> l
 
 
 def student_quantile(freedom: int) -> float:
-    """Return the `t` with 95 % of Student's distribution between `-t` and `t`: 12.7 at one degree of freedom, then 1.96.
+    """Return the `t` with 95 % of Student's distribution between `-t` and `t`: from 12.7 down to 1.96.
 
     Found by bisection, since torch has no such function.
 

@@ -77,7 +77,7 @@ def columns_of(report) -> tuple[str, ...]:
 
 
 def rows_of(report) -> list[list[str]]:
-    """A row under `columns_of` for each layer and kind; the share is "-" where no dims are new, or they do nothing yet."""
+    """A row under `columns_of` for each layer and kind; the share is "-" where none are new, or do nothing yet."""
     total, rows = report.predicted_gain or 1.0, []
     for layer in report.layers:
         width = layer.width if report.holds or report.kept else layer.width[:1] * 2
