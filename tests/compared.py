@@ -56,12 +56,6 @@ class ComparedGrower(Grower):
             return super().search_steps(session, trial)
         return [1.0] * len(trial.candidates)
 
-    def shorten_steps(self, session, trial, steps):
-        """Judge them, but for random dims, which change nothing yet."""
-        if self.estimator != "random":
-            return super().shorten_steps(session, trial, steps)
-        return steps, session.batches.loss_before
-
 
 def compared_directions(
     name: str,

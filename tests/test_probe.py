@@ -387,8 +387,8 @@ def test_a_half_chooses_its_columns_without_the_other(monkeypatch):
 
 def test_a_sketch_without_more_columns_than_dims_finds_as_many():
     model = patch_model(build("llama-2"))
-    report = Grower(model, GrowthConfig(qk_dims=8, oversampling=0)).grow(lm_batches(4))
-    assert report.applied and attentions(model)[0].width_of("query") == 16 + 8
+    report = Grower(model, GrowthConfig(qk_dims=8, oversampling=0)).find(lm_batches(4)).keep()
+    assert report.kept and attentions(model)[0].width_of("query") == 16 + 8
 
 
 def test_padding_does_not_count_in_the_size_of_outputs():

@@ -3,7 +3,6 @@
 import copy
 import json
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, pa
 from hf_growattn.cli.commands import main
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing
-from hf_growattn.grow.trial import Trial
 from hf_growattn.growable import folders
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters, origin_of, sync_config
@@ -53,7 +51,7 @@ def test_growths_stand_in_the_order_in_which_they_came():
 def test_a_forward_that_fails_leaves_nothing_behind():
     """Such as one that runs out of memory: activations would stay alive, and a model that holds them has no copy."""
     model = patch_model(build("llama-2"))
-    Grower(model, CONFIG).grow(lm_batches(2))
+    Grower(model, CONFIG).find(lm_batches(2)).keep()
     before = model(tokens()).logits
     attention = attentions(model)[0]
     hook = attention.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -114,14 +112,26 @@ def test_inputs_that_nearly_depend_on_each_other_give_no_direction_of_rounding()
 def test_a_growth_is_kept_once():
     model = patch_model(build("llama-2"))
     found = Grower(model, CONFIG).find(lm_batches(4))
-    assert found.keep().applied
+    assert found.keep().kept
     grown = widths(model), len(extra_parameters(model))
-    found.keep()
+    for end in (found.keep, found.drop):
+        with pytest.raises(RuntimeError, match="This growth was kept"):
+            end()
     assert (widths(model), len(extra_parameters(model))) == grown and not found.new_dims
 
 
-def test_what_is_called_validated_is_measured_by_the_other_half(monkeypatch):
-    given, seen = lm_batches(4), []
+def test_a_growth_that_was_dropped_cannot_be_kept():
+    model = patch_model(build("llama-2"))
+    found = Grower(model, CONFIG).find(lm_batches(4))
+    assert not found.drop().kept
+    for end in (found.keep, found.drop):
+        with pytest.raises(RuntimeError, match="This growth was dropped"):
+            end()
+    assert not extra_parameters(model) and model.config.extra_dims == {}
+
+
+def test_the_fall_is_measured_by_the_other_half(monkeypatch):
+    given, seen = lm_batches(8), []
     half_of = {id(batch["input_ids"]): number % 2 for number, batch in enumerate(given)}
     original = growing.compute_losses
 
@@ -140,7 +150,7 @@ def test_what_is_called_validated_is_measured_by_the_other_half(monkeypatch):
             or original(objective, batches)
         ),
     )
-    assert Grower(patch_model(build("llama-2")), CONFIG).find(given).report.validated_loss
+    assert Grower(patch_model(build("llama-2")), CONFIG).find(given).report.fall
     assert seen and all(found == 1 - measured for found, measured in seen)
 
 
@@ -159,7 +169,7 @@ def test_a_folder_that_looks_like_a_hub_id_is_not_published_as_one(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     build("llama-2").save_pretrained("my/llama")
     model = patch_model(type(build("llama-2")).from_pretrained("my/llama"))
-    Grower(model, CONFIG).grow(lm_batches(2))
+    Grower(model, CONFIG).find(lm_batches(2)).keep()
     for there, named in ((True, False), (False, True)):
         if not there:
             (tmp_path / "my").rename(tmp_path / "elsewhere")
@@ -232,7 +242,7 @@ def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
         return {module.training for part in parts for module in part.modules()}
 
     model = patch_model(build("llama-2")).train(training)
-    assert Grower(model, replace(CONFIG, update_existing=update_existing)).grow(lm_batches(4)).applied
+    assert Grower(model, replace(CONFIG, update_existing=update_existing)).find(lm_batches(4)).keep().kept
     assert modes() == {training}
 
 
@@ -312,7 +322,7 @@ def test_a_model_that_grew_twice_knows_where_it_came_from():
     model = patch_model(build("llama-2"))
     model.config.name_or_path = "someone/base"
     for _ in range(2):
-        assert Grower(model, CONFIG).grow(lm_batches(4)).applied
+        assert Grower(model, CONFIG).find(lm_batches(4)).keep().kept
     assert origin_of(model) == "someone/base"
 
 
@@ -321,7 +331,7 @@ def test_a_layer_that_is_named_twice_grows_once():
         Grower(patch_model(build("llama-2")), replace(CONFIG, layers=layers)).measure(lm_batches(4))
         for layers in ([1], [1, 1])
     ]
-    assert reports[0] == replace(reports[1], decoding=reports[0].decoding)
+    assert reports[0] == reports[1]
 
 
 def test_a_frozen_bias_is_not_rewritten():
@@ -329,17 +339,6 @@ def test_a_frozen_bias_is_not_rewritten():
     attentions(model)[0].q_proj.bias.requires_grad_(False)
     with pytest.raises(ValueError, match="q_proj of layer 0 is frozen"):
         Grower(model, replace(CONFIG, update_existing=True)).find(lm_batches(4))
-
-
-def test_a_slower_token_is_told_as_slower():
-    model = patch_model(build("llama-2"))
-    attention = attentions(model)[0]
-    part = attention.make_new_dims(1, 1)
-    part.in_proj.register_forward_pre_hook(lambda *_: time.sleep(0.03))
-    trial = Trial([])
-    trial.new_dims = {attention: part}
-    ratio, error, count = trial.time_decoding(model, tokens(1, 70))
-    assert ratio > 1.5 and error < ratio and count == 70
 
 
 def test_pickled_weights_are_not_read(tmp_path):

@@ -109,7 +109,7 @@ def test_whether_a_repository_is_private_is_left_to_the_hub_unless_told(private,
 
 def test_a_stock_checkpoint_names_no_code(tmp_path):
     model = patch_model(build("llama-2"))
-    assert Grower(model, CONFIG).grow(lm_batches(4)).applied
+    assert Grower(model, CONFIG).find(lm_batches(4)).keep().kept
     model.save_pretrained(tmp_path / "grown")
     assert "auto_map" in json.loads((tmp_path / "grown" / "config.json").read_text())
     export_model(AutoModelForCausalLM.from_pretrained(tmp_path / "grown"), tmp_path / "stock")

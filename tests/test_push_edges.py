@@ -21,7 +21,7 @@ CONFIG = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4)
 @pytest.fixture
 def grown():
     model = patch_model(build("llama-2"))
-    Grower(model, CONFIG).grow(lm_batches(2))
+    Grower(model, CONFIG).find(lm_batches(2)).keep()
     return model
 
 

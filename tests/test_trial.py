@@ -55,13 +55,13 @@ def test_a_search_reads_the_weights_and_writes_none(variant, monkeypatch):
         taken.append(any(steps))
 
     monkeypatch.setattr(Trial, "set_steps", set_steps)
-    assert Grower(model, GrowthConfig(budget=0.05)).grow(lm_batches(6)).applied
+    assert Grower(model, GrowthConfig(budget=0.05)).grow(lm_batches(6)).kept
     assert sum(taken) > 10
 
 
 def test_the_directions_of_either_half_are_judged_on_the_other(monkeypatch):
     model, batches = patch_model(build("llama-2")), lm_batches(4)
-    halves, calls = HalvedBatches(halves_of(batches)), []
+    halves, calls = HalvedBatches(batches), []
 
     def set_steps(trial, steps, half=None, original=Trial.set_steps):
         original(trial, steps, half)

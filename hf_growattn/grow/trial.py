@@ -273,16 +273,17 @@ class StepSearch:
                 losses[power] = self._loss_with(self._alike(step_at(power)))
             return losses[power]
 
+        def falls_at(power: int) -> bool:
+            return loss_at(power) < self.loss_before - ROUNDING * abs(self.loss_before)
+
         tempting = bool(self._alike(_FIRST))
-        if tempting and self.left and self.few < FEW and not loss_at(power) < self.loss_before:
+        if tempting and self.left and self.few < FEW and not falls_at(power):
             self.few, losses = FEW, {}
             self.loss_before = self.batches.few_loss_before(FEW)
-        while tempting and self.left and not loss_at(power) < self.loss_before:
+        while tempting and self.left and not falls_at(power):
             power -= 2
             tempting = step_at(power) > ROUNDING
-        if not losses.get(power, math.inf) < self.loss_before:
-            if tempting:  # out of evaluations: the check on all batches decides
-                self.relative_steps = self._alike(step_at(power))
+        if power not in losses or not falls_at(power):
             return self.loss_before
         while (power + 1 in losses or self.left) and loss_at(power + 1) < losses[power]:
             power += 1
