@@ -201,6 +201,7 @@ if __name__ == "__main__":
         a_model_without_its_wrapper,
         in_the_middle_of_an_accumulation,
         a_single_sequence_on_each_rank,
+        one_verdict,
         uneven_batches,
         a_failure_on_one_rank_is_one_on_both,
     ):
