@@ -128,7 +128,7 @@ def test_growing_is_deterministic(variant):
 def test_layers_and_dims_pick_what_grows(dims):
     model = patch_model(build("llama-5-bias"))
     before = dict(model.named_parameters())
-    report = Grower(model, GrowthConfig(**dims, layers=[3, 1])).grow(lm_batches(12))
+    report = Grower(model, GrowthConfig(**dims, layers=[3, 1])).find(lm_batches(12)).keep()
     assert report.kept
     assert [layer.layer for layer in report.layers] == [layer for layer in (3, 1) for _ in dims]
     qk, v = dims.get("qk_dims", 0), dims.get("v_dims", 0)
@@ -266,7 +266,7 @@ def test_what_is_found_is_kept_or_dropped():
     grower = Grower(model, GrowthConfig(**FIXED, oversampling=4), optimizer)
     first, second = grower.find(lm_batches(8)), grower.find(lm_batches(8))
     assert same(fingerprint(model, optimizer), before)
-    assert first.report.holds and [*first.new_dims] == attentions(model)
+    assert first.report.fall > 0 and [*first.new_dims] == attentions(model)
     assert not first.drop().kept and not first.new_dims
     assert same(fingerprint(model, optimizer), before)
     found, trial = second.new_dims, second._trial
@@ -291,10 +291,10 @@ def test_measure_says_what_grow_would_do_and_leaves_everything_as_it_was(variant
     optimizer.step()
     grower = Grower(model, GrowthConfig(budget=0.1), optimizer)
     before = fingerprint(model, optimizer)
-    measured = grower.measure(lm_batches(8))
+    measured = grower.measure(lm_batches(24))
     assert same(fingerprint(model, optimizer), before)
     assert measured.holds and not measured.kept and "weights would be added" in " ".join(str(measured).split())
-    grown = grower.grow(lm_batches(8))
+    grown = grower.grow(lm_batches(24))
     assert grown.kept and grown.added_parameters == measured.added_parameters > 0
     assert grown == replace(measured, kept=True)
 

@@ -133,7 +133,7 @@ def test_the_printed_fall_was_measured_on_the_other_half(config):
             falls += [losses[i] - model(**batches[i], use_cache=False).loss.item() for i in range(1 - half, 8, 2)]
         trial.detach()
     assert report.fall == pytest.approx(statistics.fmean(falls), rel=1e-4)
-    assert report.error == pytest.approx(2.364624 * statistics.stdev(falls) / 8**0.5, rel=1e-4)
+    assert report.error == pytest.approx(2.364624 * statistics.stdev(falls) / 4**0.5, rel=1e-4)
     assert report.holds and f"It falls by {report.fall:.4f} ± {report.error:.4f} (95 %)" in join_lines(str(report))
 
 

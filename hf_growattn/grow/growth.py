@@ -25,15 +25,8 @@ from ..growable.training_state import (
 from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
 from ..measure.directions import Directions, exact_directions, passes_over, sketched_directions
-from ..measure.passes import (
-    ROUNDING,
-    HalvedBatches,
-    Objective,
-    compute_losses,
-    lowering,
-    mean_loss,
-    preserved_state,
-)
+from ..measure.halves import HalvedBatches
+from ..measure.passes import ROUNDING, Objective, compute_losses, lowering, mean_loss, preserved_state
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 from .plan import (
@@ -351,7 +344,8 @@ def _measure_fall(session: Session, trial: Trial, steps: list[float]) -> tuple[f
     """Return the mean fall of the loss by these steps, and its error at 95 %.
 
     Either half of the batches takes the directions that it found by itself, and the other half judges them: each of
-    its batches, or rows, is compared with itself without the new dims.
+    its batches, or rows, is compared with itself without the new dims. Both halves together are as uncertain as one of
+    them: to first order they measure the same number, the inner product of their gradients.
     """
     halves, falls = session.batches.judges, []
     before = [session.batches.losses_before(session.objective, half) for half in halves]
@@ -365,7 +359,7 @@ def _measure_fall(session: Session, trial: Trial, steps: list[float]) -> tuple[f
         return 0.0, math.inf
     mean = total / count
     variance = max(squares - count * mean * mean, 0.0) / (count - 1)
-    return mean, F.student_quantile(int(count) - 1) * math.sqrt(variance / count)
+    return mean, F.student_quantile(int(count) - 1) * math.sqrt(variance / (count / 2))
 
 
 def _as_on_rank0(candidate: Candidate) -> Candidate:
