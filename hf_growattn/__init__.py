@@ -16,7 +16,6 @@ __version__ = "0.1.0"
 
 # Where each public name is found when it is asked for.
 _PLACES = {
-    "ExportReport": "interop.export",
     "GrowAttnConfig": "interop.peft_method",
     "GrowableAttention": "growable.attention",
     "Growth": "grow.growth",

@@ -13,7 +13,7 @@ _INSTALL = """
 import importlib.util
 
 if importlib.util.find_spec("hf_growattn") is None:
-    %pip install --quiet "hf_growattn[finetune,peft]"
+    %pip install --quiet "hf_growattn[peft,trl]"
 """
 
 

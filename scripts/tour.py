@@ -1,6 +1,6 @@
 """A tour of hf_growattn, from `patch_model` to the Hub: about a minute on one core, and nothing is downloaded.
 
-    pip install ".[finetune,peft]"
+    pip install ".[peft,trl]"
     python scripts/tour.py
 
 Or cell by cell: as `scripts/tour.ipynb`, which `python scripts/notebook.py` makes of this file, in Jupyter or Colab; or
@@ -326,8 +326,9 @@ print(f"Both loaded again, the same logits: {same}.")
 # %% [markdown]
 # ## A card, and the Hub
 #
-# The card says what grew, and where. `model.push_to_hub("you/your-model", reports=reports)` writes it and pushes all in
-# one commit; the tour only shows the folder, and pushes to nothing but a stand-in for the Hub on this machine.
+# The card says what grew, and where. `hf upload you/your-model FOLDER` pushes the folder with it, and
+# `model.push_to_hub("you/your-model")` the model alone. The tour only shows the folder, and pushes to nothing but a
+# stand-in for the Hub on this machine.
 
 # %%
 reports = [report, *growth.reports]
@@ -337,7 +338,7 @@ for path in sorted(path for path in (output / "grown").rglob("*") if path.is_fil
     print(f"{path.stat().st_size:>10,}  {path.relative_to(output / 'grown')}")
 
 if urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname in ("127.0.0.1", "localhost"):
-    print(f"Pushed: {model.push_to_hub('me/tour', reports=reports)}")
+    print(f"Pushed: {model.push_to_hub('me/tour')}")
     from_hub = AutoModelForCausalLM.from_pretrained("me/tour").eval()
     with torch.no_grad():
         print(f"Loaded from there, the same logits: {torch.equal(from_hub(sample).logits, model(sample).logits)}.")
@@ -345,9 +346,9 @@ if urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname in ("127.0.0.1", "localh
 # %% [markdown]
 # ## Where to go from here
 #
-# `growattn finetune` does all this for a model and a text of yours, and `scripts/bench/README.md` says when growth is
+# `scripts/finetune.py` does this for a model and a text of yours, and `scripts/bench/README.md` says when growth is
 # worth it and when it is not. On a model as young as this one, ordinary training is far from done, and growth adds
 # little; it pays where heads are too narrow for the task.
 
 # %%
-print(f"Look at {output / 'report.html'}, then try: growattn finetune gpt2 my_text.txt -o grown")
+print(f"Look at {output / 'report.html'}, then try: growattn race gpt2 my_text.txt -o race")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 TIMEOUT = 600.0  # seconds for a script
 MODELS = ("bert", "gpt2", "llama", "smollm3")
-LIBRARIES = ["hf_growattn.training.finetuning", "matplotlib.pyplot", "peft", "sentence_transformers", "torch._dynamo"]
+LIBRARIES = ["hf_growattn.cli.measuring", "matplotlib.pyplot", "peft", "sentence_transformers", "torch._dynamo"]
 LIBRARIES += ["accelerate", "transformers.trainer", *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo"))]
 LIBRARIES += [f"transformers.models.{name}.modeling_{name}" for name in MODELS]
 

@@ -151,13 +151,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.repositories[repo].commit("main", {".gitattributes": b""})
         return {"url": url, "name": repo, "id": repo}, {}
 
-    def branch(self, body, repo, revision):
-        repository = self._repository(repo)
-        if revision in repository.branches:
-            raise _Refused(409, "Reference already exists")
-        repository.branches[revision] = repository.branches["main"]
-        return {}, {}
-
     def validate(self, body):
         errors = card_errors(json.loads(body)["content"])
         if errors:
@@ -234,7 +227,6 @@ ROUTES = [
     ("POST", r"/api/validate-yaml", "validate"),
     ("POST", rf"/api/models/{NAME}/preupload/(?P<revision>.+)", "preupload"),
     ("POST", rf"/api/models/{NAME}/commit/(?P<revision>.+)", "commit"),
-    ("POST", rf"/api/models/{NAME}/branch/(?P<revision>.+)", "branch"),
     ("POST", rf"/{NAME}\.git/info/lfs/objects/batch", "batch"),
     ("PUT", r"/storage/(?P<oid>\w+)", "upload"),
     ("GET", rf"/api/models/{NAME}", "info"),

@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite(value):
 def test_frozen_weights():
     model = patch_model(build("llama-2"))
     for role in ("q_proj", "v_proj"):
-        getattr(attentions(model)[1], role).requires_grad_(False)
+        getattr(attentions(model)[1].module, role).requires_grad_(False)
     match = r"rewrites existing weights, and {}_proj of layer 1 is frozen.*requires_grad_\(True\)"
     refused(model, [BATCH], match.format("q"), GrowthConfig(qk_dims=2, update_existing=True))
     refused(model, [BATCH], match.format("v"), GrowthConfig(v_dims=2, method="refactor"))
@@ -147,7 +147,7 @@ def test_wrapped_projections_are_read_by_what_they_compute():
     model = patch_model(build("llama-2"))
     layer = attentions(model)[0]
     expected = layer.weight_of("query").clone()
-    layer.q_proj = torch.nn.Sequential(layer.q_proj)
+    layer.module.q_proj = torch.nn.Sequential(layer.module.q_proj)
     torch.testing.assert_close(layer.weight_of("query"), expected)  # fp32
 
 

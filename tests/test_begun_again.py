@@ -230,4 +230,4 @@ def test_a_growth_is_loaded_from_the_checkpoint_of_adapters(tmp_path, grown_base
     load_growth(fresh, tmp_path / "run" / "checkpoint-2" / "growth")
     assert dims_of(fresh) == dims_of(AutoModelForCausalLM.from_pretrained(grown_base))
     assert load_file(tmp_path / "run" / "checkpoint-2" / "growth" / "growth.safetensors")
-    assert torch.isfinite(fresh(tokens()).logits).all() and attentions(fresh)[0].parts
+    assert torch.isfinite(fresh(tokens()).logits).all() and attentions(fresh)[0].growths

@@ -173,7 +173,7 @@ def test_random_new_dims_change_nothing_at_first_and_are_as_many_as_guided_ones(
         trained, _, _ = methods.add_to_model(model, method, task, batches, 0, 0.01, None)
         assert (task.loss(trained, batches[0]).item() == pytest.approx(before, abs=1e-6)) == random
         widths.append([attention.width_of("query") for attention in attentions(model)])
-        (part,) = attentions(model)[1].parts
+        (part,) = attentions(model)[1].growths.values()
         assert part.weight_of("key").abs().min() > 0
     assert widths[0] == widths[1]
 

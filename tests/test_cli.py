@@ -12,14 +12,18 @@ import pytest
 import torch
 from command import Done, call
 from conftest import ROOT
-from families import VOCABULARY, add_dims, build, save_with_text, tokens, word_tokenizer
+from datasets import Dataset
+from families import VOCABULARY, add_dims, build, lm_batches, save_with_text, tokens, word_tokenizer
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import patch_model
-from hf_growattn.cli.commands import COMMANDS, _format_next
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.cli.commands import COMMANDS, _format_race
 from hf_growattn.cli.inspection import inspect_model
+from hf_growattn.cli.measuring import training_code
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.growable.attention import attentions
+from hf_growattn.training.comparison import Race, Run
+from hf_growattn.training.methods import METHODS, prepare_model
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
 
@@ -34,11 +38,12 @@ def given(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def grown(given, tmp_path_factory):
-    """The folder that `growattn finetune` left."""
+    """The folder of a grown model with its tokenizer."""
     output = tmp_path_factory.mktemp("grown") / "out"
-    options = "--budget 0.05 --max_steps 2 --save_strategy no --use_cpu".split()
-    done = call("finetune", given / "model", given / "text.txt", "-o", output, *options, *SMALL)
-    assert done.code == 0, done
+    model = patch_model(AutoModelForCausalLM.from_pretrained(given / "model"))
+    assert Grower(model, GrowthConfig(budget=0.05)).find(lm_batches(4)).keep().kept
+    model.save_pretrained(output)
+    word_tokenizer().save_pretrained(output)
     return output
 
 
@@ -92,11 +97,7 @@ def test_measure_changes_nothing(given):
     assert {path.name: path.read_bytes() for path in (given / "model").iterdir()} == before
 
 
-def test_finetune_leaves_a_model_that_loads(given, grown):
-    stock, wide = (AutoModelForCausalLM.from_pretrained(folder) for folder in (given / "model", grown))
-    assert 0 < wide.num_parameters() - stock.num_parameters() <= 0.05 * stock.num_parameters()
-    assert {"model.safetensors", "tokenizer.json", "README.md"} <= {path.name for path in grown.iterdir()}
-    assert [path.name for path in grown.parent.iterdir()] == ["out"]
+def test_inspect_tells_what_has_grown(grown):
     figures = json.loads(call("inspect", grown, "--json").out)
     widths = [layer[kind]["width"] for layer in figures["layers"] for kind in ("qk", "v")]
     assert figures["grown"] and max(widths) > 16
@@ -119,48 +120,38 @@ def test_export(grown, tmp_path):
     torch.testing.assert_close(*logits, rtol=1e-3, atol=2e-4)  # the weights are rescaled: equal but for fp32's rounding
 
 
-def test_finetune_prints_its_summary_and_json(given, tmp_path):
-    """Options of growth and of Trainer, in both spellings."""
-    options = "--v-dims 4 --growth_batches 4 --grow_steps 2 --max_steps 4 --max-length 16 --use_cpu".split()
-    words = ["finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", *options]
-    done = call(*words, "--json")
-    assert done.code == 0, done
-    assert str(tmp_path / "out") in json.loads(done.out)["summary"]
-    figures = json.loads(call("inspect", tmp_path / "out", "--json").out)
-    assert {layer["v"]["width"] for layer in figures["layers"]} == {20}
-    assert call(*words).code == 2  # the folder is full
-
-
-def test_an_interrupted_training_says_how_to_continue(given, tmp_path, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    options = "--grow_steps 3 --max_steps 4 --save_steps 2 --eval_strategy no --max_length 16 --use_cpu".split()
-    words = ["finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", "--growth_batches", "4", *options]
-    with monkeypatch.context() as patch:
-        patch.setattr("hf_growattn.grow.growth.Grower.grow", interrupt)  # after step 3
-        done = call(*words)
-    assert done.code == 130, done
-    assert done.err.endswith("Interrupted: --resume_from_checkpoint True continues from the last checkpoint.\n")
-    assert call(*words, "--resume_from_checkpoint", "True").code == 0
-
-
-def test_race_prints_the_command_that_continues(given, tmp_path):
+def test_race_prints_code_that_trains_by_the_winner(given, tmp_path):
     pytest.importorskip("peft")
     options = "--steps 4 --seeds 1 --budget 0.05 --growth_batches 4 --max_length 16 --use_cpu".split()
     words = ["race", given / "model", given / "text.txt", "-o", tmp_path / "race", *options]
     done = call(*words)
     assert done.code in (0, 3), done
-    assert "before training" in done.out
-    (line,) = [line for line in done.out.splitlines() if line.startswith("Train by the winner")]
-    command = f"growattn finetune {given / 'model'} {given / 'text.txt'} -o DIR --budget 0.05"
-    assert command in line and "--method " in line and "--steps" not in line
+    assert "before training" in done.out and "To train by the winner" in done.out
+    assert done.out.endswith("trainer.train()\n") and str(given / "model") in done.out
     assert json.loads(call(*words, "--json").out)["winner"]
 
 
-def test_push_without_a_token_names_the_fix(grown, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
-    assert "hf auth login" in only_line(call("push", grown, "me/grown"))
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("winner", ["lora", "growth", "both"])
+def test_the_code_of_a_race_trains_as_many_weights_as_its_run(winner, given, tmp_path):
+    recipe = read_recipe("race", [str(given / "model"), "d", "--max_length", "16"])
+    weights = {}
+    for method in ("lora", winner):
+        model = patch_model(AutoModelForCausalLM.from_pretrained(given / "model"))
+        trained, _ = prepare_model(model, METHODS[method], 6, lm_batches(4), 0)
+        weights[method] = trained.num_parameters(only_trainable=True)
+    runs = [Run("lora", 1e-3, 4, 0, [1.0], [1], weights["lora"], 8)]
+    runs += [Run(winner, 1e-3, 4, 0, [0.5], [1], weights[winner], 8)] * (winner != "lora")
+    race = Race(4, Run("start", 0.0, 0, 0, [9.0], [1], 0, 8), runs, rank=6, width=4000)
+    assert race.winner == winner
+    short = f'"{tmp_path}", max_steps=2, use_cpu=True, bf16=False, report_to=[]'
+    names = {"batches": lm_batches(4), "rows": Dataset.from_dict({"input_ids": tokens(16, 12).tolist()})}
+    exec(training_code(race, recipe).replace('"DIR"', short), names)
+    trainer = names["trainer"]
+    assert trainer.state.global_step == 2
+    assert trainer.model.num_parameters(only_trainable=True) == weights[winner]
+    rates = {group["initial_lr"] for group in trainer.optimizer.param_groups if group["params"]}
+    assert rates == ({1e-3, 3.3e-5} if winner == "both" else {1e-3})  # new dims next to LoRA take a thirtieth
 
 
 def test_errors_name_the_fix(given, tmp_path, monkeypatch):
@@ -177,8 +168,6 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
         ("inspect", "no/such-model"): "Check the name and the network",
         ("measure", "no/such-model", given / "text.txt"): "Check the name and the network",
         ("export", given / "model", "-o", tmp_path / "out"): "which did not grow",
-        ("push", tmp_path / "nowhere", "me/grown"): "Check the name",
-        ("push", tmp_path / "nowhere", "a b/..", "--dry-run", tmp_path / "out"): "Repo id must use",
     }.items():
         assert fix in only_line(call(*options)), options
 
@@ -189,18 +178,13 @@ def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
         "measure m d --grow_steps 5": "not used by the HfArgumentParser: ['--grow_steps', '5']",
         "race m d -o r --qk_dims 2": "'--qk_dims'",
         f"export m -o {tmp_path}": "not empty",
-        f"finetune m d -o {tmp_path}/there": "not empty",
+        f"race m d -o {tmp_path}/there": "not empty",
         "race m d": "--output",
-        "push m grown": "you/your-model",
-        "push m a/b/c": "you/your-model",
-        "finetune m d": "--output",
-        "finetune --budget 0.02 m d -o out": "Name MODEL and DATA first",
-        "finetune m d -o out --resume_from_checkpoint True": "No such file or directory: 'out'. See --help",
+        "race --budget 0.02 m d -o out": "Name MODEL and DATA first",
         "measure m d --config nowhere.yaml": "No such file or directory: 'nowhere.yaml'. See --help",
         "inspect": "required: MODEL",
-        "finetune m d -o out --learning_rat 1": "'--learning_rat'",
+        "race m d -o out --learning_rat 1": "'--learning_rat'",
         "export m --outpt out": "unrecognized arguments: --outpt",
-        "finetune m d -o out --method growth --grow_steps 5": "--grow_steps",
         "measure m d --growth_batches many": "invalid int value: 'many'",
         "exprt": "invalid choice: 'exprt'",
     }.items():
@@ -270,28 +254,28 @@ def test_ctrl_c_on_a_real_process(given, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_help_explains_every_command_without_torch(tmp_path):
+def test_help_explains_every_command_without_what_trains(tmp_path):
     (tmp_path / "growattn.py").write_text(
         "import sys\nfrom hf_growattn.cli.commands import main\n"
         "for words in ([], *([name] for name in sys.argv[1:])):\n"
         "    try:\n"
         "        main([*words, '--help'])\n"
         "    except SystemExit as ended:\n"
-        "        print(ended.code, {'torch', 'transformers'} & {*sys.modules}, file=sys.stderr)\n"
+        "        print(ended.code, {'datasets', 'peft', 'trl'} & {*sys.modules}, file=sys.stderr)\n"
     )
     command = [sys.executable, tmp_path / "growattn.py", *COMMANDS]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.stderr == "0 set()\n" * (1 + len(COMMANDS)), done
-    assert done.stdout.lower().count("usage: growattn ") == 1 + len(COMMANDS) and "--grow_steps" in done.stdout
+    assert done.stdout.lower().count("usage: growattn ") == 1 + len(COMMANDS) and "--growth_batches" in done.stdout
 
 
 @pytest.mark.parametrize("flag", ["-o", "--output", "--output_dir", "--output-dir"])
 def test_the_next_command_writes_elsewhere(flag):
     """And keeps the options that it takes, too."""
     recipe = SimpleNamespace(
-        model_name="m", datasets=["a.txt"], words=[flag, "here", "--steps", "8", "--max_length", "64"]
+        model_name="m", datasets=["a.txt"], words=[flag, "here", "--v-dims", "8", "--max_length", "64"]
     )
-    assert _format_next("finetune", recipe) == "growattn finetune m a.txt -o DIR --max_length 64"
+    assert _format_race(recipe) == "growattn race m a.txt -o DIR --max_length 64"
 
 
 def test_inspect_tells_both_widths_apart():

@@ -73,7 +73,6 @@ def reloaded(tmp_path_factory):
         if name not in IMPOSSIBLE:
             add(name, widened(build(name), qk_dims=0 if name in NORMED else 6))
     add("llama-2:keys", widened(build("llama-2"), v_dims=0))
-    add("qwen2:llama", widened(without_windows("qwen2")))
     add("llama-tied", widened(llama(tie_word_embeddings=True)))
     for name in REAL:
         if has_data(name):
@@ -178,19 +177,17 @@ def test_perplexity_on_real_text_is_the_same(reloaded, name):
     assert perplexities[1] == pytest.approx(perplexities[0], rel=1e-5)
 
 
-ROPES = {
-    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }
-LENGTHS = {
+OTHER_ROPES = {
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
     "longrope": {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -203,9 +200,8 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("kind", ROPES)
-def test_scaled_rotation_is_kept(kind, tmp_path):
-    model = widened(llama(rope_parameters=dict(ROPES[kind]), initializer_range=0.1))
+def test_scaled_rotation_is_kept(tmp_path):
+    model = widened(llama(rope_parameters=dict(LLAMA3), initializer_range=0.1))
     rotary = model.model.rotary_emb
     before = {name: value.clone() for name, value in rotary.named_buffers()}
     export_model(model, tmp_path / "m")
@@ -213,21 +209,22 @@ def test_scaled_rotation_is_kept(kind, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in rotary.named_buffers())
     for length in (20, 120):
         assert difference(model, tmp_path / "m", tokens(length=length)) < TOLERANCE
-    rope = json.loads((tmp_path / "m" / "config.json").read_text())["rope_parameters"]
-    assert rope["rope_type"] == "longrope"
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert config["rope_parameters"] == config["rope_scaling"]
+    assert config["original_max_position_embeddings"] == config["max_position_embeddings"]  # transformers 4 reads it
 
 
-@pytest.mark.parametrize("kind", LENGTHS)
-def test_a_rotation_that_follows_the_length_has_no_stock_form_once_grown(kind, tmp_path):
-    model = patch_model(llama(rope_parameters=dict(LENGTHS[kind])))
+@pytest.mark.parametrize("kind", OTHER_ROPES)
+def test_another_rotation_has_no_stock_form_once_grown(kind, tmp_path):
+    model = patch_model(llama(rope_parameters=dict(OTHER_ROPES[kind])))
     export_model(model, tmp_path / "not grown")
-    with pytest.raises(ValueError, match=rf"length of the text \({kind}\).*model\.save_pretrained"):
+    with pytest.raises(ValueError, match=rf"it rotates by frequencies of type {kind}\..*model\.save_pretrained"):
         export_model(widened(model), tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
 
 def test_frequencies_of_a_scaled_rotation_are_those_of_the_model(tmp_path):
-    model = widened(llama(rope_parameters=dict(ROPES["llama3"])))
+    model = widened(llama(rope_parameters=dict(LLAMA3)))
     export_model(model, tmp_path)
     ours = model.model.rotary_emb.inv_freq
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).model.rotary_emb.inv_freq
@@ -235,44 +232,9 @@ def test_frequencies_of_a_scaled_rotation_are_those_of_the_model(tmp_path):
     assert theirs[len(ours) :].max() < 1e-29
 
 
-def test_layers_without_rotation_carry_no_scaling_of_it(tmp_path):
-    config = VARIANTS["smollm3"]()
-    config.rope_parameters = dict(ROPES["yarn"])
-    torch.manual_seed(7)
-    model = widened(AutoModelForCausalLM.from_config(config).eval())
-    assert model.model.rotary_emb.attention_scaling != 1
-    export_model(model, tmp_path)
-    assert difference(model, tmp_path) < TOLERANCE
-
-
-def test_qwen2_without_windows_becomes_a_llama(tmp_path):
-    assert export_model(patch_model(without_windows("qwen2")), tmp_path / "not grown").model_type == "qwen2"
-    model = widened(without_windows("qwen2"))
-    assert export_model(model, tmp_path / "llama").model_type == "llama"
-    config = json.loads((tmp_path / "llama" / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"] and config["attention_bias"]
-    assert not any("window" in key for key in config)
-    assert difference(model, tmp_path / "llama") < TOLERANCE
-    head = widened(without_windows("qwen2", HEADS["token-classification"]))
-    export_model(head, tmp_path / "head")
-    assert difference(head, tmp_path / "head", auto_class=HEADS["token-classification"]) < TOLERANCE
-
-
 def test_a_window_keeps_the_model_in_its_family(tmp_path):
     model = widened(build("mistral"))
     assert export_model(model, tmp_path / "m").model_type == "mistral"
-
-
-def without_windows(variant, auto_class=AutoModelForCausalLM):
-    config = VARIANTS[variant]()
-    config.sliding_window, config.use_sliding_window = None, False
-    config.layer_types = ["full_attention"] * config.num_hidden_layers
-    torch.manual_seed(7)
-    model = auto_class.from_config(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 def test_what_has_not_grown_is_exported_as_itself(tmp_path):

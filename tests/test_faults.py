@@ -340,7 +340,7 @@ def test_memory_that_torch_refuses_in_any_pass(record_property):
 
     while True:
         left = needed
-        hook = attentions(model)[1].register_forward_hook(refused)
+        hook = attentions(model)[1].module.register_forward_hook(refused)
         try:
             report = Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
             break

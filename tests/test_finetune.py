@@ -1,170 +1,146 @@
-"""Fine-tuning with growth on a tiny model and a tiny text: saved, reloaded, resumed, by every method."""
+"""`scripts/finetune.py` as a process on a tiny model and text: it grows, saves, resumes, and refuses in one line."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
 from families import save_with_text
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from hf_growattn.cli.options import read_recipe
-from hf_growattn.training import finetuning, methods
-from hf_growattn.training.finetuning import finetune, make_schedule
+from hf_growattn import load_growth, patch_model
 
-OPTIONS = (
-    "--max_length 16 --growth_batches 4 --learning_rate 1e-3 --max_steps 24 --save_steps 6 --logging_steps 2".split()
-)
-RELOAD = """
-import sys, torch, hf_growattn
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
-print(model(torch.arange(2, 14)[None]).logits.sum().item(), model.num_parameters())
-"""
+SCRIPT = "scripts/finetune.py"
+OPTIONS = "--use_cpu --bf16 False --report_to none --max_length 16 --growth_batches 4 --learning_rate 1e-3".split()
+TEXT = "--packing --packing_strategy wrapped --max_steps 16 --save_steps 4 --logging_steps 1".split()
+SAMPLE = torch.arange(2, 14)[None]
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory) -> list:
-    """A tiny model with its tokenizer, and a text in which each word has one successor; then options."""
+def given(tmp_path_factory):
+    """A folder with a tiny model and its tokenizer, and a text in which each word has one successor."""
     folder = tmp_path_factory.mktemp("given")
     save_with_text(folder, words=2400)
-    return [folder / "model", folder / "text.txt", *OPTIONS]
-
-
-def run(given: list, output: Path, *options) -> dict:
-    """Fine-tune in this process, as the command line would."""
-    return finetune(read_recipe("finetune", [*map(str, given), "-o", str(output), *map(str, options)]))
-
-
-def run_process(arguments: list) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
-        command, env=environment | {"HF_HUB_OFFLINE": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return folder
 
 
 @pytest.fixture(scope="module")
-def grown(given, tmp_path_factory) -> tuple[Path, dict]:
-    """A training with growth half-way."""
+def finetune(forks, given):
+    """Run the script on the model, by default on the text; returns what it printed."""
+
+    def run(output, *options, data=("--data_files", given / "text.txt", *TEXT), **how) -> str:
+        words = ["--model_name_or_path", given / "model", *OPTIONS, *data, "--output_dir", output, *options]
+        done = forks.run(SCRIPT, *words, CUDA_VISIBLE_DEVICES="", HF_DATASETS_CACHE=str(given / "cache"), **how)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def grown(finetune, tmp_path_factory):
+    """The folder of a training with a growth half-way, and what it printed."""
     output = tmp_path_factory.mktemp("grown")
-    return output, run(given, output, "--v-dims", 4)
+    return output, finetune(output, "--v_dims", 4)
 
 
-def test_growth_half_way_is_saved_with_its_figures(grown):
-    output, figures = grown
-    (first_step, first), *_, (last_step, last) = figures["held_out"]
-    assert figures["grown_at"] == [12] and (first_step, last_step) == (0, 24) and last < first
-    for said in (f"{first:.4f} at step 0, {last:.4f} at step 24", str(output)):
-        assert said in figures["summary"]
-    assert json.loads(json.dumps(figures))["held_out"] == figures["held_out"]
-    assert {"tokenizer.json", "growth.png", "README.md", "checkpoint-24"} <= {path.name for path in output.iterdir()}
-    card = (output / "README.md").read_text()
-    assert "Growth 1, at step 12. Loss:" in card and f"| step 24 | {last:.4f} |" in card
+def log_of(folder) -> list[dict]:
+    """The log of the last step's checkpoint."""
+    return json.loads((folder / "checkpoint-16" / "trainer_state.json").read_text())["log_history"]
 
 
-def test_a_fresh_process_reloads_the_same_model(given, grown):
-    output, figures = grown
-    total, parameters = run_process(["-c", RELOAD, output]).split()[-2:]
-    stock, model = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (given[0], output))
-    assert model.num_parameters() - stock.num_parameters() == figures["growths"][0]["added_parameters"] > 0
-    assert int(parameters) == model.num_parameters()
-    assert float(total) == pytest.approx(model(torch.arange(2, 14)[None]).logits.sum().item(), rel=1e-5)
+def test_growth_half_way_is_saved_with_its_card(given, grown):
+    output, printed = grown
+    assert "Step 8:\nLoss: " in printed
+    losses = [entry["loss"] for entry in log_of(output) if "loss" in entry]
+    assert losses[-1] < losses[0] - 1
+    stock, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (given / "model", output))
+    (added,) = [entry["growth_added_parameters"] for entry in log_of(output) if "growth_added_parameters" in entry]
+    assert model.num_parameters() - stock.num_parameters() == added > 0
+    assert {each["growth_1"][1] for each in model.config.extra_dims.values()} == {4}
+    assert AutoTokenizer.from_pretrained(output)("w5 w7")["input_ids"] == [5, 7]
+    assert "Growth 1, at step 8. Loss:" in (output / "README.md").read_text()
 
 
-@pytest.mark.parametrize("step", [6, 18])
-def test_a_resumed_training_ends_as_the_unbroken_one(given, grown, tmp_path, step):
-    output, figures = grown
-    again = run(given, tmp_path, "--v-dims", 4, "--resume_from_checkpoint", output / f"checkpoint-{step}")
-    assert again["held_out"] == figures["held_out"] and again["grown_at"] == [12]
+def test_a_resumed_training_ends_as_the_unbroken_one(finetune, grown, tmp_path):
+    output, _ = grown
+    finetune(tmp_path, "--v_dims", 4, "--resume_from_checkpoint", output / "checkpoint-12")
     one, other = (load_file(folder / "model.safetensors") for folder in (output, tmp_path))
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
-def test_two_processes_train_as_one(given, forks, tmp_path):
-    """Two processes with 4 rows each are one with 8; rank 0 alone prints."""
-    options = (
-        "--v_dims 4 --growth_batches 3 --max_steps 6 --save_strategy no --per_device_eval_batch_size 1 --json".split()
-    )
-    words = ["finetune", *given, *options, "-o", tmp_path / "two", "--per_device_train_batch_size", 4]
-    done = forks.run("hf_growattn", *words, ranks=2, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
-    two = json.loads(done.stdout)
-    one = run(given, tmp_path / "one", *options[:-1], "--per_device_train_batch_size", 8)
-    assert two["held_out"] == [pytest.approx(pair, rel=1e-4) for pair in one["held_out"]]
-    assert two["grown_at"] == one["grown_at"] == [3]
-
-
-@pytest.mark.parametrize("options, said", [
-    ("--grow_at plateau --eval_steps 1 --growth_batches 2 --max_steps 4", "no growth was due before the end"),
-    ("--max_growths 0", ""),
-])  # fmt: skip
-def test_a_training_that_did_not_grow_is_saved_as_a_stock_model(given, tmp_path, options, said):
-    figures = run(given, tmp_path, "--max_steps", 2, "--save_strategy", "no", *options.split())
-    assert said in figures["summary"] and ("Nothing grew" in figures["summary"]) == bool(said)
-    assert not figures["growths"]
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
-
-
-def test_adapters_grow_along_and_are_merged(given, tmp_path):
-    options = "--use_peft --lora_r 4 --lora_dropout 0 --v_dims 2 --save_steps 9".split()
-    figures = run(given, tmp_path / "one", *options)
-    weights = load_file(tmp_path / "one" / "model.safetensors")
-    stock, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (given[0], tmp_path / "one"))
-    assert merged.num_parameters() > stock.num_parameters() and figures["growths"][0]["applied"]
-    run(given, tmp_path / "two", *options, "--resume_from_checkpoint", tmp_path / "one" / "checkpoint-18")
-    again = load_file(tmp_path / "two" / "model.safetensors")
-    assert weights.keys() == again.keys() and all(weights[name].equal(again[name]) for name in weights)
-
-
-@pytest.mark.parametrize("method", ["lora", "growth", "both"])
-def test_methods_that_train_the_budget_alone(given, tmp_path, method):
-    options = ["--method", method, "--budget", "0.1", "--max_steps", 8, "--save_steps", 4]
-    figures = run(given, tmp_path / "one", *options)
-    assert figures["held_out"][-1][1] < figures["held_out"][0][1] and len(figures["growths"]) == (method != "lora")
-    assert ("KV cache" in figures["summary"]) == (method != "lora")
-    run(given, tmp_path / "two", *options, "--resume_from_checkpoint", tmp_path / "one" / "checkpoint-4")
+def test_two_processes_train_as_one(finetune, tmp_path):
+    """Two processes with 4 rows each are one with 8, and end with the same weights but for rounding."""
+    options = "--v_dims 4 --growth_batches 3 --max_steps 6 --save_strategy no --per_device_train_batch_size".split()
+    finetune(tmp_path / "two", *options, 4, ranks=2)
+    finetune(tmp_path / "one", *options, 8)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys() and all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
+    assert one.keys() == two.keys() and any(".extra." in name for name in one)
+    assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("--budget 0.1 --qk_dims 2", "Give a budget, or fixed widths"),
-        ("--grow_at epoch --grow_steps 3", "by one of steps"),
-        ("--budget 1.5", "budget must be a whole number of weights, or a share"),
-        ("--growth_batches 0", "batches must be"),
-        ("--grow_steps 0", "must be a whole number"),
-        ("--max_growths -1", "max_growths must be"),
-        ("--method lora --grow_steps 5", "leave out --grow_steps"),
-        ("--method both --use_peft", "leave out --use_peft"),
-        ("--method growth --v_dims 2", "leave out --v_dims"),
-    ],
+@pytest.mark.parametrize("options", ["--budget 0", "--grow_at plateau --eval_strategy steps --eval_steps 3"])
+def test_a_training_that_did_not_grow_leaves_a_stock_model_and_no_card_of_ours(finetune, tmp_path, options):
+    rows = [{"text": f"w{number} w{number + 1} w{number + 2}"} for number in range(2, 60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = ["--data_files", tmp_path / "rows.jsonl", "--test_split_size", 0.2, "--max_steps", 10]
+    finetune(tmp_path / "out", *options.split(), data=data)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")) is LlamaForCausalLM
+    assert "grew" not in (tmp_path / "out" / "README.md").read_text()  # the card is TRL's
+
+
+def test_adapters_and_new_dims_load_again(finetune, given, tmp_path):
+    printed = finetune(tmp_path, "--use_peft", "--lora_r", 4, "--qk_dims", 2, "--v_dims", 2)
+    assert "Step 8:\nLoss: " in printed
+    model = patch_model(AutoModelForCausalLM.from_pretrained(given / "model"))
+    stock = model(SAMPLE).logits
+    model = PeftModel.from_pretrained(model, tmp_path).eval()
+    adapted = model(SAMPLE).logits
+    load_growth(model, tmp_path / "growth")
+    assert not torch.equal(adapted, stock) and not torch.equal(model(SAMPLE).logits, adapted)
+    assert "hf_growattn" not in (tmp_path / "README.md").read_text()  # the card is peft's
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }} <eos>"
+    "{% endgeneration %}{% else %}{{ 'w90 ' + message.content + ' w91 ' }}{% endif %}{% endfor %}"
 )
-def test_options_that_exclude_each_other_are_refused_before_anything_is_loaded(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_schedule(read_recipe("finetune", ["none", "none", "-o", "nowhere", *options.split()]))
 
 
-def test_what_grows_beside_lora_takes_its_share_of_the_rate(given, tmp_path, monkeypatch):
-    """Models as small as those of tests give all of it: so the share is set here."""
+@pytest.mark.parametrize("recipe", ["chat", "completions", "growth", "lora", "text"])
+def test_the_yaml_recipes(finetune, given, recipe, tmp_path):
+    """Options on the command line override those of a recipe."""
+    question, answer = "w2 w3", "w5 w6 w7 w8"
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    row = {
+        "chat": {"messages": messages},
+        "completions": {"prompt": question, "completion": f" {answer}"},
+    }.get(recipe, {"text": f"{question} {answer}"})
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 48))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    words = ["--config", f"scripts/recipes/{recipe}.yaml", "--max_steps", 8, "--warmup_steps", 0]
+    words += ["--budget", 0.1] * (recipe != "growth") + ["--chat_template_path", tmp_path / "template.jinja"]
+    printed = finetune(tmp_path / "out", *words, data=["--data_files", tmp_path / "rows.jsonl"])
+    assert "Step 4:\nLoss: " in printed
+    assert (tmp_path / "out" / "growth").is_dir() == (recipe == "lora")
 
-    class Stop(Exception):
-        pass
 
-    def stop(model, rows, share, **options):
-        raise Stop(share)
+@pytest.mark.parametrize("options, fix", [
+    ("--model_name_or_path none --data_files none.txt --budgt 0.1", "['--budgt', '0.1']"),
+    ("--model_name_or_path none --data_files none.txt --budget 0.1 --v_dims 2", "Give a budget, or fixed widths"),
+    ("--model_name_or_path none --data_files none.txt --budget 1.5", "budget must be"),
+    ("--model_name_or_path none --data_files none.txt --grow_at never", "invalid choice: 'never'"),
+    ("--model_name_or_path none", "give --model_name_or_path, and --data_files"),
+    ("--config nowhere.yaml", "nowhere.yaml"),
+])  # fmt: skip
+def test_a_bad_option_is_an_error_of_one_line(forks, tmp_path, options, fix):
+    done = forks.run(SCRIPT, *options.split(), "--use_cpu", "--output_dir", tmp_path / "out")
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("finetune.py: error: ") and fix in last and "Traceback" not in done.stderr
 
-    monkeypatch.setattr(methods.Method, "grown_share", lambda self, width: 0.25)
-    monkeypatch.setattr(finetuning, "_prepare_start", lambda recipe, method, model, rows: (model, None))
-    monkeypatch.setattr(finetuning.methods, "make_trainer", stop)
-    with pytest.raises(Stop, match=r"0\.25"):
-        run(given, tmp_path / "m", "--method", "both", "--max_length", "32")
+
+def test_the_script_is_read_in_one_sitting():
+    assert len((ROOT / SCRIPT).read_text().splitlines()) <= 120

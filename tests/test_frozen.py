@@ -70,7 +70,7 @@ def test_frozen_old_dims_can_follow_nothing():
         config = GrowthConfig(qk_dims=2, v_dims=1, oversampling=4, old_dims_train=said)
         found[said] = [layer.gain for layer in Grower(model, config).measure(lm_batches(16)).layers]
     assert found[None] == found[False] != found[True]
-    attentions(model)[1].q_proj.requires_grad_(True)
+    attentions(model)[1].module.q_proj.requires_grad_(True)
     some = [layer.gain for layer in Grower(model, CONFIG).measure(lm_batches(16)).layers]
     same = [one == other for one, other in zip(some, found[True])]
     assert same == [(layer, kind) == (1, 0) for layer in range(len(attentions(model))) for kind in range(2)]

@@ -1,20 +1,21 @@
-"""Model cards, and pushing to the Hub: huggingface_hub's real client against a local server that stands for the Hub."""
+"""Model cards, and transformers' own push: huggingface_hub's client against a local server that stands for the Hub."""
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
 
+import peft
 import pytest
 import torch
-from command import call
 from conftest import ROOT
-from families import add_dims, build, lm_batches, tokens, word_tokenizer
-from hub_server import Hub, Repository, card_errors
-from huggingface_hub import HfApi, ModelCard
+from families import add_dims, build, lm_batches, tokens
+from hub_server import Hub, card_errors
+from huggingface_hub import ModelCard, metadata_load
+from packaging.version import Version
+from test_layering import TRAVELLING
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, write_card
 from hf_growattn.growable.attention import attentions
@@ -22,6 +23,7 @@ from hf_growattn.growable.growths import sync_config
 from hf_growattn.report.words import summary_of
 
 TOKEN = "hf_neverToBeSeenAnywhere"
+CODE = {f"growattn/{name}.py" for name in TRAVELLING}
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +34,6 @@ def grown():
     report = Grower(model, GrowthConfig(qk_dims=3, v_dims=2, layers=[1], oversampling=4)).find(lm_batches()).keep()
     assert report.kept
     return model, report
-
-
-@pytest.fixture(scope="module")
-def checkpoint(grown, tmp_path_factory):
-    """A folder as a fine-tuning leaves it."""
-    (model, report), folder = grown, tmp_path_factory.mktemp("checkpoint")
-    word_tokenizer().save_pretrained(folder)
-    model.save_pretrained(folder)
-    history = [{"step": 0, "eval_loss": 3.0}, {"step": 4, **report.figures()}, {"step": 8, "eval_loss": 2.0}]
-    write_card(model, folder, [report], "someone/base", "someone/words", history)
-    (folder / "growth.png").write_bytes(b"\x89PNG")  # matplotlib may be missing
-    (folder / "checkpoint-8").mkdir()
-    (folder / "checkpoint-8" / "optimizer.pt").write_bytes(b"not to be pushed")
-    return folder
 
 
 @pytest.fixture
@@ -71,21 +59,6 @@ def ran(*arguments, **options) -> str:
     return done.stdout
 
 
-def command(hub, home, *options) -> subprocess.CompletedProcess:
-    return client(hub, home, "-m", "hf_growattn", "push", *options)
-
-
-def push(*options):
-    """The command in this process."""
-    return call("push", *options)
-
-
-def card_of(hub, repo: str) -> ModelCard:
-    text = hub.files(repo)["README.md"].decode()
-    assert card_errors(text) == []
-    return ModelCard(text)
-
-
 def logits(model):
     with torch.no_grad():
         return model.eval()(tokens()).logits
@@ -96,10 +69,7 @@ import sys
 import hf_growattn
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-model.push_to_hub("grown", max_shard_size="50KB", private=True, commit_message="first")
-print(model.push_to_hub("me/grown", tags=["mine"], commit_message="second"))
-model.push_to_hub("me/grown", revision="aside")
-model.save_pretrained("saved", push_to_hub=True, repo_id="me/saved")
+model.push_to_hub("grown", max_shard_size="50KB", private=True, tags=["mine"])
 """
 LOAD = """
 import sys, torch
@@ -123,45 +93,18 @@ def loaded_logits(hub, home, repo, library="yes", own_code=""):
     return torch.load(home / "logits.pt")
 
 
-def test_pushed_by_the_model_and_loaded_elsewhere(hub, grown, tmp_path):
-    """Shards over one file and one file over shards, which leave other weights; to a branch; by save_pretrained."""
+def test_a_pushed_model_loads_with_the_library_and_by_the_code_that_it_carries(hub, grown, tmp_path):
+    """In processes of their own: one pushes as transformers does, the others load."""
     model, _ = grown
     model.save_pretrained(tmp_path / "m")
-    foreign = ["model.safetensors", "model.fp16.safetensors", "model_ema.safetensors", "runs/model.safetensors"]
-    hub.repositories["me/grown"] = Repository(private=True)
-    hub.repositories["me/grown"].commit("main", dict.fromkeys(foreign, b"of someone else"))
-    assert "commit" in ran(hub, tmp_path, "-c", PUSH, tmp_path / "m")
-    repository = hub.repositories["me/grown"]
-    _, first, second, _ = repository.commits.values()
-    assert repository.private and set(repository.branches) == {"main", "aside"}
-    foreign = {"model.fp16.safetensors", "model_ema.safetensors", "runs/model.safetensors"}
-    assert "model.safetensors.index.json" in first and "model.safetensors" not in first
-    assert {name for name in second if "safetensors" in name} == {"model.safetensors"} | foreign
-    assert set(second) >= {"config.json", "README.md"} and "model.safetensors" in hub.files("me/saved")
-    card = card_of(hub, "me/grown")
-    written = card.data.to_dict()
-    assert written["tags"] == ["hf_growattn", "growattn", "mine"] and written["library_name"] == "transformers"
-    assert card.data.pipeline_tag == "text-generation" and "| 1 | 16 -> 19 | 16 -> 18 |" in card.text
-    assert 'from_pretrained("me/grown", trust_remote_code=True)' in card.text
-    assert TOKEN.encode() not in b"".join(b"".join(files.values()) for files in repository.commits.values())
-    assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/grown"), logits(model))
-
-
-def test_the_command_from_a_checkpoint_to_a_loaded_model(hub, checkpoint, grown, tmp_path):
-    done = command(hub, tmp_path, checkpoint, "me/your-model", "--private")
-    assert done.returncode == 0, done.stderr
-    files = hub.files("me/your-model")
-    assert "/me/your-model/commit/" in done.stdout and len(hub.repositories["me/your-model"].commits) == 2
-    assert set(files) >= {"config.json", "model.safetensors", "tokenizer.json", "README.md", "growth.png"}
-    assert not any("checkpoint" in name for name in files)
-    assert hub.repositories["me/your-model"].private
-    assert TOKEN.encode() not in b"".join(files.values()) and str(tmp_path).encode() not in b"".join(files.values())
-    card = card_of(hub, "me/your-model")
-    assert (card.data.base_model, card.data.datasets) == ("someone/base", ["someone/words"])
-    assert "| step 0 | 3.0000 |" in card.text and "| step 8 | 2.0000 |" in card.text
-    assert f"Growth 1, at step 4. {' '.join(summary_of(grown[1]))}" in card.text
-    assert card.text.count('from_pretrained("me/your-model"') == 2
-    assert torch.equal(loaded_logits(hub, tmp_path / "elsewhere", "me/your-model"), logits(grown[0]))
+    ran(hub, tmp_path, "-c", PUSH, tmp_path / "m")
+    files, repository = hub.files("me/grown"), hub.repositories["me/grown"]
+    assert repository.private and {*files} >= {"config.json", "model.safetensors.index.json", "README.md"} | CODE
+    assert all(TOKEN.encode() not in b"".join(files.values()) for files in repository.commits.values())
+    assert "mine" in ModelCard(files["README.md"].decode()).data.tags
+    assert torch.equal(loaded_logits(hub, tmp_path / "with", "me/grown"), logits(model))
+    without = loaded_logits(hub, tmp_path / "without", "me/grown", library="", own_code="yes")
+    assert torch.equal(without, logits(model))
 
 
 @pytest.fixture
@@ -171,96 +114,53 @@ def here(hub, tmp_path, monkeypatch):
     constants["HUGGINGFACE_CO_URL_TEMPLATE"] = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     for name, value in constants.items():
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made once, for the Hub of that time
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return hub
 
 
-def test_loaded_by_the_code_that_travels_along(here, grown, tmp_path):
-    model, _ = grown
-    model.push_to_hub("me/grown")
-    if b"auto_map" not in here.files("me/grown")["config.json"]:
-        pytest.skip("checkpoints do not carry their code yet")
-    loaded = loaded_logits(here, tmp_path / "elsewhere", "me/grown", library="", own_code="yes")
-    assert torch.equal(loaded, logits(model))
+def test_what_is_pushed_is_what_was_saved(here, grown, tmp_path):
+    half = {name: value.half() for name, value in grown[0].state_dict().items()}
+    grown[0].save_pretrained(tmp_path / "m", push_to_hub=True, variant="fp16", state_dict=half)
+    pushed = here.files("me/m")  # by default the folder's name
+    assert "model.safetensors" not in pushed and {*pushed} >= {"config.json", *CODE}
+    assert pushed["model.fp16.safetensors"] == (tmp_path / "m" / "model.fp16.safetensors").read_bytes()
+    assert not (tmp_path / "m" / "README.md").exists()
 
 
-def test_a_card_that_is_there_is_kept_unless_there_is_more_to_tell(here, grown):
-    model, report = grown
-    HfApi().create_repo("me/grown")
-    here.files("me/grown")["README.md"] = b"---\nlicense: mit\n---\nMy own words."
-    model.push_to_hub("me/grown")
-    card = card_of(here, "me/grown")
-    assert card.data.license == "mit" and "My own words." in card.text
-    model.push_to_hub("me/grown", reports=[report])
-    text = card_of(here, "me/grown").text
-    assert "My own words." not in text and summary_of(report)[0] in text
+@pytest.mark.skipif(Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason="transformers asks for a newer peft")
+def test_a_push_of_adapters_takes_the_new_dims_along(here, tmp_path):
+    model = patch_model(build("llama-2"))
+    add_dims(attentions(model)[0], 4)
+    sync_config(model)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "m", push_to_hub=True, repo_id="me/adapters")
+    for name in ("adapter_model.safetensors", "growth/growth.safetensors"):
+        assert here.files("me/adapters")[name] == (tmp_path / "m" / name).read_bytes()
 
 
-def test_a_branch_loses_its_own_former_weights_alone(here, grown):
-    model, _ = grown
-    HfApi().create_repo("me/weights")
-    HfApi().create_branch("me/weights", branch="aside")
-    repository, shard = here.repositories["me/weights"], "model-00001-of-00001.safetensors"
-    index = json.dumps({"metadata": {}, "weight_map": {"some.weight": shard}}).encode()
-    shards = {"model.safetensors.index.json": index, shard: b"former"}
-    repository.commit("aside", here.files("me/weights") | shards)
-    model.push_to_hub("me/weights", revision="aside")
-    pushed = repository.commits[repository.branches["aside"]]
-    assert not {*shards} & {*pushed} and "model.safetensors" in pushed
-    here.files("me/weights")["model.safetensors.index.json"] = index
-    model.push_to_hub("me/weights", revision="aside")  # where no such file is
-    assert "model.safetensors.index.json" in here.files("me/weights")
+def test_a_sharded_model_is_not_pushed_while_it_is_saved(here, tmp_path):
+    """One process would wait for the others, which do not save a second time."""
+    model = patch_model(build("llama-2"))
+    model.lm_head.weight.ds_id = 0  # as DeepSpeed marks it
+    with pytest.raises(ValueError, match="needs every weight whole"):
+        model.save_pretrained(tmp_path / "m", push_to_hub=True)
+    assert not (tmp_path / "m").exists() and not here.repositories
 
 
-def test_a_branch_keeps_its_own_card(here, grown):
-    model, _ = grown
-    HfApi().create_repo("me/branched")
-    repository = here.repositories["me/branched"]
-    here.files("me/branched")["README.md"] = b"---\nlicense: mit\n---\nOf the main branch."
-    HfApi().create_branch("me/branched", branch="aside")
-    repository.commit("aside", here.files("me/branched") | {"README.md": b"---\nlicense: mit\n---\nOf this branch."})
-    model.push_to_hub("me/branched", revision="aside")
-    pushed = repository.commits[repository.branches["aside"]]
-    assert b"Of this branch." in pushed["README.md"] and "model.safetensors" in pushed
-
-
-def test_an_edited_card_is_pushed_as_it_is_and_a_missing_one_is_written(here, checkpoint, tmp_path):
-    folder = tmp_path / "edited"
-    shutil.copytree(checkpoint, folder)
-    edited = b"---\nlicense: mit\ntags: [mine]\n---\nMy own words: from_pretrained('you/your-model')."
-    (folder / "README.md").write_bytes(edited)
-    assert push(folder, "me/grown").code == 0
-    assert here.files("me/grown")["README.md"] == edited.replace(b"you/your-model", b"me/grown")
-    (folder / "README.md").unlink()
-    assert push(folder, "me/other").code == 0
-    card = card_of(here, "me/other")
-    assert "| Base model | not recorded |" in card.text and 'from_pretrained("me/other")' in card.text
-
-
-@pytest.mark.parametrize("tags, expected", [(None, []), ("mine", ["mine"])])
-def test_a_card_without_metadata_is_pushed_with_some(tags, expected, here, grown):
-    HfApi().create_repo("me/plain")
-    here.files("me/plain")["README.md"] = b"\xef\xbb\xbf# My own words"
-    grown[0].push_to_hub("me/plain", tags=tags)
-    card = card_of(here, "me/plain")
-    assert card.data.tags == expected and card.text == "# My own words"
-
-
-def test_a_push_that_fails_half_way_leaves_nothing(here, checkpoint, monkeypatch):
+def test_a_push_that_fails_leaves_the_save(here, grown, tmp_path):
     here.broken = "commit"
-    done = push(checkpoint, "me/grown")
-    assert done.code == 1 and re.search(r"Status/500", done.err), done
-    assert len(here.uploads) == 2 and set(here.files("me/grown")) == {".gitattributes"}
-    here.broken = None
-    assert push(checkpoint, "me/grown").code == 0
-    assert card_of(here, "me/grown").data.base_model == "someone/base"
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert re.search(r"401", push(checkpoint, "me/other").err)
+    with pytest.raises(Exception, match="the server broke down"):
+        grown[0].save_pretrained(tmp_path / "m", push_to_hub=True)
+    assert (tmp_path / "m" / "model.safetensors").exists() and {*here.files("me/m")} == {".gitattributes"}
 
 
-def test_a_card_of_a_model_that_is_not_growable(tmp_path):
-    with pytest.raises(ValueError, match="not growable"):
-        write_card(build("llama-2"), tmp_path)
+@pytest.mark.parametrize("patched", [True, False])
+def test_no_card_says_that_a_model_grew_which_did_not(patched, tmp_path):
+    model = build("llama-2")
+    with pytest.raises(ValueError, match="has not grown"):
+        write_card(patch_model(model) if patched else model, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def made_card(model, folder, *arguments) -> str:
@@ -270,12 +170,18 @@ def made_card(model, folder, *arguments) -> str:
     return text
 
 
-def test_a_dry_run_asks_nothing_of_the_hub(here, checkpoint, tmp_path):
-    assert "would be pushed to me/grown" in push(checkpoint, "me/grown", "--dry-run", tmp_path / "look").out
-    names = {path.name for path in (tmp_path / "look").iterdir()}
-    assert names >= {"README.md", "model.safetensors", "config.json", "tokenizer.json", "growth.png"}
-    assert "checkpoint-8" not in names and "me/grown" in (tmp_path / "look" / "README.md").read_text()
-    assert not here.requests
+def test_a_card_says_what_grew_and_how_to_load_it(grown, tmp_path):
+    model, report = grown
+    history = [{"step": 0, "eval_loss": 3.0}, {"step": 4, **report.figures()}, {"step": 8, "eval_loss": 2.0}]
+    text = made_card(model, tmp_path, [report], "someone/base", "someone/words", history, "me/grown")
+    data = metadata_load(tmp_path / "README.md")
+    assert (data["base_model"], data["datasets"]) == ("someone/base", ["someone/words"])
+    assert data["tags"] == ["hf_growattn", "growattn"] and data["library_name"] == "transformers"
+    assert data["pipeline_tag"] == "text-generation" and "| 1 | 16 -> 19 | 16 -> 18 |" in text
+    assert "| step 0 | 3.0000 |" in text and "| step 8 | 2.0000 |" in text
+    assert f"Growth 1, at step 4. {' '.join(summary_of(report))}" in text
+    assert text.count('from_pretrained("me/grown"') == 2 and '("me/grown", trust_remote_code=True)' in text
+    assert made_card(model, tmp_path).count('from_pretrained("you/your-model"') == 2
 
 
 def test_local_names_do_not_travel(grown, tmp_path):
@@ -334,9 +240,11 @@ def test_a_wheel_carries_the_template(tmp_path):
     parts = (path.relative_to(ROOT) for path in (ROOT / "hf_growattn").rglob("*"))
     assert all((tmp_path / "site" / part).is_file() for part in parts if part.suffix in (".py", ".html", ".json"))
     code = """
-import hf_growattn.interop.cards, transformers
-config = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-model = hf_growattn.patch_model(transformers.LlamaForCausalLM(config))
+import hf_growattn.interop.cards, torch, transformers
+fields = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=9)
+model = hf_growattn.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)))
+rows = torch.arange(8).reshape(2, 4)
+assert hf_growattn.Grower(model, hf_growattn.GrowthConfig(v_dims=1)).find([rows, rows]).keep().kept
 hf_growattn.write_card(model, "card")
 print(hf_growattn.__file__, open("card/README.md").read())
 """

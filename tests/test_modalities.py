@@ -75,7 +75,7 @@ def test_what_tokens_or_an_image_do_not_run_is_not_exported(name, tmp_path):
 def test_old_logits_of_t5_are_not_scaled_and_new_ones_are():
     model = patch_model(build("t5").double()).eval()
     for attention in attentions(model):
-        part = attention.add_new_dims("growth_1", 2, 1, dtype=torch.float64)
+        part = attention.add_new_dims("growth_1", 2, 1)
         torch.nn.init.normal_(part.in_proj.weight, std=0.1)
     view = attention_views(model)[0]
     model.set_attn_implementation("eager")
@@ -100,7 +100,7 @@ def test_cross_attention_is_measured_by_both_of_its_inputs():
     hook.remove()
     with preserved_state(model, []):
         bottlenecks, _ = compute_moments(Objective(model), attentions(model), [KINDS["qk"]], given[:1], 1e-9)
-    (bottleneck,) = (bottleneck for bottleneck in bottlenecks if bottleneck.attention is crossing)
+    (bottleneck,) = (bottleneck for bottleneck in bottlenecks if bottleneck.attention.module is crossing)
     kept = given[0]["attention_mask"].bool()
     sides = {
         bottleneck.roots.shared_root: inputs["key_value_states"][kept],

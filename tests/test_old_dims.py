@@ -100,7 +100,7 @@ def test_where_no_dims_join_old_weights_are_not_refactored_and_keep_their_optimi
     optimizer.step()
     report = grow(model, batches, optimizer, budget=0.1, method="refactor", max_v_head_dim=STOCK)
     assert report.added_parameters and {layer.width[1] for layer in report.layers if layer.kind == "v"} == {STOCK}
-    assert all(attention.c_proj.weight in optimizer.state for attention in attentions(model))
+    assert all(attention.module.c_proj.weight in optimizer.state for attention in attentions(model))
 
 
 def test_old_weights_that_moved_within_autocast_are_cast_anew():
@@ -252,7 +252,7 @@ def test_adapters_keep_the_weights_they_were_trained_for(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_that_cannot_be_written_are_refused(way):
     model = patch_model(build("gpt2-2"))
-    attentions(model)[1].c_proj.requires_grad_(False)
+    attentions(model)[1].module.c_proj.requires_grad_(False)
     before = fingerprint(model)
     match = r"rewrites existing weights, and c_proj of layer 1 is frozen.*requires_grad_\(True\)"
     with pytest.raises(ValueError, match=match):

@@ -189,7 +189,7 @@ def test_of_two_groups_as_near_the_one_without_weight_decay_is_taken(decays):
     model = patch_model(build("llama-2"))
     names = {"q_proj", "k_proj"}, {"v_proj", "o_proj"}
     groups = [
-        {"params": [getattr(a, name).weight for a in attentions(model) for name in own], "weight_decay": decay}
+        {"params": [getattr(a.module, name).weight for a in attentions(model) for name in own], "weight_decay": decay}
         for own, decay in zip(names, decays)
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR)

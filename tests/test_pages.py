@@ -9,9 +9,10 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from families import build, lm_batches
+from families import add_dims, build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, save_report, write_card
+from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
@@ -214,7 +215,9 @@ def test_the_picture_of_several_growths_adds_their_gains(grown):
 
 
 def test_a_card_comes_with_the_picture(grown, tmp_path):
-    write_card(patch_model(build("llama-2")), tmp_path, [grown])
+    model = patch_model(build("llama-2"))
+    add_dims(attentions(model)[0], 4)
+    write_card(model, tmp_path, [grown])
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
     assert "](growth.png)" in (tmp_path / "README.md").read_text()
 

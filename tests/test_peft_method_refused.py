@@ -61,7 +61,7 @@ def merged_for_a_while():
 
 def broken():
     model = adapted(LLAMA)
-    adapter_layers(model)[0].growattn_inside["default"].weight.data[0, 0] = torch.nan
+    adapter_layers(model)[0].growattn_in_proj["default"].weight.data[0, 0] = torch.nan
     return model
 
 

@@ -175,7 +175,7 @@ def test_cross_attention_has_a_moment_for_either_input():
         queries.append(args[0])
         outputs.append(output[0])
 
-    cross.register_forward_hook(record)
+    cross.module.register_forward_hook(record)
     batches = [{**encoded, "labels": tokens(seed=4)}]
     with evaluation_mode(model):
         bottlenecks, _ = compute_moments(Objective(model), [cross], [QK, V], batches, 0.05)
@@ -268,7 +268,7 @@ def test_activation_checkpointing_changes_no_statistic(variant, checkpointing):
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": checkpointing})
     recomputed, hooks = [], len(model.get_input_embeddings()._forward_hooks)
-    layers[0].register_forward_hook(lambda *args: recomputed.append(1))
+    layers[0].module.register_forward_hook(lambda *args: recomputed.append(1))
     with evaluation_mode(model):
         bottlenecks, _ = measured(model, halves[0] + halves[1])
         del recomputed[:]
@@ -398,7 +398,7 @@ def test_padding_does_not_count_in_the_size_of_outputs():
     batch["labels"] = batch["input_ids"]
     outputs: dict = {}
     for attention in attentions(model):
-        attention.register_forward_hook(lambda module, args, output: outputs.update({module: output[0]}))
+        attention.module.register_forward_hook(lambda module, args, output: outputs.update({module: output[0]}))
     with evaluation_mode(model):
         bottlenecks, _ = compute_moments(Objective(model), attentions(model), [V], [batch], ridge=0.05)
     counted = batch["attention_mask"].bool()

@@ -70,10 +70,11 @@ def test_fine_tuning_any_model_on_any_text(forks, tmp_path):
     (tmp_path / "texts").mkdir()
     file, output = tmp_path / "texts" / "play.txt", tmp_path / "out"
     file.write_text(text)
-    options = ["--output_dir", output, "--max_steps", "2", *"--growth_batches 2 --qk_dims 8 --max_length 128".split()]
-    out = run(forks, "hf_growattn", "finetune", data_path("models", "stories260K"), file, *options)
-    assert "Held-out loss" in out and (output / "model.safetensors").exists()
+    given = "--max_steps 4 --growth_batches 2 --qk_dims 8 --max_length 128 --packing --use_cpu --report_to none".split()
+    models, options = data_path("models", "stories260K"), [*given, "--output_dir", output]
+    out = run(forks, "scripts/finetune.py", "--model_name_or_path", models, "--data_files", file, *options)
+    assert "Step 2:" in out and (output / "model.safetensors").exists()
     assert parts_of_layers(output) == [[[8, 0]]] * 5
-    options[1] = tmp_path / "again"
-    run(forks, "hf_growattn", "finetune", output, file.parent, *options)
+    options[-1] = tmp_path / "again"
+    run(forks, "scripts/finetune.py", "--model_name_or_path", output, "--datasets", file.parent, *options)
     assert parts_of_layers(tmp_path / "again") == [[[8, 0], [8, 0]]] * 5

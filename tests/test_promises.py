@@ -24,7 +24,6 @@ from transformers.models.auto import tokenization_auto
 
 from hf_growattn import GrowAttnConfig, Grower, GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.cli.commands import main
-from hf_growattn.cli.options import read_recipe
 from hf_growattn.grow import growth as growing
 from hf_growattn.growable import folders
 from hf_growattn.growable.attention import attentions
@@ -33,6 +32,7 @@ from hf_growattn.interop import checkpoints
 from hf_growattn.interop.cards import write_card
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.bottlenecks import KINDS
+from hf_growattn.model import hooks
 from hf_growattn.model.configuration import register_type_names
 from hf_growattn.model.new_dims import in_order
 
@@ -54,11 +54,11 @@ def test_a_forward_that_fails_leaves_nothing_behind():
     Grower(model, CONFIG).find(lm_batches(2)).keep()
     before = model(tokens()).logits
     attention = attentions(model)[0]
-    hook = attention.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+    hook = attention.module.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(tokens())
     hook.remove()
-    assert attention.call is None
+    assert hooks._thread.call is None
     assert torch.equal(copy.deepcopy(model)(tokens()).logits, before)
 
 
@@ -227,13 +227,6 @@ def test_each_growth_of_a_training_reads_the_rows_before_it(tmp_path, monkeypatc
     assert len(drawn) == 2 and drawn[0].shape == drawn[1].shape and not torch.equal(*drawn)
 
 
-def test_a_rate_that_nobody_named_is_chosen_by_the_method():
-    pytest.importorskip("trl")
-    words = ["model", "data", "--output_dir", "out"]
-    assert read_recipe("finetune", words).training.learning_rate is None
-    assert read_recipe("finetune", [*words, "--learning_rate", "0.5"]).training.learning_rate == 0.5
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("update_existing", [True, False])
 def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
@@ -336,7 +329,7 @@ def test_a_layer_that_is_named_twice_grows_once():
 
 def test_a_frozen_bias_is_not_rewritten():
     model = patch_model(build("llama-5-bias"))
-    attentions(model)[0].q_proj.bias.requires_grad_(False)
+    attentions(model)[0].module.q_proj.bias.requires_grad_(False)
     with pytest.raises(ValueError, match="q_proj of layer 0 is frozen"):
         Grower(model, replace(CONFIG, update_existing=True)).find(lm_batches(4))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from every_type import build as build_type
-from families import LLAMA, build, lm_batches, save_with_text, tokens, word_tokenizer
+from families import add_dims, build, lm_batches, tokens, word_tokenizer
 from peft.utils import constants
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig
@@ -21,15 +21,13 @@ import hf_growattn
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, GrowthReport, export_model, patch_model, write_card
 from hf_growattn.cli.commands import COMMANDS, main
 from hf_growattn.cli.inspection import format_inspection, inspect_model
-from hf_growattn.cli.options import UsageError, check_new_folder, read_recipe
-from hf_growattn.grow.trial import StepSearch
-from hf_growattn.interop import checkpoints, export
+from hf_growattn.cli.options import UsageError, check_new_folder
+from hf_growattn.growable.attention import attentions
+from hf_growattn.interop import export
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
 from hf_growattn.report.report import LayerGrowth
-from hf_growattn.training import methods
 from hf_growattn.training.data import prepare_rows
-from hf_growattn.training.finetuning import finetune
 from hf_growattn.training.methods import METHODS, prepare_model
 from hf_growattn.training.options import RaceOptions
 from hf_growattn.training.race import _Trainings, measure_rows
@@ -44,13 +42,6 @@ def prepared(tmp_path):
     training = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_length=16)
     rows = Dataset.from_dict(dict.fromkeys(("input_ids", "labels"), tokens(64, 12, seed=1).tolist()))
     return prepare_rows(rows, None, word_tokenizer(), training)
-
-
-def recipe_of(folder, options: str):
-    """What `growattn finetune` is told by these options and a tiny model and text, which are written there."""
-    save_with_text(folder, words=600)
-    words = [str(folder / "model"), str(folder / "text.txt"), "-o", str(folder / "out")]
-    return read_recipe("finetune", [*words, *"--max_length 16 --use_cpu".split(), *options.split()])
 
 
 def test_what_a_command_prints_amid_its_work_is_not_its_result(tmp_path, monkeypatch, capsys):
@@ -81,7 +72,9 @@ def test_a_share_of_zero_out_of_reach_is_known():
 
 
 def test_a_card_lists_one_evaluation_once(tmp_path):
-    write_card(patch_model(build("llama-2")), tmp_path, log_history=[{"step": 3, "eval_loss": 2.5}])
+    model = patch_model(build("llama-2"))
+    add_dims(attentions(model)[0], 4)
+    write_card(model, tmp_path, log_history=[{"step": 3, "eval_loss": 2.5}])
     assert (tmp_path / "README.md").read_text().count("| step 3 | 2.5000 |") == 1
 
 
@@ -94,17 +87,6 @@ def test_each_seed_of_a_race_has_a_growth_of_its_own(prepared):
     trainings = _Trainings(lambda: patch_model(build("llama-2")), prepared, RaceOptions(0.2, 4, 8, 2))
     reports = [trainings._prepare("growth", seed)[1] for seed in (0, 0, 1)]
     assert reports[0] is reports[1] and reports[2].loss_before != reports[0].loss_before
-
-
-@pytest.mark.parametrize("private, asked", [(False, None), (True, True)])
-def test_whether_a_repository_is_private_is_left_to_the_hub_unless_told(private, asked, tmp_path, monkeypatch):
-    """False would make it public where an organisation's are private by default."""
-    patch_model(build("llama-2")).save_pretrained(tmp_path)
-    told = []
-    commit = SimpleNamespace(commit_url="there")
-    monkeypatch.setattr(checkpoints, "push_folder", lambda *args, **options: told.append(options) or commit)
-    assert checkpoints.publish(tmp_path, "me/grown", private) == "there"
-    assert told[0]["private"] is asked
 
 
 def test_a_stock_checkpoint_names_no_code(tmp_path):
@@ -188,27 +170,12 @@ def test_a_resumed_training_finds_its_last_checkpoint_itself(tmp_path):
             shutil.rmtree(tmp_path / "checkpoint-4")
 
 
-def test_a_growth_that_added_nothing_is_not_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr(StepSearch, "run", lambda self, trial, spare=0: ([0.0] * len(trial.candidates), 9.0))
-    figures = finetune(recipe_of(tmp_path, "--growth_batches 2 --v-dims 2 --max_steps 4 --save_strategy no"))
-    assert len(figures["growths"]) == 1 and figures["grown_at"] == [] and "Nothing grew" in figures["summary"]
-
-
 def test_a_picture_has_a_row_for_each_layer_that_was_looked_at():
     """Of layers 4 and 7 alone, the second row is that of layer 7."""
     layers = [LayerGrowth(number, "qk", (8, 9), 1.0, gain, 0.5) for number, gain in ((4, 0.1), (7, 0.3))]
     axes = draw_growth([GrowthReport(2.0, 1.9, layers, 8)]).axes[0]
     assert [(text.get_position()[1], text.get_text()) for text in axes.texts] == [(0, "25%"), (1, "75%")]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["4", "7"]
-
-
-def test_a_rate_that_nobody_named_lies_between_those_of_a_race(tmp_path, monkeypatch):
-    recipe = recipe_of(tmp_path, "--method lora --budget 0.1")
-    monkeypatch.setattr(methods, "make_trainer", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        finetune(recipe)
-    low, high = (rate / LLAMA["hidden_size"] for rate in methods.RATES)
-    assert recipe.training.learning_rate / low == pytest.approx(high / recipe.training.learning_rate)
 
 
 def test_an_export_of_what_is_not_finite_is_refused(tmp_path, monkeypatch):

@@ -290,7 +290,7 @@ def test_a_guided_start_falls_as_far_on_a_quantized_base():
 
 def test_a_model_of_which_a_part_is_quantized_grows():
     model = patch_model(build(MODEL))
-    in_place(attentions(model)[1], QuantLinear)
+    in_place(attentions(model)[1].module, QuantLinear)
     assert Grower(model, GROWTH).find(BATCHES).keep().kept
 
     model = patch_model(build(MODEL))

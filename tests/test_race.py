@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from families import build, word_tokenizer
+from families import build, save_with_text, word_tokenizer
 from trl import SFTConfig
 
 from hf_growattn import patch_model
+from hf_growattn.cli.measuring import prepare_growth, race_recipe
+from hf_growattn.cli.options import read_recipe
 from hf_growattn.training import race as module
 from hf_growattn.training.comparison import Race, Run, compare_runs, compete
 from hf_growattn.training.data import prepare_rows
@@ -275,3 +277,14 @@ def interrupt_race():
 def test_numbers_out_of_range_are_refused(name, value, tmp_path):
     with pytest.raises(ValueError, match="at least 4 steps and 1 seed"):
         hold(tmp_path, **{name: value})
+
+
+def test_a_race_of_the_methods_that_train_quantized_models(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    save_with_text(tmp_path, words=1200, variant="smollm3")  # in multiples of 64, as 4 bits want it on CPUs
+    words = [str(tmp_path / "model"), str(tmp_path / "text.txt"), "-o", str(tmp_path / "race"), "--load_in_4bit"]
+    words += "--steps 8 --seeds 1 --budget 0.1 --growth_batches 4 --max_length 16".split()
+    race = race_recipe(read_recipe("race", words))
+    assert race.runs_of("growth")[0].cache > race.runs_of("lora")[0].cache
+    with pytest.raises(ValueError, match="quantized"):  # weights that are do not grow by themselves
+        prepare_growth(read_recipe("measure", [*words[:2], "--load_in_4bit", "--max_length", "16"]))

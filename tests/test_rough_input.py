@@ -2,34 +2,18 @@
 
 import pytest
 import torch
-from families import HEADS, VOCABULARY, add_dims, build, lm_batches, save_with_text, tokens
+from families import HEADS, VOCABULARY, add_dims, build, lm_batches, tokens
 from test_bad_input import refused
-from test_cli import call, only_line
+from test_cli import call
 from transformers import Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
 
-SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
 DIM = 6 * 48  # weights that one more dim of patterns or messages adds to a layer of "llama-2"
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory):
-    """A folder with a tiny model and its tokenizer, and a text in which each word has one successor."""
-    folder = tmp_path_factory.mktemp("given")
-    save_with_text(folder, words=1200)
-    return folder
-
-
 # Budgets
-
-
-def test_finetune_refuses_a_budget_that_buys_nothing_before_it_trains(given, tmp_path):
-    options = "--growth_batches 4 --max_steps 8 --max_length 16 --use_cpu".split()
-    done = call("finetune", given / "model", given / "text.txt", "-o", tmp_path / "out", "--budget", "5", *options)
-    assert f"5 weights buy nothing: one more dim of a layer costs {DIM:,}" in only_line(done)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_grower_refuses_a_budget_that_buys_nothing():

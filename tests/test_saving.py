@@ -63,20 +63,6 @@ def test_saving_over_an_old_checkpoint(tmp_path, monkeypatch, variant, way):
     assert files == kept | code | {"m/config.json", "m/generation_config.json", "m/model.safetensors"}
 
 
-def test_pushing_passes_every_wish_on(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        "hf_growattn.interop.cards.push_model", lambda model, *args, **kwargs: calls.append((args, kwargs))
-    )
-    grown(4).save_pretrained(tmp_path / "m", push_to_hub=True, token="secret", private=True, commit_message="grown")
-    wishes = {"token": "secret", "private": True, "commit_message": "grown"}
-    assert calls == [(("m",), wishes)] and (tmp_path / "m" / "model.safetensors").exists()
-    grown(4).save_pretrained(tmp_path / "m", push_to_hub=True, repo_id="me/grown")
-    assert calls[1] == (("me/grown",), {})
-    grown(4).save_pretrained(tmp_path / "m", push_to_hub=True, variant="fp16", max_shard_size="20KB")
-    assert calls[2] == (("m",), {"variant": "fp16", "max_shard_size": "20KB"})  # what is pushed is what was saved
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_save_touches_no_other_save_that_goes_on(tmp_path, monkeypatch, way):
     grown(4).save_pretrained(tmp_path / "m", max_shard_size="20KB")

@@ -47,7 +47,7 @@ def test_the_notebook_is_what_the_script_makes_of_the_tour_and_needs_no_other_sc
     assert made == notebook.tour(), "run scripts/notebook.py"
     cells = ["".join(cell["source"]) for cell in json.loads(made)["cells"] if cell["cell_type"] == "code"]
     trees = [ast.parse(cell) for cell in cells if "%pip" not in cell]
-    assert len(trees) == len(cells) - 1 and cells[0].endswith('%pip install --quiet "hf_growattn[finetune,peft]"')
+    assert len(trees) == len(cells) - 1 and cells[0].endswith('%pip install --quiet "hf_growattn[peft,trl]"')
     imported = {node.module for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not imported & {path.stem for path in TOUR.parent.glob("*.py")} and "hf_growattn" in imported
     shown = [tree.body[-1].value for tree in trees if isinstance(tree.body[-1], ast.Expr)]

@@ -46,8 +46,8 @@ def test_a_loss_that_is_no_function_or_no_number():
         assert "tensor(" not in str(error.value)
 
 
-def test_a_part_may_be_named_by_a_text():
-    with pytest.raises(ValueError, match="no part 'encoder'"):
+def test_a_submodel_may_be_named_by_a_text():
+    with pytest.raises(ValueError, match="no inner model 'encoder'"):
         patch_model(build("llama-2"), submodels="encoder")
 
 
@@ -70,11 +70,11 @@ def test_a_name_of_a_growth_is_a_text():
 
 
 @pytest.mark.parametrize("value", [5, "language_model", [1]])
-def test_parts_in_a_config_are_names(value, tmp_path):
+def test_submodels_in_a_config_are_names(value, tmp_path):
     patch_model(build("llama-2")).save_pretrained(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text()) | {"growable_parts": value}
+    fields = json.loads((tmp_path / "config.json").read_text()) | {"growable_submodels": value}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=r"growable_parts in config\.json must be a list of names"):
+    with pytest.raises(ValueError, match=r"growable_submodels in config\.json must be a list of names"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The command line `growattn`: look at a model, measure it on data, train it, write it for others.
+"""The command line `growattn`: look at a model, measure it on data, write it for others.
 
 The docstrings of the `run_` functions are the help of their commands. Each imports what it needs itself, so that help
 is shown without torch.
@@ -56,14 +56,14 @@ def _fail(code: int, message: str) -> int:
     return code
 
 
-def _format_next(command: str, recipe: Any, *more: str) -> str:
-    """A command to call next, with those of the given options that it takes, too."""
+def _format_race(recipe: Any) -> str:
+    """The command of a race, with those of the given options that it takes, too."""
     dropped = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     dropped.add_argument("-o", "--output", "--output_dir", "--output-dir")
-    for option in ("--steps", "--seeds", "--qk_dims", "--v_dims"):
+    for option in ("--qk_dims", "--v_dims"):
         dropped.add_argument(option, option.replace("_", "-"))
     _, options = dropped.parse_known_args(recipe.words)
-    return shlex.join(["growattn", command, recipe.model_name, *recipe.datasets, "-o", "DIR", *options, *more])
+    return shlex.join(["growattn", "race", recipe.model_name, *recipe.datasets, "-o", "DIR", *options])
 
 
 def run_inspect(options: argparse.Namespace) -> Result:
@@ -84,17 +84,17 @@ def run_inspect(options: argparse.Namespace) -> Result:
 def run_measure(recipe: Any) -> Result:
     """Measure where width holds the model back on your data.
 
-    A growth is tried on the loss that finetune would train, then taken back. Nothing is changed or written. This does
+    A growth is tried on the loss that SFTTrainer would train, then taken back. Nothing is changed or written. This does
     not compare growth with LoRA: race does.
     """
     from ..report.words import report_text, wrap_line
-    from ..training.finetuning import prepare_growth
+    from .measuring import prepare_growth
 
     grower, batches = prepare_growth(recipe)
     report = grower.measure(batches)
-    race = _format_next("race", recipe)
     about = wrap_line("Any new weights may lower the loss as much: growattn race tells whether width beats LoRA.")
-    return Result(report.to_dict(), f"{about}\n{report_text(report, race)}", 0 if report.holds else NOTHING)
+    text = f"{about}\n{report_text(report, _format_race(recipe))}"
+    return Result(report.to_dict(), text, 0 if report.holds else NOTHING)
 
 
 def run_race(recipe: Any) -> Result:
@@ -108,31 +108,13 @@ def run_race(recipe: Any) -> Result:
     output = recipe.training.output_dir
     if not Path(output, "race.jsonl").exists():
         check_new_folder(output)
-    from ..training.finetuning import race_recipe
     from ..training.methods import METHODS
+    from .measuring import race_recipe, training_code
 
     race = race_recipe(recipe)
-    method = ["--method", race.winner, "--learning_rate", f"{race.rates[race.winner]:.2g}"]
-    text = f"{race}\nTrain by the winner, {METHODS[race.winner].title}: {_format_next('finetune', recipe, *method)}"
+    code = training_code(race, recipe)
+    text = f"{race}\nTo train by the winner, {METHODS[race.winner].title}:\n\n{code}"
     return Result(race.figures(), text, NOTHING if race.winner == "lora" else 0)
-
-
-def run_finetune(recipe: Any) -> Result:
-    """Train with TRL's SFTTrainer, and grow on the way.
-
-    By default all weights train, and attention grows once, half-way. --method trains something else. A tenth of the
-    data is held out unless they have a test split. For several devices: torchrun --nproc_per_node 2 -m hf_growattn
-    finetune ...
-    """
-    if not recipe.training.resume_from_checkpoint:
-        check_new_folder(recipe.training.output_dir)
-    from ..training.finetuning import finetune
-
-    try:
-        figures = finetune(recipe)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("--resume_from_checkpoint True continues from the last checkpoint.") from None
-    return Result(figures, figures["summary"])
 
 
 def run_export(options: argparse.Namespace) -> Result:
@@ -144,45 +126,24 @@ def run_export(options: argparse.Namespace) -> Result:
     check_new_folder(options.output)
     from transformers import logging
 
-    from ..interop.checkpoints import load_grown
+    from ..growable.models import GrowableModelMixin
+    from ..interop.checkpoints import load_model, load_tokenizer
     from ..interop.export import export_model
 
     logging.set_verbosity_error()  # it would repeat what the checkpoint's own config says at each load
-    model, tokenizer = load_grown(Path(options.folder))
-    report = export_model(model, options.output, tokenizer)
+    model: Any = load_model(options.folder)
+    if not isinstance(model, GrowableModelMixin):
+        raise ValueError(
+            f"{options.folder} holds a stock {model.config.model_type} model, which did not grow and needs no export."
+        )
+    has_tokenizer = Path(options.folder, "tokenizer_config.json").exists()
+    report = export_model(model, options.output, load_tokenizer(options.folder) if has_tokenizer else None)
     return Result(asdict(report) | {"path": str(report.path)}, str(report))
-
-
-def run_push(options: argparse.Namespace) -> Result:
-    """Push a grown model with its card to the Hub, in one commit.
-
-    The card is the README.md in the folder, which finetune writes. You may edit it first. The push replaces
-    you/your-model in it with the name of the repository. --dry-run writes the files and the card into a folder instead.
-    """
-    from huggingface_hub.utils import validate_repo_id
-
-    from ..growable.folders import replacing
-    from ..interop.cards import complete_card
-    from ..interop.checkpoints import publish, write_publication
-
-    checkpoint, repo, folder = Path(options.folder), options.repo, options.dry_run
-    if repo.count("/") != 1:
-        raise UsageError(f"{repo} is no name on the Hub: give the owner and the model, as in you/your-model.")
-    validate_repo_id(repo)
-    if not folder:
-        url = publish(checkpoint, repo, options.private)
-        return Result({"repo": repo, "commit": url}, f"Pushed: {url}")
-    check_new_folder(folder)
-    with replacing(Path(folder).resolve()) as partial:
-        complete_card(write_publication(checkpoint, partial), partial, repo)
-    return Result({"repo": repo, "folder": folder}, f"{folder} holds what would be pushed to {repo}.")
 
 
 COMMANDS: dict[str, Callable[[Any], Result]] = {
     "inspect": run_inspect,
     "measure": run_measure,
     "race": run_race,
-    "finetune": run_finetune,
     "export": run_export,
-    "push": run_push,
 }

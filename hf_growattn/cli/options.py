@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..training.options import FinetuneOptions, GrowthOptions, RaceOptions, UsageError, option
+from ..training.options import GrowthOptions, RaceOptions, UsageError, option
 
 DATA = "DATA..."  # what the commands that read data are given after the model
 _NAMES = {
@@ -17,7 +17,6 @@ _NAMES = {
     DATA: "text, chats, or prompts with completions: .txt, .jsonl, .csv or .parquet files, a folder, or the Hub id "
     "of a dataset; a text file is cut into blocks of --max_length tokens",
     "FOLDER": "a grown checkpoint",
-    "REPO": "where to push it, as in you/your-model",
 }
 _TRL = (
     "TRL reads the data, so all options of its ScriptArguments, SFTConfig and ModelConfig work, too, such as "
@@ -39,22 +38,12 @@ class OutputOptions:
     output: str = option("new folder to write; required", "", "-o")
 
 
-@dataclass
-class PushOptions:
-    """The options of `push`."""
-
-    private: bool = option("make a new repository private", False)
-    dry_run: str = option("write everything into this new folder, and push nothing", "", "--dry-run")
-
-
 # What a command takes: names, then groups of options, of which the last one is parsed along with TRL's for data.
 OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
     "inspect": (("MODEL",), ()),
     "measure": (("MODEL", DATA), (GrowthOptions,)),
     "race": (("MODEL", DATA), (OutputOptions, RaceOptions)),
-    "finetune": (("MODEL", DATA), (OutputOptions, FinetuneOptions)),
     "export": (("FOLDER",), (OutputOptions,)),
-    "push": (("FOLDER", "REPO"), (PushOptions,)),
 }
 
 
@@ -83,21 +72,20 @@ def read_command(words: Sequence[str], descriptions: Mapping[str, str]) -> Any:
 def read_recipe(command: str, words: Sequence[str]) -> Any:
     """The `Recipe` of a command that reads data: names first, then options, of which `--config` names a YAML file."""
     if find_spec("trl") is None:
-        raise ImportError("TRL reads the data: pip install 'hf_growattn[finetune]'.")
+        raise ImportError("TRL reads the data: pip install 'hf_growattn[trl]'.")
     from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl.trainer.model_config import ModelConfig
 
-    from ..training.recipe import Recipe, Training
+    from ..training.data import Recipe, Training
 
     groups = [OPTIONS[command][1][-1], ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
     parser = TrlParser(groups, allow_abbrev=False, usage=f"growattn {command} MODEL {DATA} [options]")
-    chosen_later = dict.fromkeys(("packing", "packing_strategy", "dtype", "learning_rate"))  # by the data, the method
-    parser.set_defaults(eval_strategy="steps", eval_steps=0.1, eval_on_start=True, **chosen_later)
+    parser.set_defaults(packing=None, packing_strategy=None, dtype=None)  # chosen by the data and the command
     names = list(takewhile(lambda word: not word.startswith("-"), words))
     options = list(words[len(names) :])
     try:
         growth, script, training, model, mixture = parser.parse_args_and_config(options)
-    except OSError as error:  # no YAML file, or no folder to resume from
+    except OSError as error:  # no YAML file
         raise UsageError(f"{error}.") from error
     except ValueError as error:
         raise UsageError(f"{error}. Name MODEL and DATA first, then the options.") from error

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..model.compat import has_own_adapters
 from ..model.configuration import check_extra_dims
@@ -34,6 +35,7 @@ from .training_state import (
 
 WEIGHTS, DESCRIPTION = "growth.safetensors", "growth.json"
 _DESCRIBED = ("model_type", "extra_dims")
+logger = logging.get_logger(__name__)
 GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
 
 Growths = dict[GrowableAttention, dict[str, NewDims]]  # of each attention module by name
@@ -293,10 +295,9 @@ class SavesGrowth:
         model: Any = self
         super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)  # pyright: ignore
         if is_main_process and save_growth_beside(model, Path(save_directory), kwargs.get("state_dict")):
-            warnings.warn(
-                f"The base grew; its new dims are in {save_directory}/{GROWTH}. PeftModel.from_pretrained loads the "
-                f"adapters alone: call hf_growattn.load_growth(peft_model, '{save_directory}/{GROWTH}') after it.",
-                stacklevel=2,
+            logger.warning_once(
+                f"The base grew; its new dims are in the folder {GROWTH} next to the adapters. After PeftModel."
+                "from_pretrained, which loads those alone, call hf_growattn.load_growth(peft_model, that folder)."
             )
 
 

@@ -1,7 +1,6 @@
 """Model classes of living models, saved whole or not at all, and `patch_model`, which gives a model such a class."""
 
 import copy
-import importlib
 import inspect
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from .attention import attentions
 from .folders import loading, replacing
 from .growths import Dims, is_grown, save_growth_beside, set_dims
 from .registration import register_peft_method
+from .training_state import refuse_sharded
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -32,26 +32,32 @@ class GrowableModelMixin(WideModelMixin):
 
         The checkpoint is written next to `save_directory`, and its files then move there, the config last. A process
         that is killed while it writes leaves the former checkpoint as it was. Other files of the directory stay.
-        Several processes may save there at once: the last one wins, and what it leaves is whole.
+        Several processes may save there at once: the last one wins, and what it leaves is whole. A push comes after it.
 
         Raises:
-            ValueError: `save_directory` is a file.
+            ValueError: `save_directory` is a file, or a model that is spread over processes shall be pushed.
             OSError: it cannot be written, as on a full disk; what was there is as it was.
         """
         if kwargs.get("distributed_checkpoint"):
             return super().save_pretrained(save_directory, is_main_process, push_to_hub=push_to_hub, **kwargs)
+        if push_to_hub:
+            refuse_sharded(self, [])  # other processes would not save a second time
         if not self.should_save_on_this_rank(is_main_process):
             with tempfile.TemporaryDirectory() as discarded:  # ranks may gather weights together, but one keeps them
                 return super().save_pretrained(discarded, is_main_process, **kwargs)
         target = Path(save_directory).resolve()
-        hub_kwargs = {key: kwargs.pop(key) for key in list(kwargs) if key not in _SAVING}
+        hub_kwargs = {"repo_id": target.name} | {key: kwargs.pop(key) for key in list(kwargs) if key not in _SAVING}
         state = kwargs.get("state_dict")
-        with replacing(target) as partial:  # saving empties the state that it is given, and a push saves anew
+        with replacing(target) as partial:  # saving empties the state that it is given, and a push saves again
             super().save_pretrained(partial, is_main_process, **kwargs | {"state_dict": state and dict(state)})
-        if has_own_adapters(self):  # those were its adapters alone
+        has_adapters = has_own_adapters(self)
+        if has_adapters:  # those were its adapters alone
             save_growth_beside(self, target, state)
-        if push_to_hub:
-            self.push_to_hub(hub_kwargs.pop("repo_id", target.name), **kwargs, **hub_kwargs)
+        if push_to_hub and has_adapters:  # what this calls takes the growth along
+            self.push_to_hub(**kwargs, **hub_kwargs)  # pyright: ignore[reportArgumentType]
+        elif push_to_hub:
+            with tempfile.TemporaryDirectory() as folder:
+                super().save_pretrained(folder, push_to_hub=True, **kwargs, **hub_kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -63,11 +69,6 @@ class GrowableModelMixin(WideModelMixin):
         """
         with loading(Path(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-
-    def push_to_hub(self, repo_id: str, **kwargs):
-        """Push as `PreTrainedModel.push_to_hub` does, with a card of what grew, all in one commit."""
-        # Cards are written far above this room.
-        return importlib.import_module("hf_growattn.interop.cards").push_model(self, repo_id, **kwargs)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the new dims that a state holds along with its weights, so that one from another growth loads."""

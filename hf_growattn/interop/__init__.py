@@ -1,4 +1,4 @@
-"""Grown models in other hands: peft's method, stock checkpoints, the Hub and its cards.
+"""Grown models in other hands: peft's method, stock checkpoints, model cards.
 
 May import `grow` and all below it.
 """

@@ -1,18 +1,13 @@
-"""Checkpoints as command lines handle them: load with errors that name the fix, and push to the Hub."""
+"""Checkpoints as command lines handle them: load with errors that name the fix."""
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import transformers
-from huggingface_hub.constants import HF_HUB_CACHE
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ..model.configuration import PREFIX
-from .cards import CARD, PICTURE, push_folder, task_of
+from .cards import task_of
 
 _CAUSAL = "AutoModelForCausalLM"
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def load_config(name: str, revision: str = "main") -> PreTrainedConfig:
@@ -62,44 +57,3 @@ def _load(auto_class: type, name: str, what: str, **options):
                 f"({reason.partition(chr(10))[0]})"
             )
         raise ValueError(f"The {what} of {name} cannot be loaded. {reason}") from error
-
-
-def load_grown(checkpoint: Path):
-    """Load a grown model of any task from a folder, and its tokenizer, None if it has none; errors as `load_model`."""
-    model = load_model(str(checkpoint))
-    if not model.config.model_type.startswith(PREFIX):
-        raise ValueError(
-            f"{checkpoint} holds a stock {model.config.model_type} model, which did not grow: it can be used and "
-            "pushed as it is, without this library."
-        )
-    has_tokenizer = (checkpoint / "tokenizer_config.json").exists()
-    return model, load_tokenizer(str(checkpoint)) if has_tokenizer else None
-
-
-def write_publication(checkpoint: Path, folder: Path) -> PreTrainedModel:
-    """Write what is pushed into an empty folder, the card, picture and processor too; returns the model."""
-    model, tokenizer = load_grown(checkpoint)
-    model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    within = checkpoint.resolve(), Path(HF_HUB_CACHE).resolve()  # whose folders are links
-
-    def is_inside(path: Path) -> bool:
-        return any(path.resolve().is_relative_to(place) for place in within)
-
-    # AutoProcessor would load no more than the tokenizer where a feature extractor was saved next to it.
-    for path in (checkpoint / name for name in (CARD, PICTURE, *_PROCESSORS)):
-        if path.is_file() and is_inside(path):
-            shutil.copy(path, folder)
-    for path in folder.rglob("*.jinja"):  # a chat template is whatever text the tokenizer found there
-        source = checkpoint / path.relative_to(folder)
-        if not is_inside(source):
-            raise ValueError(f"{source} is a link out of the folder: put the file itself there.")
-    return model
-
-
-def publish(checkpoint: Path, repo_id: str, private: bool) -> str:
-    """Push a grown checkpoint to the Hub in one commit, as `push_folder` does; returns the commit's address."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_publication(checkpoint, Path(folder))
-        return push_folder(model, Path(folder), repo_id, private=private or None, token=True).commit_url

@@ -60,11 +60,9 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
     The stock class reloads it and is compared with the model on random tokens, at once and through the cache, before
     it takes its place at `directory`. The model stays as it is. Of several processes, call it in one.
 
-    Llama, and Qwen2 without a window, become a stock Llama; other models keep their own type.
     All heads become as wide as the widest, rounded up to a multiple of 8 for flash kernels; the report gives the bytes
-    of the KV cache that this costs. transformers 4 reads the same rotation, except in Gemma 3. llama.cpp runs Llama,
-    Mistral without a window and a few more with the same tokens, by scripts/to_gguf.py, which mends a scaled rotation
-    that llama.cpp's converter drops. vLLM's Llama takes the width, the biases and both rope types, as its code reads.
+    of the KV cache that this costs. A grown model may rotate by frequencies of type "default" or "llama3".
+    transformers 4 reads the same rotation, except in Gemma 3.
 
     Args:
         model: a patched model, with any head; adapters merged.

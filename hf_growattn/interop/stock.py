@@ -7,13 +7,11 @@ with frequency zero; and queries carry `s / s'`, the scale over the one that the
 
 import contextlib
 import copy
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -24,16 +22,16 @@ from ..growable.projections import quantization
 from ..model.new_dims import ROLES
 
 MULTIPLE = 8  # of the head width that flash kernels take
+ROPE_TYPES = "default", "llama3"  # that a grown model may have
 ZERO_TO_ALL = 1e-6  # weights of padded dims: no logit shows them, and DoRA divides by the norm of each row
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotation of the exported heads: config parameters, where each old dim goes, and what queries and keys carry."""
+    """Rotation of the exported heads: config parameters, and where each old dim goes."""
 
     parameters: dict
     places: Tensor
-    gains: Tensor
 
 
 @torch.no_grad()
@@ -80,8 +78,6 @@ def empty_stock(model: Any) -> tuple[PreTrainedModel, dict[str | None, Rope]]:
         return _build(stock_class, values), {}
     reason = _why_not_exportable(model)
     if reason is None:
-        if stock_class.config_class.model_type == "qwen2" and model.config.sliding_window is None:
-            stock_class, values = _as_llama(model, values)
         values["head_dim"] = width = padded_width(model)
         with contextlib.suppress(Exception):  # a config that refuses this width or this rotation
             ropes = _ropes(model, width)
@@ -104,15 +100,6 @@ def _build(stock_class: Any, values: dict) -> PreTrainedModel:
         return patch_model(stock_class(stock_class.config_class(**values)))
 
 
-def _as_llama(model: Any, values: dict) -> tuple[type[PreTrainedModel], dict]:
-    """The Llama class for a Qwen2 without windows, and its config: Qwen2 of vLLM and of llama.cpp knows no head_dim."""
-    name = type(model).stock_class.__name__.replace("Qwen2", "Llama", 1)
-    known = {field.name for field in dataclasses.fields(transformers.LlamaConfig)}
-    biased = "query" in attentions(model)[0].shape.biased
-    kept = {field: value for field, value in values.items() if field in known}
-    return getattr(transformers, name), kept | {"attention_bias": biased}
-
-
 def padded_width(model: PreTrainedModel) -> int:
     """The width of all heads of the stock model: of the widest one, in a grown model rounded up for flash kernels."""
     widest = max(attention.width_of(role) for attention in attentions(model) for role in ("key", "value"))
@@ -130,9 +117,8 @@ def _why_not_exportable(model: PreTrainedModel) -> str | None:
         if attention.rotate is not None and not _rotates_halves(attention):
             return "its stock class rotates neighbouring dims in pairs"
     for parameters in _rope_parameters(model.config).values():
-        if parameters["rope_type"] in ("dynamic", "longrope"):
-            kind = parameters["rope_type"]
-            return f"it rotates by frequencies that follow the length of the text ({kind})"
+        if parameters["rope_type"] not in ROPE_TYPES:
+            return f"it rotates by frequencies of type {parameters['rope_type']}"
     return None
 
 
@@ -169,17 +155,18 @@ def _rope(rotary, layer_type: str | None, parameters: dict, width: int) -> Rope:
     Stock rotation pairs dim `i` with `i + width / 2`. Default frequencies `theta^(-2 i / d)` are continued to the wider
     head by `theta' = theta^(width / d)`, and rope type "llama3" divides those of long wavelengths by `factor`: its two
     borders are put into the gap between the last old wavelength and the first new one, which leaves a turn of 1e-20 a
-    token. vLLM and llama.cpp read it by the same formula, the latter at 8192 positions only, hence that number. Other
-    frequencies are written out, as the factors of "longrope" over `rope_theta` 1.
+    token. vLLM and llama.cpp read it by the same formula, the latter at 8192 positions only, hence that number. A
+    model that is of type "llama3" itself needs that one `factor`: its frequencies are written out one by one, as the
+    factors of "longrope" over `rope_theta` 1.
     """
     prefix = f"{layer_type}_" if layer_type else ""
     frequencies = getattr(rotary, f"{prefix}inv_freq").double()  # (rotated / 2,)
     rotated, kind, theta = 2 * len(frequencies), parameters["rope_type"], parameters["rope_theta"]
-    places, ones = torch.arange(width), torch.ones(width).double()
+    places = torch.arange(width)
     if "partial_rotary_factor" in (type(rotary.config)().rope_parameters or {}):  # of a family: the first dims rotate
         # Readers cut `factor * width` down to a whole number.
         exported = parameters | {"partial_rotary_factor": math.nextafter(rotated / width, 1)}
-        return Rope(exported, places, ones)
+        return Rope(exported, places)
     turning = places % (width // 2) < rotated // 2
     places = torch.cat((places[turning], places[~turning]))
     if kind == "default":
@@ -193,7 +180,7 @@ def _rope(rotary, layer_type: str | None, parameters: dict, width: int) -> Rope:
             "low_freq_factor": 8192 / (longest * step**2),
             "original_max_position_embeddings": 8192,
         }
-        return Rope(exported, places, ones)
+        return Rope(exported, places)
 
     factors = [1 / max(frequency, 1e-30) for frequency in frequencies.tolist()] + [1e30] * ((width - rotated) // 2)
     exported = {
@@ -205,8 +192,7 @@ def _rope(rotary, layer_type: str | None, parameters: dict, width: int) -> Rope:
         "attention_factor": 1.0,
         "original_max_position_embeddings": rotary.config.max_position_embeddings,
     }
-    ones[:rotated] *= getattr(rotary, f"{prefix}attention_scaling")  # of cos and sin
-    return Rope(exported, places, ones)
+    return Rope(exported, places)
 
 
 def _norms(attention: GrowableAttention) -> dict[str, str]:
@@ -220,11 +206,9 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
     width, old_width = target.shape.qk_head_dim, source.shape.qk_head_dim
     dtype, exact = source.empty_like().dtype, torch.float64
     dims = source.width_of("query")
-    places, gains = torch.arange(dims), torch.ones(dims).double()
-    if rope is not None:
-        places, gains = rope.places[:dims], rope.gains[:dims]
+    places = torch.arange(dims) if rope is None else rope.places[:dims]
     at = {"query": places, "key": places, "value": torch.arange(source.width_of("value"))}
-    factors = {"query": gains * (source.softmax_scale / target.softmax_scale), "key": gains}
+    factors = {"query": source.softmax_scale / target.softmax_scale}
     if width > old_width:  # the mean square over padded dims is the old one once they are that much larger
         growth = math.sqrt(width / old_width)
         for role, name in _norms(source).items():
@@ -232,9 +216,9 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
             offset = round((norm(torch.ones_like(norm.weight)) - norm.weight).mean().item())  # 1 in Gemma 3
             weight = norm.weight.cpu().double().unflatten(0, (-1, old_width)) + offset
             new = torch.zeros(len(weight), width, dtype=dtype)
-            new[:, places] = (weight * factors[role] / growth - offset).to(dtype)
+            new[:, places] = (weight * factors.get(role, 1.0) / growth - offset).to(dtype)
             getattr(target.module, name).weight = nn.Parameter(new.flatten(), False)
-            factors[role] = torch.full_like(gains, growth)
+            factors[role] = growth
 
     for role in ROLES:
         projection = target.projection_of(role)

@@ -105,7 +105,7 @@ class GrowthCallback(TrainerCallback):
                 'the new dims of adapters by load_growth(model, checkpoint + "/growth"), or a whole model by '
                 "from_pretrained(checkpoint)."
             )
-        save_with_adapters(model)
+        save_with_adapters(trainer.model)
         self._made_before = self._made if is_grown(model) and not growths_of(state) else 0
         self._is_checked = self._is_due = False
         self._recording.start()
@@ -150,7 +150,7 @@ class GrowthCallback(TrainerCallback):
         self._made = 0
         best = args.load_best_model_at_end and state.best_model_checkpoint
         if best and not self.trainer.is_fsdp_enabled:  # of adapters, Trainer has loaded those alone
-            set_saved_dims(self._grower.model, Path(best))
+            set_saved_dims(self.trainer.model, Path(best))
         if not growths_of(state) and not self._made_before:
             message = "GrowthCallback never fired: choose an earlier time to grow, or fewer batches."
             warnings.warn(message, stacklevel=2)
@@ -170,10 +170,11 @@ class GrowthCallback(TrainerCallback):
 
     def _load_with_dims(self, load: Callable, folder: str, *args, **kwargs) -> Any:
         """Load a checkpoint as the trainer does, into a model with the new dims of the checkpoint."""
-        model, optimizers = growable_model(self.trainer.model), bare_optimizers(self.trainer.optimizer)
-        set_saved_dims(model, Path(folder))
+        set_saved_dims(self.trainer.model, Path(folder))
+        model = growable_model(self.trainer.model)
         trained = [parameter for parameter in extra_parameters(model) if parameter.requires_grad]
-        add_new_parameters(optimizers, model, trained)  # one that is there already: the user's own, or that of FSDP
+        # An optimizer may be there already: the user's own, or that of FSDP.
+        add_new_parameters(bare_optimizers(self.trainer.optimizer), model, trained)
         return load(folder, *args, **kwargs)
 
 

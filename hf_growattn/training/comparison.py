@@ -59,6 +59,8 @@ class Race:
     steps: int  # of the long trainings
     start: Run  # the model before training
     runs: list[Run] = field(default_factory=list)
+    rank: int = 0  # of LoRA with the whole budget
+    width: int = 0  # the model's hidden_size
 
     def runs_of(self, method: str) -> list[Run]:
         """The long trainings of a method, by seed."""

@@ -1,25 +1,77 @@
-"""Data as TRL and datasets read them, and the rows that SFTTrainer makes of them to train, grow and race on."""
+"""What `growattn measure` and `race` were asked to read, and the rows that TRL's SFTTrainer makes of it."""
 
 import copy
 import glob
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset, load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-from trl.scripts.utils import get_dataset
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
+from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, get_dataset
+from trl.trainer.model_config import ModelConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from .recipe import Recipe
+from ..grow.plan import GrowthConfig
+from ..interop.checkpoints import load_config, load_tokenizer
 
+BUDGET = 0.02  # of the model's weights, unless the options say
 # By suffix of files that hold data, the loader of datasets that reads them.
 _LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _FEWEST = 20  # rows: with fewer, neither training nor measuring means anything
 _HELD_OUT = 128  # rows at most
+
+
+@dataclass
+class Training(SFTConfig):
+    """SFTConfig that takes its folder by -o, and trains in fp32 on CPUs."""
+
+    output_dir: str = field(default="", metadata={"help": "new folder to write", "aliases": ["-o", "--output"]})
+
+    def __post_init__(self):
+        if not torch.accelerator.is_available():
+            self.use_cpu, self.dataloader_pin_memory = True, False
+        if self.bf16 is None:  # TRL takes it for granted
+            self.bf16 = not (self.fp16 or self.use_cpu) and is_torch_bf16_gpu_available()
+        with warnings.catch_warnings():  # of names that TRL itself uses
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__post_init__()
+
+
+class Recipe(NamedTuple):
+    """A model, data, and the options of a command by groups."""
+
+    model_name: str
+    datasets: list[str]
+    growth: Any  # the command's own options, one of the classes in `options`
+    script: ScriptArguments
+    training: Training
+    model: ModelConfig
+    mixture: DatasetMixtureConfig
+    words: list[str]  # all options, as they were given
+
+    @property
+    def dataset(self) -> str:
+        """What to call the data."""
+        return ", ".join(self.datasets or [part.path for part in self.mixture.datasets])
+
+    def growth_config(self) -> GrowthConfig:
+        """What to grow."""
+        budget = self.growth.budget
+        qk_dims, v_dims = (getattr(self.growth, name, 0) for name in ("qk_dims", "v_dims"))
+        if budget is None and not (qk_dims or v_dims):
+            budget = BUDGET
+        if budget is not None and budget >= 1 and budget % 1 == 0:  # a number of weights
+            budget = int(budget)
+        return GrowthConfig(qk_dims, v_dims, budget, seed=self.training.seed)
 
 
 def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
@@ -108,3 +160,33 @@ def without_training(training: SFTConfig) -> SFTConfig:
 def first_rows(rows: Dataset, count: int, seed: int) -> Dataset:
     """The first rows in the seed's order; all rows if there are fewer."""
     return rows.shuffle(seed=seed).select(range(min(count, len(rows))))
+
+
+def read_rows(recipe: Recipe, count: int | None = None) -> Prepared:
+    """Rows to train on and held-out ones, of `count` rows of data or all."""
+    name, training, revision = recipe.model_name, recipe.training, recipe.model.model_revision
+    config, tokenizer = load_config(name, revision=revision), load_tokenizer(name, revision=revision)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    if training.max_length == type(training).max_length:  # TRL's default: nobody chose it
+        training.max_length = min(training.max_length or longest, longest)
+    if training.max_length is not None and not 2 <= training.max_length <= longest:
+        raise ValueError(f"This model reads {longest:,} tokens at once: choose --max_length from 2 to {longest}.")
+    try:
+        data, test = load_data(recipe)
+        if count:
+            data = first_rows(data, count, training.seed)
+        rows = prepare_rows(data, test, tokenizer, training)
+    except Exception as error:
+        cause = error.__cause__ or error  # datasets wraps what its readers say
+        raise ValueError(
+            f"{recipe.dataset} cannot be read by TRL. {type(cause).__name__}: {str(cause) or 'there are no rows'} "
+            "(See TRL's --dataset_text_field, --dataset_train_split, --dataset_test_split, --chat_template_path and "
+            "--eos_token.)"
+        ) from error
+    largest = max(map(max, rows.test["input_ids"]))
+    if largest >= config.get_text_config().vocab_size:
+        raise ValueError(
+            f"The tokenizer has a token {largest:,}, which the model does not know: save the model's own tokenizer in "
+            "its folder."
+        )
+    return rows

@@ -1,4 +1,4 @@
-"""The ways to train a few weights next to a frozen base, which a race compares and `finetune --method` takes."""
+"""The ways to train a few weights next to a frozen base, which a race compares."""
 
 import copy
 from collections.abc import Callable
@@ -103,14 +103,14 @@ def prepare_model(
     return trained, Grower(trained, config, loss=loss_of and loss_of(trained)).grow(batches)
 
 
-def make_trainer(model: Any, rows: Prepared, grown_share: float = 1.0, **options) -> SFTTrainer:
+def make_trainer(model: Any, rows: Prepared, grown_share: float = 1.0) -> SFTTrainer:
     """An SFTTrainer on prepared rows; grown dims take `grown_share` of the learning rate."""
     training = copy.copy(rows.training)
     training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
     set_seed(training.seed)  # adapters begin alike; TRL 1.14 leaves that to the caller
     unrounded = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     data = {"train_dataset": rows.train, "eval_dataset": rows.test, "processing_class": rows.tokenizer}
-    trainer = SFTTrainer(model, training, **data, **options)
+    trainer = SFTTrainer(model, training, **data)
     for parameter, values in unrounded.items():
         parameter.data = values  # TRL rounds adapters of quantized models to bf16, which takes large steps to move
     if grown_share < 1:

@@ -1,8 +1,7 @@
 """The options of growth and of races, without torch, so that help is shown at once."""
-# ruff: noqa: RUF009  an option is a field of a dataclass
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 
 class UsageError(ValueError):
@@ -30,24 +29,6 @@ class GrowthOptions(BudgetOptions):
 
     qk_dims: int = option("instead of a budget: dims to add to every head's queries and keys", 0)
     v_dims: int = option("instead of a budget: dims to add to every head's values", 0)
-
-
-@dataclass
-class FinetuneOptions(GrowthOptions):
-    """What to train, and when to grow."""
-
-    grow_at: Literal["middle", "epoch", "plateau"] = option(
-        "grow once, half-way (middle), after each epoch, or whenever the held-out loss stops falling (plateau)",
-        "middle",
-    )
-    grow_steps: list[int] | None = option("instead: grow after these steps")
-    max_growths: int | None = option("the most growths; 0 trains without growth")
-    method: Literal["full", "growth", "lora", "both"] = option(
-        "what to train. full: all weights, and grow on the way. growth, lora, both: only what the budget adds at the "
-        "start, as wider heads, as LoRA on all linear layers, or some of each, where --learning_rate is LoRA's and "
-        "wider heads take a share of it",
-        "full",
-    )
 
 
 @dataclass

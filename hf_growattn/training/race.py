@@ -54,7 +54,7 @@ class _Trainings:
         runs = self._read_runs(json.loads(json.dumps(identity, default=str)))
         if not runs:
             runs = [self._keep(Run("start", 0.0, 0, 0, *measure_rows(model, self.rows), 0, cache_bytes(model)))]
-        self.race = Race(options.steps, runs[0], runs[1:])
+        self.race = Race(options.steps, runs[0], runs[1:], self.rank, self.width)
 
     def _read_runs(self, identity: dict) -> list[Run]:
         """The runs of an earlier call, after a check that they are of the same race."""
@@ -166,7 +166,7 @@ def run_race(load_model: Callable[[], PreTrainedModel], rows: Prepared, options:
     if steps < SHORT or seeds < 1:
         raise ValueError(f"A race takes at least {SHORT} steps and 1 seed; got {steps} and {seeds}.")
     if rows.training.world_size > 1:
-        raise ValueError("A race runs in one process: start it without torchrun, then train by the winner's method.")
+        raise ValueError("A race runs in one process: start it without torchrun, then train by the winner.")
     trainings = _Trainings(load_model, rows, options)
     race, rates = trainings.race, [rate / trainings.width for rate in RATES]
     methods = [name for name in METHODS if name != "both" or trainings.rank > 1]  # a rank cannot be shared

@@ -1,6 +1,6 @@
 """Fine-tune Whisper on transcribed speech, and let its encoder, decoder and cross-attention grow half-way.
 
-    pip install ".[finetune]" torchcodec
+    pip install ".[trl]" torchcodec
     python scripts/recipes/speech_to_text.py --output grown
 
 It prints the training loss, what grew, and the loss on held-out rows. Then it loads the saved folder and transcribes a

@@ -1,6 +1,6 @@
 """Fine-tune a vision-language model on questions about images, and let its language model grow half-way.
 
-    pip install ".[finetune]"
+    pip install ".[trl]"
     python scripts/recipes/vision_language.py --output grown
 
 It prints the training loss, what grew, and the loss on held-out rows. Then it loads the saved folder and answers a
