@@ -259,7 +259,8 @@ def test_weights_that_cannot_be_written_are_refused(way):
         grow(model, v_dims=2, **way)
     assert same(fingerprint(model), before)
     assert grow(model, v_dims=2, layers=[0], **way).kept
-    attentions(model)[0].c_proj = torch.nn.Sequential(attentions(model)[0].c_proj)
+    first = attentions(model)[0].module
+    first.c_proj = torch.nn.Sequential(first.c_proj)
     with pytest.raises(ValueError, match="rewrites existing weights, and c_proj of layer 0 is a Sequential"):
         grow(model, v_dims=2, layers=[0], **way)
 
