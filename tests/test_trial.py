@@ -56,7 +56,7 @@ def test_a_search_reads_the_weights_and_writes_none(variant, monkeypatch):
         taken.append(any(steps))
 
     monkeypatch.setattr(Trial, "set_steps", set_steps)
-    assert Grower(model, GrowthConfig(budget=0.05)).grow(lm_batches(6)).kept
+    assert Grower(model, GrowthConfig(budget=0.05)).find(lm_batches(6)).keep().kept
     assert sum(taken) > 10
 
 
