@@ -155,13 +155,14 @@ growth_batches = list(itertools.islice(batches, 12))
 measured = Grower(model, GrowthConfig(qk_dims=4, v_dims=4)).measure(growth_batches)
 for layer in measured.layers:
     print(f"Layer {layer.layer}, {layer.kind}: gradient out of reach {layer.out_of_reach:.2f}.")
-print("With 4 new dims everywhere: loss {:.4f} -> {:.4f} on those batches.".format(*measured.validated_loss))
+print(f"With 4 new dims everywhere the loss falls by {measured.fall:.4f} ± {measured.error:.4f} on those batches.")
 
 # %% [markdown]
 # ## Grow
 #
 # At most 5 % more weights go where each is worth most. `Grower` finds new dims, searches their scale on forward passes,
-# and keeps them only if the loss falls. They join a group of the optimizer, and all old weights stay as they were.
+# and keeps them only if the loss falls by more than its error, on batches that they were not computed from. They join a
+# group of the optimizer, and all old weights stay as they were.
 
 # %%
 before = held_out_loss(model)

@@ -14,7 +14,8 @@ from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.bottlenecks import QK, Bottleneck, V, compute_moments
 from hf_growattn.measure.directions import Directions, beyond_old_dims, shares, sketched_directions, whole_gradients
-from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
+from hf_growattn.measure.halves import halves_of
+from hf_growattn.measure.passes import Objective, evaluation_mode
 
 ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
 
@@ -55,12 +56,6 @@ class ComparedGrower(Grower):
         if self.estimator != "random":
             return super().search_steps(session, trial)
         return [1.0] * len(trial.candidates)
-
-    def shorten_steps(self, session, trial, steps):
-        """Judge them, but for random dims, which change nothing yet."""
-        if self.estimator != "random":
-            return super().shorten_steps(session, trial, steps)
-        return steps, session.batches.loss_before
 
 
 def compared_directions(

@@ -206,7 +206,8 @@ def check(model_type: str) -> str:
         _, stock, rounding = run_stock(model_type)
         with torch.no_grad():
             assert torch.equal(model(tokens(seed=1)).logits, stock), "patching changed it"
-        report = Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).grow([tokens(seed=seed) for seed in range(2, 6)])
+        growth = Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find([tokens(seed=seed) for seed in range(2, 6)])
+        report = growth.keep()
     except ValueError as error:
         if not str(error).startswith("New dims cannot join"):
             raise
@@ -217,12 +218,12 @@ def check(model_type: str) -> str:
         model.save_pretrained(folder)
         reloaded = difference(AutoModelForCausalLM.from_pretrained(folder).eval()(tokens(seed=1)).logits, full)
         cached = difference(decode(model, tokens(seed=1)), full)
-    assert report.loss_after < report.loss_before or not report.applied, "growth did not lower the loss"
+    assert report.fall > -0.01 * report.loss_before, "growth raised the loss"
     # fp32 in another order of sums; some stock types differ by more, and some decode something else altogether.
     allowed = max(1e-3, 2 * rounding) if rounding < 0.01 else math.inf
     assert cached <= allowed, f"decoding differs by {cached:.0e}, by {rounding:.0e} in stock"
     assert reloaded <= RELOADED.get(model_type, 0), f"the reloaded model differs by {reloaded:.0e}"
-    return f"grows: loss {report.loss_before:.3f} -> {report.loss_after:.3f}"
+    return f"grows: loss {report.loss_before:.3f}, {report.fall:.3f} ± {report.error:.3f} lower"
 
 
 @contextmanager

@@ -86,11 +86,11 @@ def equal_to_ddp(folder: Path):
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
             losses = train(model, optimizer, steps, scheduler=schedule)
             share = mine(3)[: 1 if dist.get_rank() else 3]  # the others have fewer batches
-            report = Grower(model, config, optimizer).grow(share)
-            assert report.applied
+            report = Grower(model, config, optimizer).find(share).keep()
+            assert report.kept
             if kind == "fsdp2":
                 assert all(hasattr(parameter, "placements") for parameter in model.parameters())
-            losses += [report.loss_before, report.loss_after]
+            losses += [report.loss_before, report.fall, report.error]
             losses += train(model, optimizer, 10, seed=50, scheduler=schedule)
             ends.append((losses, [layer.width for layer in report.layers]))
         (theirs, widths), (ours, same) = ends
@@ -101,8 +101,8 @@ def equal_to_ddp(folder: Path):
 
 def a_rank_without_batches(folder: Path):
     model, optimizer = prepared("fsdp2")
-    report = Grower(model, FIXED, optimizer).grow(mine(4) if dist.get_rank() else [])
-    assert report.applied and report.loss_after < report.loss_before
+    report = Grower(model, FIXED, optimizer).find(mine(4) if dist.get_rank() else []).keep()
+    assert report.kept
     train(model, optimizer, 2)
 
 
@@ -133,10 +133,10 @@ def a_failure_on_one_rank_is_one_on_all(folder: Path):
         batches[2] = {**batches[2], "labels": torch.full_like(batches[2]["labels"], -100)}
     expected = "loss of batch" if dist.get_rank() == 1 else "another process"
     with pytest.raises((ValueError, RuntimeError), match=expected):
-        Grower(model, FIXED, optimizer).grow(batches)
+        Grower(model, FIXED, optimizer).find(batches).keep()
     assert same(fingerprint(model, optimizer), before)
     assert train(model, optimizer, 2) == unbroken[1]
-    assert Grower(model, FIXED).grow(mine(3)).applied
+    assert Grower(model, FIXED).find(mine(3)).keep().kept
 
 
 def what_people_combine(folder: Path):
@@ -148,8 +148,8 @@ def what_people_combine(folder: Path):
         model.gradient_checkpointing_enable()
         with torch.no_grad():
             model(**mine(1)[0])  # leaves the outermost parameters whole
-        report = Grower(model, FIXED, optimizer).grow(mine(3))
-        falls.append(report.loss_before - report.loss_after)
+        report = Grower(model, FIXED, optimizer).find(mine(3)).keep()
+        falls.append(report.fall)
         for last in (False, True):
             model.set_requires_gradient_sync(last)
             loss = model(**mine(2, seed=31)[last], use_cache=False).loss
@@ -163,13 +163,13 @@ def frozen_and_refused(folder: Path):
     """A frozen base grows as it is; old weights that move are refused."""
     model, _ = prepared("fsdp2")
     model.requires_grad_(False)
-    assert Grower(model, FIXED).grow(mine(3)).applied
+    assert Grower(model, FIXED).find(mine(3)).keep().kept
     assert [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and ".extra." not in name
     ] == []
     model, _ = prepared("fsdp2")
     try:
-        Grower(model, GrowthConfig(qk_dims=2, update_existing=True)).grow(mine(3))
+        Grower(model, GrowthConfig(qk_dims=2, update_existing=True)).find(mine(3)).keep()
     except ValueError as error:
         assert "update_existing" in str(error), error
     else:
@@ -181,7 +181,7 @@ def saved_and_resumed(folder: Path):
     if not (folder / "loss.pt").exists():
         model, optimizer = prepared("fsdp2")
         train(model, optimizer, 2)
-        assert Grower(model, FIXED, optimizer).grow(mine(3)).applied
+        assert Grower(model, FIXED, optimizer).find(mine(3)).keep().kept
         train(model, optimizer, 2)
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if dist.get_rank() == 0:
@@ -207,7 +207,7 @@ def saved_and_resumed(folder: Path):
         losses = [model.train()(**batch, use_cache=False).loss.item() for batch in lm_batches(2, seed=9)]
         assert losses == noted["losses"], (losses, noted["losses"])
     assert same(fingerprint_of_states(optimizer), noted["optimizer"])
-    assert Grower(resumed, FIXED, optimizer).grow(mine(3)).applied  # and it goes on growing
+    assert Grower(resumed, FIXED, optimizer).find(mine(3)).keep().kept  # and it goes on growing
     train(resumed, optimizer, 2)
 
 
@@ -215,7 +215,7 @@ def adapters(kind, load):
     """Losses of a few steps with an adapter of new dims, started and then sharded; the model at the end."""
     torch.manual_seed(0)
     model = get_peft_model(load(), GrowAttnConfig(budget=0.05)).train()
-    assert initialize_growattn_weights(model, mine(3)).applied
+    assert initialize_growattn_weights(model, mine(3)).kept
     if kind == "fsdp2":
         for module in (*model.get_base_model().model.layers, model):
             fully_shard(module).set_force_sum_reduction_for_comms(True)

@@ -34,9 +34,9 @@ def losses_of(model, config: GrowthConfig, batches: list[torch.Tensor]) -> list[
             losses.append(mean(loss))
 
     train(batches[:3])
-    report = Grower(model, config, optimizer).grow(batches[3:9])
-    assert report.applied
-    losses.extend([report.loss_before, report.loss_after])
+    report = Grower(model, config, optimizer).find(batches[3:9]).keep()
+    assert report.kept
+    losses.extend([report.loss_before, report.loss_before - report.fall])
     train(batches[9:])
     return losses
 

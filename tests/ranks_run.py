@@ -58,7 +58,7 @@ def settings_of_the_wrapper_and_hooks():
         model, ddp, optimizer = wrapped(**options)
         ddp.register_comm_hook(None, counted)
         train(ddp, optimizer)
-        assert Grower(ddp, CONFIG, optimizer).grow(mine(3)).applied, options
+        assert Grower(ddp, CONFIG, optimizer).find(mine(3)).keep().kept, options
         before = len(calls)
         train(ddp, optimizer)
         assert len(calls) > before and ddp.static_graph == options.get("static_graph", False)
@@ -69,8 +69,8 @@ def existing_weights_move_too():
     model, ddp, optimizer = wrapped("gpt2-2")
     train(ddp, optimizer)
     config = GrowthConfig(budget=0.1, update_existing=True, oversampling=4)
-    reports = all_gather(Grower(ddp, config, optimizer).grow(mine(3)))
-    assert reports[0].applied and reports[0] == reports[1]
+    reports = all_gather(Grower(ddp, config, optimizer).find(mine(3)).keep())
+    assert reports[0].kept and reports[0] == reports[1]
     train(ddp, optimizer)
     assert_alike(model)
 
@@ -82,7 +82,7 @@ def a_frozen_base():
         ddp = DistributedDataParallel(model)
         passed = torch.nn.ModuleDict({"policy": ddp}) if around else ddp
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)
-        assert Grower(passed, CONFIG, optimizer).grow(mine(3)).applied
+        assert Grower(passed, CONFIG, optimizer).find(mine(3)).keep().kept
         stock, started = build("llama-2").state_dict(), {n: p.detach().clone() for n, p in model.named_parameters()}
         for batch in mine(2, seed=31):
             ddp(**batch, use_cache=False).loss.backward()
@@ -100,7 +100,7 @@ def a_model_without_its_wrapper():
     model, _, optimizer = wrapped()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert Grower(model, CONFIG, optimizer).grow(mine(3)).applied
+        assert Grower(model, CONFIG, optimizer).find(mine(3)).keep().kept
     assert "no DistributedDataParallel is around the Grow" in "".join(str(each.message) for each in caught)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -113,7 +113,7 @@ def in_the_middle_of_an_accumulation():
     model, ddp, optimizer = wrapped()
     with ddp.no_sync():
         ddp(**mine(1)[0], use_cache=False).loss.backward()
-    assert Grower(ddp, CONFIG, optimizer).grow(mine(3)).applied
+    assert Grower(ddp, CONFIG, optimizer).find(mine(3)).keep().kept
     ddp(**mine(1, seed=40)[0], use_cache=False).loss.backward()
     optimizer.step()
     assert_alike(model)
@@ -126,11 +126,25 @@ def a_single_sequence_on_each_rank():
     assert_alike(model)
 
 
+def one_verdict():
+    """Sums of all ranks: by batches or by rows, of noise or not, with more batches on one rank than on the other."""
+    torch.manual_seed(dist.get_rank())
+    noise = [dict.fromkeys(("input_ids", "labels"), torch.randint(2, 97, (2, 9))) for _ in range(4)]
+    verdicts = []
+    for given in (mine(4), mine(2), mine(5)[: 3 + 2 * dist.get_rank()], noise, noise[: 1 + dist.get_rank()]):
+        model, ddp, optimizer = wrapped()
+        reports = all_gather(Grower(ddp, CONFIG, optimizer).grow(given))
+        assert reports[0] == reports[1] and reports[0].kept == reports[0].holds == bool(model.config.extra_dims)
+        verdicts.append(reports[0].holds)
+        assert_alike(model)
+    assert verdicts[0] and not verdicts[-1], verdicts
+
+
 def uneven_batches():
     for share in (mine(3)[: 3 if dist.get_rank() == 0 else 1], mine(4) if dist.get_rank() else []):
         model, ddp, optimizer = wrapped()
-        report = Grower(ddp, CONFIG, optimizer).grow(share)
-        assert report.applied and report.loss_after < report.loss_before
+        report = Grower(ddp, CONFIG, optimizer).find(share).keep()
+        assert report.kept
         train(ddp, optimizer)
         assert_alike(model)
 
@@ -163,7 +177,7 @@ def a_failure_on_one_rank_is_one_on_both():
         before, batches = fingerprint(model, optimizer), mine(3)
         hook = spoil(model, batches) if dist.get_rank() == 1 else None
         try:
-            Grower(ddp, CONFIG, optimizer).grow(batches)
+            Grower(ddp, CONFIG, optimizer).find(batches).keep()
         except (ValueError, RuntimeError) as error:
             assert (match if dist.get_rank() == 1 else "another process") in str(error), name
         else:
@@ -172,7 +186,7 @@ def a_failure_on_one_rank_is_one_on_both():
             hook.remove()
         assert same(fingerprint(model, optimizer), before), name
         train(ddp, optimizer)
-    assert Grower(ddp, CONFIG, optimizer).grow(mine(3)).applied
+    assert Grower(ddp, CONFIG, optimizer).find(mine(3)).keep().kept
     train(ddp, optimizer)
     assert_alike(model)
 
@@ -187,6 +201,7 @@ if __name__ == "__main__":
         a_model_without_its_wrapper,
         in_the_middle_of_an_accumulation,
         a_single_sequence_on_each_rank,
+        one_verdict,
         uneven_batches,
         a_failure_on_one_rank_is_one_on_both,
     ):

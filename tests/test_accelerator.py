@@ -40,10 +40,10 @@ def logits(model, ids):
 def test_a_growth_is_that_of_the_cpu(variant):
     """Sums of another order differ in the last of 24 bits, which these steep models multiply."""
     there, here = patch_model(build(variant)), patch_model(build(variant))
-    expected = Grower(there, CONFIG).grow(lm_batches(4))
-    report = Grower(here.cuda(), CONFIG).grow(batches())
+    expected = Grower(there, CONFIG).find(lm_batches(4)).keep()
+    report = Grower(here.cuda(), CONFIG).find(batches()).keep()
     assert report.loss_before == pytest.approx(expected.loss_before, rel=1e-4)
-    assert report.loss_after == pytest.approx(expected.loss_after, rel=1e-2)
+    assert report.fall == pytest.approx(expected.fall, rel=5e-2)
     for one, other in zip(report.layers, expected.layers):
         assert one.gain == pytest.approx(other.gain, rel=2e-2, abs=1e-3)
 
@@ -56,8 +56,8 @@ def test_a_training_that_grows_is_saved_and_loaded_and_generates(variant, dtype,
     train(model, optimizer, dtype)
     bytes_before = cache_bytes(model)
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        report = Grower(model, CONFIG, optimizer).grow(batches())
-    assert report.applied and report.loss_after < report.loss_before
+        report = Grower(model, CONFIG, optimizer).find(batches()).keep()
+    assert report.kept
     train(model, optimizer, dtype)
     model.eval().save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cuda")
@@ -72,7 +72,7 @@ def test_a_training_that_grows_is_saved_and_loaded_and_generates(variant, dtype,
 def test_kernels_agree(variant, tmp_path):
     """In bf16 the output of each layer is rounded to 8 bits; a wrong width would be off by the logits' own size."""
     model = patch_model(build(variant, dtype=torch.bfloat16)).cuda()
-    Grower(model, CONFIG).grow(batches())
+    Grower(model, CONFIG).find(batches()).keep()
     model.eval()
     expected = logits(copy.deepcopy(model).float(), tokens().cuda())
     for implementation in ("eager", "sdpa"):
@@ -90,7 +90,7 @@ def test_a_compiled_model_grows_between_steps():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     compiled = torch.compile(model)
     train(compiled, optimizer, torch.bfloat16)
-    Grower(model, CONFIG, optimizer).grow(batches())
+    Grower(model, CONFIG, optimizer).find(batches()).keep()
     loss = model(**batches(1)[0], use_cache=False).loss
     assert compiled(**batches(1)[0], use_cache=False).loss.item() == pytest.approx(loss.item(), rel=1e-4)
     static = dict(max_new_tokens=8, do_sample=False)
@@ -105,9 +105,9 @@ def test_layers_that_are_kept_on_the_cpu(tmp_path):
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": 0, "lm_head": 0}
     places["model.rotary_emb"] = 0
     model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places)).requires_grad_(False)
-    expected = Grower(patch_model(build("llama-2")).cuda().requires_grad_(False), CONFIG).grow(batches())
-    report = Grower(model, CONFIG).grow(batches())
-    assert report.loss_after == pytest.approx(expected.loss_after, rel=1e-2)
+    expected = Grower(patch_model(build("llama-2")).cuda().requires_grad_(False), CONFIG).find(batches()).keep()
+    report = Grower(model, CONFIG).find(batches()).keep()
+    assert report.fall == pytest.approx(expected.fall, rel=5e-2)
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is absent")
@@ -116,8 +116,8 @@ def test_growth_beside_nf4(tmp_path):
     options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=options, device_map="cuda")
     patch_model(model).requires_grad_(False)
-    report = Grower(model, CONFIG).grow(batches())
-    assert report.applied and report.loss_after < report.loss_before
+    report = Grower(model, CONFIG).find(batches()).keep()
+    assert report.kept
     model.save_pretrained(tmp_path / "grown")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", device_map="cuda")
     ids = torch.randint(VOCABULARY, (2, 12), device="cuda")

@@ -82,7 +82,7 @@ def test_flash_like_kernels_get_equal_widths(variant, qk_dims, v_dims):
 def test_scaling_never_follows_a_width(variant):
     model = patch_model(build(variant))
     before = [attention.module.scaling for attention in attentions(model)]
-    Grower(model, GrowthConfig(qk_dims=8)).grow(lm_batches())
+    Grower(model, GrowthConfig(qk_dims=8)).find(lm_batches()).keep()
     assert [attention.module.scaling for attention in attentions(model)] == before == [16**-0.5] * len(before)
 
 
@@ -253,7 +253,7 @@ def test_a_forward_of_others_around_the_stock_one_stays_and_grows():
     layers = attentions(patch_model(model))
     add_dims(layers[1], v_dims=3, roles=("value",))
     assert len(layers) == 2 and torch.equal(model(tokens()).logits, before)
-    assert Grower(model, GrowthConfig(qk_dims=2, layers=[1])).grow(lm_batches()).applied
+    assert Grower(model, GrowthConfig(qk_dims=2, layers=[1])).find(lm_batches()).keep().kept
     assert type(layers[1].module) is Doubled
 
 

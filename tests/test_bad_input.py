@@ -16,7 +16,7 @@ BATCH = lm_batches(1)[0]
 def refused(model, batches, match, config=None, optimizer=None, error=ValueError):
     before = fingerprint(model, optimizer)
     with pytest.raises(error, match=match):
-        Grower(model, config or GrowthConfig(qk_dims=4), optimizer).grow(batches)
+        Grower(model, config or GrowthConfig(qk_dims=4), optimizer).find(batches).keep()
     assert same(fingerprint(model, optimizer), before)
 
 
@@ -79,7 +79,7 @@ def test_a_config_and_an_optimizer_of_the_wrong_kind():
     with pytest.raises(TypeError, match=r"such as GrowthConfig\(budget=0.02\)"):
         Grower(model, {"qk_dims": 2})
     with pytest.raises(TypeError, match="optimizer of torch, or a list of them"):
-        Grower(model, GrowthConfig(qk_dims=2), torch.optim.AdamW).grow(lm_batches())
+        Grower(model, GrowthConfig(qk_dims=2), torch.optim.AdamW).find(lm_batches()).keep()
 
 
 def test_a_model_whose_loss_is_no_number():
@@ -108,7 +108,7 @@ def test_a_loss_that_is_not_finite(value):
     model = patch_model(build("llama-2"))
     model.lm_head.weight.data[3, 3] = value
     with pytest.raises(ValueError, match=r"batch 0 is (nan|inf)"):
-        Grower(model, GrowthConfig(qk_dims=4)).grow([BATCH])
+        Grower(model, GrowthConfig(qk_dims=4)).find([BATCH]).keep()
     assert [a.width_of("query") for a in attentions(model)] == [16, 16]
 
 
@@ -119,7 +119,7 @@ def test_frozen_weights():
     match = r"rewrites existing weights, and {}_proj of layer 1 is frozen.*requires_grad_\(True\)"
     refused(model, [BATCH], match.format("q"), GrowthConfig(qk_dims=2, update_existing=True))
     refused(model, [BATCH], match.format("v"), GrowthConfig(v_dims=2, method="refactor"))
-    assert Grower(model, GrowthConfig(qk_dims=2, update_existing=True, layers=[0])).grow([BATCH]).applied
+    assert Grower(model, GrowthConfig(qk_dims=2, update_existing=True, layers=[0])).find([BATCH]).keep().kept
 
 
 def test_inference_mode_and_inference_tensors():
@@ -128,19 +128,19 @@ def test_inference_mode_and_inference_tensors():
         refused(model, [BATCH], "outside torch.inference_mode")
         made_inside = patch_model(build("llama-2"))
     with pytest.raises(ValueError, match=r"was made under torch.inference_mode|is frozen"):
-        Grower(made_inside, GrowthConfig(qk_dims=4)).grow([BATCH])
+        Grower(made_inside, GrowthConfig(qk_dims=4)).find([BATCH]).keep()
 
 
 def test_no_grad_is_no_obstacle():
     with torch.no_grad():
-        assert Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=4)).grow([BATCH]).applied
+        assert Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=4)).find([BATCH]).keep().kept
 
 
 def test_meta_device():
     with torch.device("meta"):
         model = patch_model(build("llama-2"))
     with pytest.raises(ValueError, match="meta device"):
-        Grower(model, GrowthConfig(qk_dims=4)).grow([BATCH])
+        Grower(model, GrowthConfig(qk_dims=4)).find([BATCH]).keep()
 
 
 def test_wrapped_projections_are_read_by_what_they_compute():
@@ -188,7 +188,7 @@ def test_an_optimizer_of_another_model():
 
 def test_batches_as_tensors_and_generators():
     model = patch_model(build("llama-2"))
-    one = Grower(model, GrowthConfig(qk_dims=2)).grow(tokens(seed=s) for s in range(2))
+    one = Grower(model, GrowthConfig(qk_dims=2)).find(tokens(seed=s) for s in range(2)).keep()
     other = patch_model(build("llama-2"))
     dicts = [{"input_ids": tokens(seed=s), "labels": tokens(seed=s)} for s in range(2)]
-    assert Grower(other, GrowthConfig(qk_dims=2)).grow(dicts).loss_after == one.loss_after
+    assert Grower(other, GrowthConfig(qk_dims=2)).find(dicts).keep() == one

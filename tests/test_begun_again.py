@@ -32,7 +32,7 @@ def adapted(model, **options):
 def grown_base(tmp_path):
     """A folder of a model that grew."""
     model = patch_model(build("llama-2"))
-    assert Grower(model, CONFIG).grow(lm_batches(2)).applied
+    assert Grower(model, CONFIG).find(lm_batches(2)).keep().kept
     model.save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
@@ -64,7 +64,7 @@ def test_lora_on_a_grown_base_keeps_what_the_base_grew_before(how, grown_base, t
 
 def test_a_growth_of_a_former_save_goes_with_a_save_that_has_none(tmp_path):
     model = adapted(patch_model(build("llama-2")))
-    assert Grower(model, CONFIG).grow(lm_batches(2)).applied
+    assert Grower(model, CONFIG).find(lm_batches(2)).keep().kept
     model.save_pretrained(tmp_path)
     (tmp_path / "growth" / "theirs.txt").write_text("stays")
     other = adapted(patch_model(build("llama-2")))
@@ -76,7 +76,7 @@ def test_a_growth_of_a_former_save_goes_with_a_save_that_has_none(tmp_path):
 def test_adapters_on_a_base_that_grew_before_do_not_name_its_stock_checkpoint(tmp_path):
     build("llama-2").save_pretrained(tmp_path / "stock")
     model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
-    assert Grower(model, CONFIG).grow(lm_batches(2)).applied
+    assert Grower(model, CONFIG).find(lm_batches(2)).keep().kept
     adapted(model, task_type="CAUSAL_LM").save_pretrained(tmp_path / "adapter")
     assert {path.name for path in (tmp_path / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
     assert not json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
@@ -85,7 +85,7 @@ def test_adapters_on_a_base_that_grew_before_do_not_name_its_stock_checkpoint(tm
 @pytest.mark.parametrize("part", ["one layer", "queries", "adapters with a copy"])
 def test_a_state_of_a_part_of_the_model_leaves_the_growth(part, tmp_path):
     model = patch_model(build("llama-2"))
-    assert Grower(model, CONFIG).grow(lm_batches(2)).applied
+    assert Grower(model, CONFIG).find(lm_batches(2)).keep().kept
     dims = dims_of(model)
     if part == "adapters with a copy":
         adapted(patch_model(build("llama-2")), target_modules=["q_proj"], modules_to_save=["o_proj"]).save_pretrained(

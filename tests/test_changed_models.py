@@ -54,7 +54,7 @@ def test_layers_may_come_and_go_after_a_growth(order, tmp_path):
     load_growth(patch_model(fresh), tmp_path / "growth")
     assert torch.equal(fresh(tokens()).logits, logits)
     assert export_model(model, tmp_path / "stock").difference < 1e-4  # fp32
-    Grower(model, GrowthConfig(qk_dims=1, layers=[2])).grow(BATCHES)
+    Grower(model, GrowthConfig(qk_dims=1, layers=[2])).find(BATCHES).keep()
     model.save_pretrained(tmp_path / "model")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
@@ -75,7 +75,7 @@ def test_layers_that_were_added_grow_with_the_others(tmp_path):
     model = grown()
     model.model.layers.append(copy.deepcopy(build("llama-5-bias").model.layers[0]))
     model.model.layers[5].self_attn.layer_idx, model.config.num_hidden_layers = 5, 6
-    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2, layers=[5])).grow(BATCHES).applied
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2, layers=[5])).find(BATCHES).keep().kept
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, model(tokens()).logits)
     assert export_model(model, tmp_path / "stock").difference < 1e-4  # fp32
@@ -86,10 +86,10 @@ def test_layers_that_do_nothing_yet_grow_with_the_others(zero):
     """As blocks of depth growth begin: their output projection is zero."""
     model = build("llama-2")
     nn.init.zeros_(getattr(model.model.layers[1].self_attn, zero).weight)
-    report = Grower(patch_model(model), GrowthConfig(budget=0.05)).grow(BATCHES)
-    assert report.applied and all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    report = Grower(patch_model(model), GrowthConfig(budget=0.05)).find(BATCHES).keep()
+    assert report.kept and all(torch.isfinite(parameter).all() for parameter in model.parameters())
     nn.init.zeros_(model.model.embed_tokens.weight)
-    Grower(model, GrowthConfig(qk_dims=1, v_dims=1)).grow(BATCHES)
+    Grower(model, GrowthConfig(qk_dims=1, v_dims=1)).find(BATCHES).keep()
 
 
 def test_a_checkpoint_without_its_layers_says_the_fix(tmp_path):
@@ -113,14 +113,14 @@ def test_weights_that_torch_computes_are_named():
         with pytest.raises(
             ValueError, match=r"_proj of layer \d computes its weight.*remove_parametrizations or prune"
         ):
-            Grower(model, config).grow(BATCHES)
-    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).grow(BATCHES).applied
+            Grower(model, config).find(BATCHES).keep()
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(BATCHES).keep().kept
 
 
 def test_a_cache_of_before_the_growth_is_refused():
     model, cache = patch_model(build("llama-2")), DynamicCache()
     model(tokens(), past_key_values=cache)
-    Grower(model, GrowthConfig(qk_dims=2)).grow(BATCHES)
+    Grower(model, GrowthConfig(qk_dims=2)).find(BATCHES).keep()
     with pytest.raises(ValueError, match=r"keys 16 wide.*18 wide.*empty cache"):
         model(tokens(), past_key_values=cache)
 
@@ -129,7 +129,7 @@ def test_a_base_model_with_a_config_of_its_own_is_told_of_the_growth(tmp_path):
     """Some task heads hold another config object than the base model inside them, which may be saved alone."""
     model = build("llama-2")
     model.model.config = copy.deepcopy(model.config)
-    assert Grower(patch_model(model), GrowthConfig(qk_dims=2)).grow(lm_batches(2)).applied
+    assert Grower(patch_model(model), GrowthConfig(qk_dims=2)).find(lm_batches(2)).keep().kept
     assert model.model.config is not model.config and model.model.config.extra_dims == model.config.extra_dims != {}
     model.model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path)

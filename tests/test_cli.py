@@ -41,7 +41,7 @@ def grown(given, tmp_path_factory):
     """The folder of a grown model with its tokenizer."""
     output = tmp_path_factory.mktemp("grown") / "out"
     model = patch_model(AutoModelForCausalLM.from_pretrained(given / "model"))
-    assert Grower(model, GrowthConfig(budget=0.05)).grow(lm_batches(4)).applied
+    assert Grower(model, GrowthConfig(budget=0.05)).find(lm_batches(4)).keep().kept
     model.save_pretrained(output)
     word_tokenizer().save_pretrained(output)
     return output
@@ -91,8 +91,9 @@ def test_measure_changes_nothing(given):
     shown = " ".join(done.out.split())
     assert f"growattn race {given / 'model'} {given / 'text.txt'} -o DIR --budget 0.05" in shown
     figures = json.loads(call(*words, "--json").out)
-    assert not figures["applied"] and figures["added_parameters"] > 0
-    assert figures["loss_after"] < figures["loss_before"]
+    assert shown.startswith("Any new weights may lower the loss as much: growattn race tells whether width beats LoRA.")
+    assert figures["holds"] and not figures["kept"] and figures["added_parameters"] > 0
+    assert figures["fall"] > figures["error"]
     assert {path.name: path.read_bytes() for path in (given / "model").iterdir()} == before
 
 

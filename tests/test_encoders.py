@@ -55,8 +55,8 @@ def grown():
                 optimizer.step()
                 optimizer.zero_grad()
                 if grow:
-                    report = Grower(model, GrowthConfig(qk_dims=3, v_dims=2), optimizer).grow(batches(name))
-            assert report.applied and report.loss_before - report.loss_after > 0.02 * report.loss_before
+                    report = Grower(model, GrowthConfig(qk_dims=3, v_dims=2), optimizer).find(batches(name)).keep()
+            assert report.kept and report.fall > 0.02 * report.loss_before
             assert report.cache_bytes == (0, 0) and "KV cache" not in str(report)
             assert {*extra_parameters(model)} <= {*optimizer.state} <= {*model.parameters()}
             widths = [(a.layer, a.width_of("query"), a.width_of("value")) for a in attentions(model)]
@@ -184,7 +184,7 @@ def test_adapters_and_dims_beside(name):
     names = attentions(model)[0].layout.names
     targets = {names["query"], names["value"], names.get("output", "attention.output.dense")}
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=list(targets), r=2, init_lora_weights=False))
-    assert Grower(adapted, GrowthConfig(qk_dims=2, v_dims=2)).grow(batches(name)).applied
+    assert Grower(adapted, GrowthConfig(qk_dims=2, v_dims=2)).find(batches(name)).keep().kept
     before = outputs(adapted, name)
     torch.testing.assert_close(outputs(adapted.merge_and_unload(), name), before, rtol=1e-4, atol=1e-4)
 
@@ -201,8 +201,8 @@ def test_adapters_and_dims_beside(name):
 def test_checkpointed_layers_grow(grown):
     model = grown("bert")
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    report = Grower(model, GrowthConfig(v_dims=2)).grow(batches("bert"))
-    assert report.applied and not any(a.projection_of("output")._forward_hooks for a in attentions(model))
+    report = Grower(model, GrowthConfig(v_dims=2)).find(batches("bert")).keep()
+    assert report.kept and not any(a.projection_of("output")._forward_hooks for a in attentions(model))
 
 
 @pytest.mark.parametrize("name", ["mpnet", "deberta-v2"])

@@ -20,7 +20,7 @@ def given(tmp_path_factory):
     folder = tmp_path_factory.mktemp("given")
     save_with_text(folder, words=100)
     model = patch_model(build("llama-2"))
-    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).grow(lm_batches()).applied
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches()).keep().kept
     model.save_pretrained(folder / "grown")
     word_tokenizer().save_pretrained(folder / "grown")
     return folder

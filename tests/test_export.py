@@ -91,7 +91,7 @@ def reloaded(tmp_path_factory):
 def grown(name: str):
     """A real model, grown on real text."""
     model = patch_model(real_model(name))
-    assert Grower(model, GrowthConfig(qk_dims=3, v_dims=2)).grow(real_batches(3)).applied
+    assert Grower(model, GrowthConfig(qk_dims=3, v_dims=2)).find(real_batches(3)).keep().kept
     return model
 
 

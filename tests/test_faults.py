@@ -219,7 +219,7 @@ def go_on(checkpoint: Path, output: Path, die_at_pass: int | None = None) -> int
 
     train()
     hook = model.register_forward_pre_hook(count)
-    assert grower.grow(lm_batches()).applied
+    assert grower.find(lm_batches()).keep().kept
     hook.remove()
     train()
     model.save_pretrained(output)
@@ -244,7 +244,7 @@ def test_a_growth_killed_on_its_way(tmp_path, record_property):
 
 def test_a_report_killed_at_any_step_and_without_room(tmp_path, record_property):
     pytest.importorskip("matplotlib")
-    one, other = (Grower(patch_model(build("llama-2")), CONFIG).grow(lm_batches(n)) for n in (2, 3))
+    one, other = (Grower(patch_model(build("llama-2")), CONFIG).find(lm_batches(n)).keep() for n in (2, 3))
     path = tmp_path / "r" / "report.html"
     save_report([one], path)
     former = path.read_bytes()
@@ -290,7 +290,7 @@ def goes_on(model, optimizer) -> None:
     optimizer.zero_grad()
     model(**lm_batches()[1]).loss.backward()
     optimizer.step()
-    assert Grower(model, CONFIG, optimizer).grow(lm_batches()).applied
+    assert Grower(model, CONFIG, optimizer).find(lm_batches()).keep().kept
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()} and all(p.isfinite().all() for p in model.parameters())
 
@@ -305,7 +305,7 @@ def test_one_head_that_is_not_finite(variant, value):
         entry[3] = value
         before = fingerprint(model, optimizer)
         with pytest.raises(ValueError, match=r"loss of batch 0 is nan.*diverged model"):
-            Grower(model, CONFIG, optimizer).grow(lm_batches())
+            Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
         assert same(fingerprint(model, optimizer), before)
         entry.copy_(kept)
     goes_on(model, optimizer)
@@ -322,9 +322,9 @@ def test_one_batch_that_is_not_finite(value):
     embedded[2]["inputs_embeds"][1, 3, 5] = value
     before = fingerprint(model, optimizer)
     with pytest.raises(ValueError, match=r"loss of batch 1 is nan.*leave that batch out"):
-        Grower(model, CONFIG, optimizer).grow([embedded[index] for index in (0, 2, 1)])
+        Grower(model, CONFIG, optimizer).find([embedded[index] for index in (0, 2, 1)]).keep()
     assert same(fingerprint(model, optimizer), before)
-    assert Grower(model, CONFIG, optimizer).grow(embedded[:2]).applied
+    assert Grower(model, CONFIG, optimizer).find(embedded[:2]).keep().kept
 
 
 def test_memory_that_torch_refuses_in_any_pass(record_property):
@@ -342,7 +342,7 @@ def test_memory_that_torch_refuses_in_any_pass(record_property):
         left = needed
         hook = attentions(model)[1].module.register_forward_hook(refused)
         try:
-            report = Grower(model, CONFIG, optimizer).grow(lm_batches())
+            report = Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
             break
         except RuntimeError as error:
             assert "memory" in str(error)
@@ -351,6 +351,6 @@ def test_memory_that_torch_refuses_in_any_pass(record_property):
         finally:
             hook.remove()
         assert same(fingerprint(model, optimizer), before)
-    assert report.applied and tried >= 5
+    assert report.kept and tried >= 5
     goes_on(model, optimizer)
     record_property("cases", f"{tried} passes without memory")

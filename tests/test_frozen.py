@@ -45,7 +45,7 @@ def test_new_dims_train_and_the_rest_stays(name, held):
         group["weight_decay"] = 0.1
     train(model, optimizers, lm_batches(1))
     for config in (CONFIG, GrowthConfig(budget=0.05, oversampling=4)):
-        assert Grower(model, config, optimizers).grow(lm_batches()).applied
+        assert Grower(model, config, optimizers).find(lm_batches()).keep().kept
         grown = [parameter.detach().clone() for parameter in extra_parameters(model)]
         train(model, optimizers, lm_batches(3, seed=5))
         assert all(not torch.equal(p, former) for p, former in zip(extra_parameters(model), grown))
@@ -55,7 +55,7 @@ def test_new_dims_train_and_the_rest_stays(name, held):
 def test_an_optimizer_made_afterwards_trains_the_new_dims_alone():
     model = patch_model(build("llama-2")).requires_grad_(False)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    assert Grower(model, CONFIG).grow(lm_batches()).applied
+    assert Grower(model, CONFIG).find(lm_batches()).keep().kept
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert {*trained} == {*extra_parameters(model)}
     train(model, [torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.5)], lm_batches(2))
@@ -96,9 +96,9 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
     places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
     options = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
     model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base", **options)).requires_grad_(False)
-    report = Grower(model, CONFIG).grow(lm_batches(4))
-    expected = Grower(patch_model(build("llama-2")).requires_grad_(False), CONFIG).grow(lm_batches(4))
-    assert report.loss_after == expected.loss_after and report.applied
+    report = Grower(model, CONFIG).find(lm_batches(4)).keep()
+    expected = Grower(patch_model(build("llama-2")).requires_grad_(False), CONFIG).find(lm_batches(4)).keep()
+    assert report.fall == expected.fall and report.kept
     model.save_pretrained(tmp_path / "grown")
     batch = lm_batches(1)[0]
     with torch.no_grad():
@@ -107,4 +107,4 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
         offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", **options)
         assert torch.equal(offloaded(**batch).logits, logits)
     with pytest.raises(ValueError, match=r"extra.growths.growth_1.in_proj.weight of layer 1 is on the meta device"):
-        Grower(offloaded, CONFIG).grow(lm_batches(4))
+        Grower(offloaded, CONFIG).find(lm_batches(4)).keep()

@@ -30,4 +30,4 @@ def test_a_policy_grows_where_its_loss_depends_on_the_model(tmp_path, iterations
     run.add_callback(growth)
     run.train()
     assert grown_at(run.state) == [4]
-    assert growth.reports[0].applied == (iterations == 2)
+    assert growth.reports[0].kept == (iterations == 2)

@@ -1,6 +1,7 @@
 """`Grower`: what it promises, what it reports, and that nothing is lost on failure."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -105,14 +106,14 @@ def test_the_real_model_gets_better_on_fresh_text(real_llama):
     report = Grower(real_llama, GrowthConfig(qk_dims=8)).grow(real_batches(16))
     after = loss_of(real_llama, fresh)
     print(f"fresh loss {before:.4f} -> {after:.4f}")
-    assert report.applied and after < before - 0.1
+    assert report.kept and after < before - 0.1
 
 
 def test_sketch_and_exact_growth_come_out_alike(real_llama):
     other, batches = copy.deepcopy(real_llama), real_batches(4)
     sketched = Grower(real_llama, GrowthConfig(**FIXED, oversampling=16)).grow(batches)
     exact = Grower(other, GrowthConfig(**FIXED, oversampling=64)).grow(batches)
-    gained = [report.loss_before - report.loss_after for report in (sketched, exact)]
+    gained = [report.fall for report in (sketched, exact)]
     assert gained[0] > 0.9 * gained[1]
 
 
@@ -127,8 +128,8 @@ def test_growing_is_deterministic(variant):
 def test_layers_and_dims_pick_what_grows(dims):
     model = patch_model(build("llama-5-bias"))
     before = dict(model.named_parameters())
-    report = Grower(model, GrowthConfig(**dims, layers=[3, 1])).grow(lm_batches(12))
-    assert report.applied
+    report = Grower(model, GrowthConfig(**dims, layers=[3, 1])).find(lm_batches(12)).keep()
+    assert report.kept
     assert [layer.layer for layer in report.layers] == [layer for layer in (3, 1) for _ in dims]
     qk, v = dims.get("qk_dims", 0), dims.get("v_dims", 0)
     widths = [(a.width_of("query"), a.width_of("value")) for a in attentions(model)]
@@ -144,7 +145,7 @@ def test_layers_and_dims_pick_what_grows(dims):
 def test_report_holds_and_prints_what_happened():
     model = patch_model(build("llama-5-bias"))
     count = model.num_parameters()
-    report = Grower(model, GrowthConfig(**FIXED)).grow(lm_batches())
+    report = Grower(model, GrowthConfig(**FIXED)).grow(lm_batches(8))
     patterns, messages = 4 * 6 * (48 + 1), 4 * (4 * 48 + 2 * (48 + 1))
     assert report.added_parameters == model.num_parameters() - count == 5 * (patterns + messages)
     steps = [layer.step_size for layer in report.layers]
@@ -153,14 +154,11 @@ def test_report_holds_and_prints_what_happened():
         assert 0 <= layer.out_of_reach <= 1 and layer.width == (16, 20)
         assert layer.predicted_gain == pytest.approx(layer.step_size * layer.gain)
     assert report.predicted_gain == pytest.approx(sum(layer.predicted_gain for layer in report.layers))
-    assert report.loss_after < report.loss_before and report.cache_bytes[1] == cache_bytes(model)
+    assert report.holds and report.fall > report.error > 0 and report.cache_bytes[1] == cache_bytes(model)
     text = " ".join(str(report).split())
-    assert (
-        "16 -> 20" in text
-        and f"{report.validated_loss[1]:.4f}" in text
-        and f"{report.added_parameters:,} weights added" in text
-    )
-    assert loss_of(model, lm_batches()) == pytest.approx(report.loss_after, rel=1e-5)
+    assert "16 -> 20" in text and f"{report.added_parameters:,} weights added" in text
+    assert f"falls by {report.fall:.4f} ± {report.error:.4f}" in text
+    assert loss_of(model, lm_batches(8)) < report.loss_before
 
 
 class _Curve:
@@ -216,8 +214,8 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
 
     monkeypatch.setattr("hf_growattn.measure.functional.step_factors", uphill)
     report = Grower(model, GrowthConfig(**FIXED), optimizer).grow(lm_batches())
-    assert not report.applied and report.predicted_gain == 0
-    assert report.loss_after == report.loss_before and report.added_parameters == 0
+    assert not report.kept and report.predicted_gain == 0
+    assert report.fall == report.error == 0 and not report.holds and not report.figures()["growth_added_parameters"]
     assert "no step along the new directions lowers the loss" in " ".join(str(report).split())
     assert same(fingerprint(model, optimizer), before)
     assert torch.equal(model.eval()(**lm_batches()[0]).logits, logits)
@@ -257,7 +255,7 @@ def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, mon
 
     monkeypatch.setattr(room, phase, failing)
     with pytest.raises(error):
-        Grower(model, GrowthConfig(**FIXED, oversampling=4), optimizer).grow(lm_batches())
+        Grower(model, GrowthConfig(**FIXED, oversampling=4), optimizer).find(lm_batches()).keep()
     assert same(fingerprint(model, optimizer), before)
 
 
@@ -266,19 +264,21 @@ def test_what_is_found_is_kept_or_dropped():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     before, names = fingerprint(model, optimizer), {name for name, _ in model.named_parameters()}
     grower = Grower(model, GrowthConfig(**FIXED, oversampling=4), optimizer)
-    first, second = grower.find(lm_batches()), grower.find(lm_batches())
+    first, second = grower.find(lm_batches(8)), grower.find(lm_batches(8))
     assert same(fingerprint(model, optimizer), before)
-    assert first.report.found and [*first.new_dims] == attentions(model)
-    assert not first.drop().applied and not first.new_dims
-    first.keep()
+    assert first.report.fall > 0 and [*first.new_dims] == attentions(model)
+    assert not first.drop().kept and not first.new_dims
     assert same(fingerprint(model, optimizer), before)
-    found = second.new_dims
+    found, trial = second.new_dims, second._trial
+    trial.attach()
+    tried = loss_of(model, lm_batches())
+    trial.detach()
     report = second.keep()
-    assert report.applied and [a.extra.growths["growth_1"] for a in attentions(model)] == [*found.values()]
-    assert loss_of(model, lm_batches()) == pytest.approx(report.loss_after, rel=1e-5)
-    third = grower.grow(lm_batches())
+    assert report.kept and [a.extra.growths["growth_1"] for a in attentions(model)] == [*found.values()]
+    assert loss_of(model, lm_batches()) == pytest.approx(tried, rel=1e-5)  # it is what was tried
+    third = grower.find(lm_batches()).keep()
     assert {part for a in attentions(model) for part in a.extra.growths} == {"growth_1", "growth_2"}
-    assert third.layers[0].width == (20, 24) and third.loss_before == pytest.approx(report.loss_after, rel=1e-5)
+    assert third.layers[0].width == (20, 24) and third.loss_before == pytest.approx(tried, rel=1e-5)
     assert len(extra_parameters(model)) == 2 * 3 * 5
     assert {name for name, _ in model.named_parameters() if ".extra." not in name} == names
 
@@ -291,13 +291,12 @@ def test_measure_says_what_grow_would_do_and_leaves_everything_as_it_was(variant
     optimizer.step()
     grower = Grower(model, GrowthConfig(budget=0.1), optimizer)
     before = fingerprint(model, optimizer)
-    measured = grower.measure(lm_batches())
+    measured = grower.measure(lm_batches(24))
     assert same(fingerprint(model, optimizer), before)
-    assert measured.found and not measured.applied and "weights would be added" in " ".join(str(measured).split())
-    grown = grower.grow(lm_batches())
-    assert grown.applied and grown.added_parameters == measured.added_parameters > 0
-    assert (grown.loss_before, grown.loss_after) == (measured.loss_before, measured.loss_after)
-    assert grown.layers == measured.layers
+    assert measured.holds and not measured.kept and "weights would be added" in " ".join(str(measured).split())
+    grown = grower.grow(lm_batches(24))
+    assert grown.kept and grown.added_parameters == measured.added_parameters > 0
+    assert grown == replace(measured, kept=True)
 
 
 def _raise(error):
@@ -319,8 +318,8 @@ def _fail_at(call, error):
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
 def test_bf16_models_grow(variant):
     model = patch_model(build(variant, dtype=torch.bfloat16))
-    report = Grower(model, GrowthConfig(qk_dims=4)).grow(lm_batches())
-    assert report.applied and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    report = Grower(model, GrowthConfig(qk_dims=4)).find(lm_batches()).keep()
+    assert report.kept and {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_training_goes_on_from_the_growth():
@@ -330,14 +329,14 @@ def test_training_goes_on_from_the_growth():
     batches, losses = lm_batches(), []
     for step in range(12):
         if step == 6:
-            report = Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(batches)
+            report = Grower(model, GrowthConfig(qk_dims=4), optimizer).find(batches).keep()
         loss = sum(model(**batch).loss for batch in batches) / len(batches)
         loss.backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[6] == pytest.approx(report.loss_after, rel=1e-4) and losses[6] < losses[5]
+    assert report.kept and losses[6] < losses[5]
     assert losses[-1] < losses[6]
 
 
@@ -348,8 +347,8 @@ def test_accelerate_with_one_process():
     model = patch_model(build("llama-2"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    report = Grower(model, GrowthConfig(qk_dims=4), optimizer).grow(lm_batches())
-    assert report.applied
+    report = Grower(model, GrowthConfig(qk_dims=4), optimizer).find(lm_batches()).keep()
+    assert report.kept
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()}
     accelerator.backward(model(**lm_batches()[0]).loss)
@@ -364,8 +363,8 @@ def test_the_users_model_may_be_compiled(in_place):
     compiled = model if in_place else torch.compile(model, backend="eager")
     batch = lm_batches()[0]
     compiled(**batch, use_cache=False)
-    report = Grower(compiled, GrowthConfig(qk_dims=4)).grow(lm_batches())
-    assert report.applied
+    report = Grower(compiled, GrowthConfig(qk_dims=4)).find(lm_batches()).keep()
+    assert report.kept
     expected = model.forward(**batch, use_cache=False).loss
     assert in_place == (model._compiled_call_impl is not None)
     torch.testing.assert_close(compiled(**batch, use_cache=False).loss, expected, rtol=1e-5, atol=0)

@@ -256,4 +256,4 @@ def test_a_parent_that_calls_forward_itself_is_found_out():
     del layer.self_attn
     layer.self_attn, layer.hidden = Past(), module
     with pytest.raises(ValueError, match=r"LlamaAttention.*forward.*itself"):
-        Grower(model, CONFIG).grow(lm_batches())
+        Grower(model, CONFIG).find(lm_batches()).keep()

@@ -31,8 +31,8 @@ def grown():
     """A grown model and the report of its growth."""
     torch.manual_seed(0)
     model = patch_model(build("llama-2"))
-    report = Grower(model, GrowthConfig(qk_dims=3, v_dims=2, layers=[1], oversampling=4)).grow(lm_batches())
-    assert report.applied
+    report = Grower(model, GrowthConfig(qk_dims=3, v_dims=2, layers=[1], oversampling=4)).find(lm_batches()).keep()
+    assert report.kept
     return model, report
 
 
@@ -244,7 +244,7 @@ import hf_growattn.interop.cards, torch, transformers
 fields = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=9)
 model = hf_growattn.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)))
 rows = torch.arange(8).reshape(2, 4)
-assert hf_growattn.Grower(model, hf_growattn.GrowthConfig(v_dims=1)).grow([rows, rows]).applied
+assert hf_growattn.Grower(model, hf_growattn.GrowthConfig(v_dims=1)).find([rows, rows]).keep().kept
 hf_growattn.write_card(model, "card")
 print(hf_growattn.__file__, open("card/README.md").read())
 """

@@ -49,7 +49,7 @@ def test_state_dicts(variant):
     model, optimizer, grower = fresh(variant)
     trained(model, optimizer)
     before = snapshot(model, optimizer)
-    assert grower.grow(lm_batches()).applied
+    assert grower.find(lm_batches()).keep().kept
     trained(model, optimizer)
     after = snapshot(model, optimizer)
 
@@ -64,7 +64,7 @@ def test_state_dicts(variant):
     trained(model, optimizer)
     trained(other, its_optimizer)
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters()))
-    assert Grower(other, CONFIG, its_optimizer).grow(lm_batches()).applied
+    assert Grower(other, CONFIG, its_optimizer).find(lm_batches()).keep().kept
 
 
 def test_accelerate_resumes_after_a_growth(tmp_path):
@@ -72,7 +72,7 @@ def test_accelerate_resumes_after_a_growth(tmp_path):
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     trained(model, optimizer)
-    assert Grower(model, CONFIG, optimizer).grow(lm_batches()).applied
+    assert Grower(model, CONFIG, optimizer).find(lm_batches()).keep().kept
     trained(model, optimizer)
     accelerator.save_state(tmp_path / "state")
     save_growth(model, tmp_path / "growth")
@@ -95,7 +95,7 @@ def test_accelerate_resumes_after_a_growth(tmp_path):
 def test_an_optimizer_is_told_of_that_was_there_before_a_wider_state():
     model, _, grower = fresh("gpt2-2")
     other, its_optimizer, _ = fresh("gpt2-2")
-    assert grower.grow(lm_batches()).applied
+    assert grower.find(lm_batches()).keep().kept
     other.load_state_dict(model.state_dict())
     with pytest.warns(UserWarning, match="AdamW steps without the new dims"):
         trained(other, its_optimizer, steps=1)
@@ -114,7 +114,7 @@ def test_a_state_of_another_model_is_refused_as_by_torch():
 def test_other_models_may_lend_their_state():
     """Weights without an optimizer: the values are those of the state, and a stock state has no new dims."""
     grown, _, grower = fresh("gpt2-2")
-    assert grower.grow(lm_batches()).applied
+    assert grower.find(lm_batches()).keep().kept
     grown.load_state_dict(build("gpt2-2").state_dict())
     assert torch.equal(grown(tokens(), use_cache=False).logits, build("gpt2-2")(tokens()).logits)
     assert attentions(grown)[1].width_of("query") == 16 and not grown.config.extra_dims

@@ -210,7 +210,7 @@ def grown_in_memory(folder):
     build("llama-2").save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     model = patch_model(AutoModelForCausalLM.from_pretrained(folder))
-    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)).grow(lm_batches()).applied
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)).find(lm_batches()).keep().kept
     return model
 
 
@@ -231,7 +231,7 @@ def test_a_model_that_grew_is_not_taken_for_its_checkpoint(tmp_path):
     with pytest.raises(OSError, match="Repo id must"):
         AutoTokenizer.from_pretrained(model.config.name_or_path)
     assert origin_of(model) == origin_of(copy.deepcopy(model)) == str(tmp_path / "stock")
-    Grower(model, GrowthConfig(qk_dims=1)).grow(lm_batches())
+    Grower(model, GrowthConfig(qk_dims=1)).find(lm_batches()).keep()
     assert origin_of(model) == str(tmp_path / "stock")
     stock = unpatch_model(copy.deepcopy(model), drop_growth=True)
     assert stock.name_or_path == stock.config.name_or_path == str(tmp_path / "stock")

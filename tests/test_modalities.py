@@ -23,8 +23,8 @@ def test_it_grows_and_is_reloaded(name, tmp_path, caplog):
     model, given = build(name), batches(name)
     before = outputs(model, given[0])
     assert torch.equal(outputs(patch_model(model), given[0]), before)
-    report = Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).grow(given)
-    assert report.applied and report.loss_after < report.loss_before
+    report = Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(given).keep()
+    assert report.kept
     grown = outputs(model.eval(), given[0])
     assert not torch.equal(grown, before)
     model.save_pretrained(tmp_path)
@@ -49,7 +49,7 @@ STOCK = {
 @pytest.mark.parametrize("name", STOCK)
 def test_its_stock_checkpoint_computes_the_same_or_is_refused(name, tmp_path):
     model, given = patch_model(build(name)), batches(name)
-    Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).grow(given)
+    Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(given).keep()
     if STOCK[name]:
         with pytest.raises(ValueError, match=STOCK[name]):
             export_model(model, tmp_path / "stock")

@@ -117,8 +117,8 @@ def test_what_is_saved_there_is_whole_and_grows_here(without_library, family):
         assert type(model).__module__ == "hf_growattn.growable.models"
         torch.testing.assert_close(model(tokens())[0], expected[name]["output"], rtol=1e-6, atol=1e-6)
     model = AutoModelForCausalLM.from_pretrained(folder / f"{family}-again")
-    report = Grower(model, GrowthConfig(qk_dims=2)).grow(lm_batches(8))
-    assert report.applied and [a.width_of("query") for a in attentions(model)] == [22, 24]
+    report = Grower(model, GrowthConfig(qk_dims=2)).find(lm_batches(8)).keep()
+    assert report.kept and [a.width_of("query") for a in attentions(model)] == [22, 24]
 
 
 @pytest.fixture

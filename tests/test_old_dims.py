@@ -14,14 +14,15 @@ from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import whole_gradients
-from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of, mean_loss
+from hf_growattn.measure.halves import halves_of
+from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 WAYS = [dict(update_existing=True), dict(method="refactor")]
 STOCK = 16  # width of the tiny models
 
 
 def grow(model, batches=None, optimizer=None, **config):
-    return Grower(model, GrowthConfig(**config), optimizer).grow(batches or lm_batches(6))
+    return Grower(model, GrowthConfig(**config), optimizer).find(batches or lm_batches(6)).keep()
 
 
 def loss_of(model, batches):
@@ -54,10 +55,12 @@ def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors
     candidates = [Candidate(found, 4, found.share_that_holds) for found in directions]
     trial = trial_of(model, candidates, batches, method="refactor")
     with trial.attached():
-        for step in (0.0, 1e-3):
+        for step in (0.0, 1e-9, 1e-3):
             trial.set_steps([step] * len(candidates))
-            if step == 0:
+            if step < 1e-3:
                 torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-6, atol=1e-6)
+            if step == 0:  # nothing to refactor
+                continue
             for bottleneck, norm in zip(bottlenecks, norms):
                 # The best of the stepped product, and balanced: both sides have the singular values as Gram matrix.
                 old = read_factors(bottleneck.attention, bottleneck.kind)
@@ -65,7 +68,7 @@ def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors
                 stacked, shared = (torch.cat(side, -1) for side in zip(old, new))
                 assert stacked.shape[-1] == STOCK + 4
                 stacked, shared = bottleneck.whitened(stacked, shared)
-                if step == 0:
+                if step < 1e-3:
                     torch.testing.assert_close(product_norm(stacked, shared), norm)
                     grams = stacked.mT @ stacked
                     diagonal = torch.diag_embed(grams.diagonal(dim1=-2, dim2=-1))
@@ -81,8 +84,8 @@ def test_refactored_weights_start_with_a_fresh_optimizer_state():
     optimizer.step()
     parameters = dict(model.named_parameters())
     report = grow(model, batches, optimizer, qk_dims=4, v_dims=2, method="refactor")
-    assert report.applied and report.loss_after < report.loss_before
-    assert loss_of(model, batches) == pytest.approx(report.loss_after, rel=1e-6)
+    assert report.kept
+    assert loss_of(model, batches) < report.loss_before
     for name, parameter in parameters.items():
         assert (parameter in optimizer.state) == (".attn." not in name)
         assert parameter is model.get_parameter(name)
@@ -105,7 +108,7 @@ def test_old_weights_that_moved_within_autocast_are_cast_anew():
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
     with torch.autocast("cpu", torch.bfloat16):
         before = model(**batches[0]).loss.item()
-        assert grow(model, batches, budget=0.1, update_existing=True).applied
+        assert grow(model, batches, budget=0.1, update_existing=True).kept
         within = model(**batches[0]).loss.item()
     with torch.autocast("cpu", torch.bfloat16):
         assert model(**batches[0]).loss.item() == within != before
@@ -119,7 +122,7 @@ def test_patterns_that_are_no_product_are_not_refactored(variant, reason):
         with pytest.raises(ValueError, match=rf"{reason} its queries and keys.*append"):
             grow(model, method="refactor", **config)
     assert same(fingerprint(model), before)
-    assert grow(model, v_dims=4, method="refactor").applied  # messages do not rotate
+    assert grow(model, v_dims=4, method="refactor").kept  # messages do not rotate
 
 
 # The existing weights
@@ -157,7 +160,7 @@ def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
             continue
         stacked, shared = bottleneck.whitened_factors()
         tangent = whole - F.residual(whole, F.column_basis(stacked), F.column_basis(shared))
-        moved = step.stacked @ shared.mT + stacked @ step.shared.mT
+        moved = step.changes[0][0] @ shared.mT + stacked @ step.changes[0][1].mT
         assert (moved + tangent).norm() <= 1e-3 * tangent.norm()
         assert step.slope == pytest.approx(tangent.square().sum().item(), rel=1e-3)
         assert step.validated == pytest.approx(step.slope, rel=1e-4)
@@ -167,8 +170,8 @@ def test_updating_the_existing_weights_moves_them_with_the_rest():
     model, batches = patch_model(build("llama-2")), lm_batches(6)
     old = attentions(model)[0].weight_of("query").clone()
     report = grow(model, batches, qk_dims=2, update_existing=True)
-    assert report.applied and not torch.equal(attentions(model)[0].weight_of("query"), old)
-    assert loss_of(model, batches) == pytest.approx(report.loss_after, rel=1e-6)
+    assert report.kept and not torch.equal(attentions(model)[0].weight_of("query"), old)
+    assert loss_of(model, batches) < report.loss_before
     still = grow(patch_model(build("llama-2")), batches, qk_dims=2)
     assert all(both.gain > new.gain for both, new in zip(report.layers, still.layers))
 
@@ -177,8 +180,8 @@ def test_old_weights_move_alone_where_a_budget_buys_nothing():
     model, optimizer = patch_model(build("llama-2")), None
     before, weights = loss_of(model, lm_batches(6)), old_weights(model)
     report = grow(model, None, optimizer, budget=10_000, update_existing=True, max_v_head_dim=16, kinds=["v"])
-    assert report.applied and not report.added_parameters and report.loss_after < before
-    assert loss_of(model, lm_batches(6)) == pytest.approx(report.loss_after, rel=1e-6)
+    assert report.kept and not report.added_parameters
+    assert loss_of(model, lm_batches(6)) < before
     assert not any(attention.extra for attention in attentions(model)) and model.config.extra_dims == {}
     assert any(not torch.equal(value, weights[name]) for name, value in old_weights(model).items())
 
@@ -196,10 +199,9 @@ def test_what_is_found_changes_nothing_until_it_is_kept(way):
     grower = Grower(model, GrowthConfig(qk_dims=2, v_dims=2, **way), optimizer)
     dropped, growth = grower.find(batches), grower.find(batches)
     dropped.drop()
-    dropped.keep()
     assert same(fingerprint(model, optimizer), before)
     report = growth.keep()
-    assert report.applied and loss_of(model, batches) == pytest.approx(report.loss_after, rel=1e-2)
+    assert report.kept and loss_of(model, batches) < report.loss_before
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -208,7 +210,7 @@ def test_parts_of_former_growths_stay_as_they_are(way):
     grow(model, batches, qk_dims=2, v_dims=2)
     former = {name: p.detach().clone() for name, p in model.named_parameters() if ".growth_1." in name}
     report = grow(model, batches, qk_dims=2, v_dims=2, **way)
-    assert report.applied and loss_of(model, batches) == pytest.approx(report.loss_after, rel=1e-6)
+    assert report.kept and loss_of(model, batches) < report.loss_before
     assert former and all(torch.equal(model.get_parameter(name), value) for name, value in former.items())
 
 
@@ -256,9 +258,9 @@ def test_weights_that_cannot_be_written_are_refused(way):
     with pytest.raises(ValueError, match=match):
         grow(model, v_dims=2, **way)
     assert same(fingerprint(model), before)
-    assert grow(model, v_dims=2, layers=[0], **way).applied
-    module = attentions(model)[0].module
-    module.c_proj = torch.nn.Sequential(module.c_proj)
+    assert grow(model, v_dims=2, layers=[0], **way).kept
+    first = attentions(model)[0].module
+    first.c_proj = torch.nn.Sequential(first.c_proj)
     with pytest.raises(ValueError, match="rewrites existing weights, and c_proj of layer 0 is a Sequential"):
         grow(model, v_dims=2, layers=[0], **way)
 

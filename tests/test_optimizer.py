@@ -72,8 +72,8 @@ def grouped(model, **kinds):
 def test_new_dims_join_the_group_that_trains_what_is_around_them(kinds):
     model = patch_model(build("llama-2"))
     optimizer = grouped(model, **kinds, rest="")
-    report = Grower(model, CONFIG, optimizer).grow(lm_batches(2))
-    assert report.applied
+    report = Grower(model, CONFIG, optimizer).find(lm_batches(2)).keep()
+    assert report.kept
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for name in (names[parameter] for parameter in group["params"] if ".extra." in names[parameter]):
@@ -86,7 +86,7 @@ def test_new_dims_join_the_group_that_trains_what_is_around_them(kinds):
 def test_names_in_the_groups_follow():
     model = patch_model(build("llama-2"))
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
-    Grower(model, CONFIG, optimizer).grow(lm_batches(2))
+    Grower(model, CONFIG, optimizer).find(lm_batches(2)).keep()
     for _ in range(2):
         names = dict(model.named_parameters())
         (group,) = optimizer.param_groups
@@ -98,7 +98,7 @@ def test_names_in_the_groups_follow():
 def test_what_was_dropped_is_not_stepped_any_more():
     model = patch_model(build("llama-2"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    assert Grower(model, CONFIG, optimizer).grow(lm_batches(2)).applied
+    assert Grower(model, CONFIG, optimizer).find(lm_batches(2)).keep().kept
     dropped = extra_parameters(model)
     before = [parameter.detach().clone() for parameter in dropped]
     unpatch_model(model, drop_growth=True)
@@ -113,7 +113,7 @@ def test_old_states_stay_and_new_dims_train_and_all_is_saved_and_loaded(name):
     model, optimizers = trained("gpt2-2", OPTIMIZERS[name], steps=2)
     old = states(optimizers)
     before = {key: copy.deepcopy(state) for key, state in old.items()}
-    ComparedGrower(model, GrowthConfig(qk_dims=4, v_dims=2, layers=[0]), optimizers).grow(lm_batches(2))
+    ComparedGrower(model, GrowthConfig(qk_dims=4, v_dims=2, layers=[0]), optimizers).find(lm_batches(2)).keep()
     new = extra_parameters(model)
     assert len(new) == 3 and states(optimizers) == old  # the very same objects
     assert all(same(old[key], before[key]) for key in old)
@@ -135,7 +135,7 @@ def largest_updates(name, seed):
     """Of new weights over those of old ones or the learning rate, whatever is larger; in five steps after a growth."""
     size = (lambda moved: moved.norm(dim=-1)) if name == "muon" else torch.abs
     model, optimizers = trained("llama-2", OPTIMIZERS[name], steps=20)
-    Grower(model, GrowthConfig(qk_dims=4, v_dims=2), optimizers).grow(lm_batches(8, seed=seed))
+    Grower(model, GrowthConfig(qk_dims=4, v_dims=2), optimizers).find(lm_batches(8, seed=seed)).keep()
     new = [p for p in extra_parameters(model) if p.dim() == 2]
     old = [
         module.weight
@@ -168,7 +168,7 @@ def test_new_dims_join_a_group_of_their_kind_in_the_order_of_the_model(variant):
     groups[False] = [p for p in model.parameters() if p.dim() == 1]
     given = [{"params": list(groups[True]), "weight_decay": 0.1}, {"params": list(groups[False]), "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(given, lr=LR)
-    Grower(model, CONFIG, optimizer).grow(lm_batches())
+    Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
     for group, wide in zip(optimizer.param_groups, (True, False)):
         assert [*map(id, group["params"])] == [id(p) for p in model.parameters() if (p.dim() > 1) is wide]
 
@@ -179,7 +179,7 @@ def test_an_empty_group_is_taken_where_no_group_is_alike(decays):
     norms = [p.requires_grad_() for name, p in model.named_parameters() if "norm" in name]
     groups = [{"params": own, "weight_decay": decay} for own, decay in zip((norms, []), decays)]
     optimizer = torch.optim.AdamW(groups, lr=LR)
-    Grower(model, CONFIG, optimizer).grow(lm_batches())
+    Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
     assert {*optimizer.param_groups[1]["params"]} == {*extra_parameters(model)}
     assert {*optimizer.param_groups[0]["params"]} == {*norms}
 
@@ -193,7 +193,7 @@ def test_of_two_groups_as_near_the_one_without_weight_decay_is_taken(decays):
         for own, decay in zip(names, decays)
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR)
-    Grower(model, CONFIG, optimizer).grow(lm_batches())
+    Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
     kept = optimizer.param_groups[decays.index(0.0)]["params"]
     assert extra_parameters(model) and {*extra_parameters(model)} <= {*kept}
 
@@ -204,7 +204,7 @@ def learning_rates(name, grow_at=None):
     scheduler, groups = SCHEDULERS[name](optimizer), []
     for index in range(10):
         if index == grow_at:
-            Grower(model, GrowthConfig(qk_dims=4, layers=[0]), optimizer).grow(lm_batches(2))
+            Grower(model, GrowthConfig(qk_dims=4, layers=[0]), optimizer).find(lm_batches(2)).keep()
             assert attentions(model)[0].width_of("query") == 20
         optimizer.step()
         step_scheduler(scheduler, loss=max(1.0, 5.0 - index))
@@ -229,14 +229,14 @@ def test_lbfgs_follows(tmp_path):
         loss.backward()
         return loss
 
-    Grower(model, CONFIG, optimizer).grow(lm_batches())
+    Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
     before = [p.detach().clone() for p in extra_parameters(model)]
     optimizer.step(closure)
     assert all(not torch.equal(p, former) for p, former in zip(extra_parameters(model), before))
     with pytest.raises(ValueError, match="make a new LBFGS afterwards"):  # it keeps directions of all parameters
-        Grower(model, CONFIG, optimizer).grow(lm_batches())
+        Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
     before, kept = model.state_dict(), extra_parameters(model)
-    assert Grower(model, CONFIG).grow(lm_batches()).applied
+    assert Grower(model, CONFIG).find(lm_batches()).keep().kept
     save_growth(model, tmp_path)
     model.load_state_dict(before)  # fewer dims need no place
     with pytest.raises(ValueError, match="make a new LBFGS afterwards"):
@@ -248,17 +248,17 @@ def test_lbfgs_follows(tmp_path):
 def test_several_optimizers_and_those_of_another_model():
     model, other = patch_model(build("llama-2")), build("llama-2")
     halves = [torch.optim.AdamW(list(model.parameters())[i::2], lr=LR) for i in (0, 1)]
-    assert Grower(model, CONFIG, tuple(halves)).grow(lm_batches()).applied
+    assert Grower(model, CONFIG, tuple(halves)).find(lm_batches()).keep().kept
     assert sorted(map(id, parameters_of(halves))) == sorted(map(id, model.parameters()))
     with pytest.raises(ValueError, match=r"holds none of this model's parameters.*after loading and moving"):
-        Grower(model, CONFIG, torch.optim.AdamW(other.parameters())).grow(lm_batches())
+        Grower(model, CONFIG, torch.optim.AdamW(other.parameters())).find(lm_batches()).keep()
     check_optimizers([], model)
 
 
 def test_an_optimizer_that_was_not_passed_is_told_of_once():
     model, other = patch_model(build("llama-2")), build("llama-2")
     optimizer, elsewhere = (torch.optim.AdamW(each.parameters(), lr=LR) for each in (model, other))
-    assert Grower(model, CONFIG).grow(lm_batches()).applied
+    assert Grower(model, CONFIG).find(lm_batches()).keep().kept
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(other, [elsewhere], lm_batches()[0])
@@ -267,16 +267,16 @@ def test_an_optimizer_that_was_not_passed_is_told_of_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(model, [optimizer], lm_batches()[0])
-        assert Grower(model, CONFIG, optimizer).grow(lm_batches()).applied  # one that was passed
+        assert Grower(model, CONFIG, optimizer).find(lm_batches()).keep().kept  # one that was passed
         step(model, [optimizer], lm_batches()[0])
-        assert Grower(model, CONFIG).grow(lm_batches()).applied  # one that is made afterwards
+        assert Grower(model, CONFIG).find(lm_batches()).keep().kept  # one that is made afterwards
         step(model, [torch.optim.AdamW(model.parameters(), lr=LR)], lm_batches()[0])
 
 
 def test_new_dims_that_were_frozen_are_no_reason_to_warn():
     model = patch_model(build("llama-2"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    assert Grower(model, CONFIG).grow(lm_batches()).applied
+    assert Grower(model, CONFIG).find(lm_batches()).keep().kept
     for parameter in extra_parameters(model):
         parameter.requires_grad_(False)
     with warnings.catch_warnings():
@@ -290,7 +290,7 @@ def test_optimizers_prepared_by_accelerate_are_followed():
     model, accelerator = patch_model(build("llama-2")), Accelerator(cpu=True)
     prepared = [accelerator.prepare(optimizer) for optimizer in OPTIMIZERS["adamw"](model.parameters())]
     step(model, prepared, lm_batches()[0])
-    Grower(model, CONFIG, prepared).grow(lm_batches())
+    Grower(model, CONFIG, prepared).find(lm_batches()).keep()
     step(model, prepared, lm_batches()[1])
     assert {*prepared[0].optimizer.state} == {*model.parameters()}
 
@@ -303,7 +303,7 @@ def test_schedule_free_averages_new_dims_from_where_growth_left_them():
     optimizer.train()
     for batch in lm_batches(6):
         step(model, [optimizer], batch)
-    assert Grower(model, CONFIG, optimizer).grow(lm_batches(4)).applied
+    assert Grower(model, CONFIG, optimizer).find(lm_batches(4)).keep().kept
     new = extra_parameters(model)
     found = [parameter.detach().clone() for parameter in new]
     optimizer.eval()  # what is evaluated and saved: the average

@@ -18,7 +18,7 @@ from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
 
 ODD = "<script>alert(1)</script> \"a&b\" 'c' {{ 7 * 7 }} </code>"
-EMPTY = GrowthReport(1.0, 1.0, [], 0)
+EMPTY = GrowthReport(1.0, 0.0, 0.0, False, [], 0)
 VOID = {"meta", "link", "img"}
 
 
@@ -121,7 +121,7 @@ def test_a_page_of_all_growths_of_a_training(grown, rolled_back, history, tmp_pa
 @pytest.mark.parametrize("config", [{"qk_dims": 2, "v_dims": 2}, {"budget": 0.02}], ids=["dims", "budget"])
 def test_the_printed_fall_was_measured_on_the_other_half(config):
     """It is the mean over batches of what each half falls by along the directions of the other, with its error."""
-    model, batches = patch_model(build("llama-2")), lm_batches(4)
+    model, batches = patch_model(build("llama-2")), lm_batches(8)
     with torch.no_grad():
         losses = [model(**batch, use_cache=False).loss.item() for batch in batches]
     growth = Grower(model, GrowthConfig(**config)).find(batches)
@@ -131,32 +131,40 @@ def test_the_printed_fall_was_measured_on_the_other_half(config):
         trial.set_steps([layer.step_size for layer in report.layers if layer.step_size > 0], half)
         trial.attach()
         with torch.no_grad():
-            falls += [losses[i] - model(**batches[i], use_cache=False).loss.item() for i in range(1 - half, 4, 2)]
+            falls += [losses[i] - model(**batches[i], use_cache=False).loss.item() for i in range(1 - half, 8, 2)]
         trial.detach()
-    before, after, error = report.validated_loss
-    assert before == pytest.approx(report.loss_before, rel=1e-6)  # with four batches, a few are all of them
-    assert before - after == pytest.approx(statistics.fmean(falls), rel=1e-4) and after != report.loss_after
-    assert error == pytest.approx(2 * statistics.stdev(falls) / 2, rel=1e-4)
-    text = f"Loss: {before:.4f} -> {after:.4f} ({after - before:+.4f} ± {error:.4f}) on growth batches that the"
-    assert text in join_lines(str(report))
+    assert report.fall == pytest.approx(statistics.fmean(falls), rel=1e-4)
+    assert report.error == pytest.approx(2.364624 * statistics.stdev(falls) / 4**0.5, rel=1e-4)
+    assert report.holds and f"It falls by {report.fall:.4f} ± {report.error:.4f} (95 %)" in join_lines(str(report))
 
 
-def test_a_loss_that_no_other_half_measured_is_not_called_validated():
-    """Old weights move along directions of all batches, so no half is left to measure the fall on."""
-    report = Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, update_existing=True)).grow(lm_batches(4))
-    assert report.applied and report.validated_loss is None
-    losses = f"Loss: {report.loss_before:.4f} -> {report.loss_after:.4f}"
-    assert losses in str(report) and "on the growth batches that the directions were computed from" in join_lines(
-        str(report)
-    )
+@pytest.mark.parametrize("way", [{"update_existing": True}, {"method": "refactor"}], ids=["update", "refactor"])
+def test_the_fall_of_old_dims_that_move_was_measured_on_the_other_half(way):
+    """Either half's own step of the old weights is taken along, not that of both."""
+    model, batches = patch_model(build("gpt2-2")), lm_batches(8)
+    with torch.no_grad():
+        losses = [model(**batch, use_cache=False).loss.item() for batch in batches]
+    growth = Grower(model, GrowthConfig(qk_dims=2, v_dims=2, **way)).find(batches)
+    trial, falls = growth._trial, []
+    for half in (0, 1):
+        trial.attach()
+        trial.set_steps([layer.step_size for layer in growth.report.layers], half)
+        first = trial.candidates[0]
+        assert first.old_step.changes[0][0].ne(first.old_step.changes[half + 1][0]).any()
+        with torch.no_grad():
+            falls += [losses[i] - model(**batches[i], use_cache=False).loss.item() for i in range(1 - half, 8, 2)]
+        trial.detach()
+    assert growth.report.fall == pytest.approx(statistics.fmean(falls), rel=1e-4)
+    assert growth.keep().kept
 
 
 def test_the_table_says_where_nothing_grew(rolled_back):
-    few = Grower(patch_model(build("llama-2")), GrowthConfig(budget=600)).grow(lm_batches(4))
+    few = Grower(patch_model(build("llama-2")), GrowthConfig(budget=600)).measure(lm_batches(12))
     assert few.added_parameters <= 600 and "-" in {row[-1] for row in words.rows_of(few)}
     rounded = Grower(patch_model(build("llama-2")), GrowthConfig(budget=3000, multiple_of=8)).grow(lm_batches(4))
     assert rounded.added_parameters == 2304  # 8 dims of one layer and kind
-    assert {row[-1] for row in words.rows_of(rolled_back)} == {"-"} and "no step along" in join_lines(str(rolled_back))
+    assert words.columns_of(rolled_back) == words.COLUMNS[:-1] and "no step along" in join_lines(str(rolled_back))
+    assert [row[2] for row in words.rows_of(rolled_back)] == ["16"]
     rows = [torch.randint(1, 90, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
     noise = Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, oversampling=4)).measure(
         [{"input_ids": row, "labels": row} for row in rows]
@@ -180,9 +188,8 @@ def test_printed_tables_fit_a_terminal_and_cut_no_word(grown):
 def test_a_report_as_json(grown, rolled_back):
     for report in (grown, rolled_back, EMPTY):
         read_back = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-        assert read_back["applied"] == report.applied and read_back["loss_after"] == report.loss_after
+        assert read_back["kept"] == report.kept and read_back["fall"] == report.fall
         assert [layer["width"] for layer in read_back["layers"]] == [list(layer.width) for layer in report.layers]
-    assert json.loads(json.dumps(grown.to_dict()))["validated_loss"] == list(grown.validated_loss)
 
 
 def test_two_pictures_of_a_growth(grown, rolled_back, history):

@@ -42,11 +42,11 @@ def test_a_budget_is_spread_evenly_until_the_guided_start(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_guided_start_spends_it_as_growth_does(variant, tmp_path):
     grown = patch_model(build(variant))
-    growth = Grower(grown, GrowthConfig(budget=BUDGET, old_dims_train=False)).grow(BATCHES)
+    growth = Grower(grown, GrowthConfig(budget=BUDGET, old_dims_train=False)).find(BATCHES).keep()
     model = adapted(variant)
     model.add_adapter("other", GrowAttnConfig(v_dims=1))  # has no part in it
     report = initialize_growattn_weights(model, BATCHES)
-    assert (report.loss_before, report.loss_after) == (growth.loss_before, growth.loss_after)
+    assert (report.loss_before, report.fall) == (growth.loss_before, growth.fall)
     assert 0 < count(model) == report.added_parameters == growth.added_parameters
     kinds = ("qk", "v")
     widths = {(g.layer, g.kind): g.width[1] - g.width[0] for g in report.layers}
@@ -76,7 +76,7 @@ def test_the_guided_start_spends_it_as_growth_does(variant, tmp_path):
 
 def test_layers_that_get_nothing_have_no_new_dims():
     model = adapted(LLAMA, budget=3000, layers=[1])
-    assert initialize_growattn_weights(model, BATCHES).applied
+    assert initialize_growattn_weights(model, BATCHES).kept
     assert set(model.peft_config["default"].dims) == {"1"}
     assert attentions(model)[0].extra is None
     few = adapted(LLAMA, budget=600)  # spread over two layers at first
@@ -84,7 +84,7 @@ def test_layers_that_get_nothing_have_no_new_dims():
     report = initialize_growattn_weights(few, BATCHES)
     assert len(few.peft_config["default"].dims) == 1 and count(few) == report.added_parameters
     again = initialize_growattn_weights(model, BATCHES[:2])  # spends it anew
-    assert again.applied and count(model) == again.added_parameters
+    assert again.kept and count(model) == again.added_parameters
 
 
 def test_an_inactive_adapter_stays_so_and_in_its_precision():
@@ -95,7 +95,7 @@ def test_an_inactive_adapter_stays_so_and_in_its_precision():
     stir(model)
     expected = logits(model)
     (dtype,) = {p.dtype for name, p in model.named_parameters() if ".other." in name}
-    assert initialize_growattn_weights(model, BATCHES, "other").applied
+    assert initialize_growattn_weights(model, BATCHES, "other").kept
     assert torch.equal(logits(model), expected)
     other = [p for name, p in model.named_parameters() if ".other." in name]
     assert other and {(p.dtype, p.requires_grad) for p in other} == {(dtype, False)}
@@ -108,7 +108,7 @@ def test_a_start_that_finds_nothing_leaves_the_even_one(monkeypatch):
     expected, dims = logits(model), model.peft_config["default"].dims
     down = F.step_factors  # each step goes uphill instead
     monkeypatch.setattr(F, "step_factors", lambda *args: [side * (-1) ** i for i, side in enumerate(down(*args))])
-    assert not initialize_growattn_weights(model, BATCHES).applied
+    assert not initialize_growattn_weights(model, BATCHES).kept
     assert torch.equal(logits(model), expected) and model.peft_config["default"].dims == dims
 
 

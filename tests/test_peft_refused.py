@@ -13,7 +13,7 @@ def test_adapters_keep_the_weights_they_were_trained_for(setting):
     model = adapted(GPT2)
     before = fingerprint(model.get_base_model())
     with pytest.raises(ValueError, match="merge_and_unload"):
-        Grower(model, GrowthConfig(qk_dims=2, **setting)).grow(BATCHES)
+        Grower(model, GrowthConfig(qk_dims=2, **setting)).find(BATCHES).keep()
     assert same(fingerprint(model.get_base_model()), before)
 
 

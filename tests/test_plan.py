@@ -17,14 +17,15 @@ from hf_growattn.grow.trial import Candidate, Trial, price_kinds, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import sketched_directions, whole_gradients
-from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
+from hf_growattn.measure.halves import halves_of
+from hf_growattn.measure.passes import Objective, evaluation_mode
 
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
 DIM = {"qk": 6 * (48 + 1), "v": 4 * 48 + 2 * (48 + 1)}
 
 
 def grow(model, batches=None, **config):
-    return Grower(model, GrowthConfig(**config)).grow(batches or lm_batches(6))
+    return Grower(model, GrowthConfig(**config)).find(batches or lm_batches(6)).keep()
 
 
 def added(report):
@@ -48,12 +49,10 @@ def test_a_budget_is_not_exceeded_and_goes_to_what_holds(budget, kinds):
 def test_a_budget_is_left_where_nothing_holds():
     """Labels without any relation to the inputs: what one half finds, the other half does not."""
     model = patch_model(build("llama-2"))
-    before = fingerprint(model)
     random = [{"input_ids": torch.randint(2, 97, (2, 8)), "labels": torch.randint(2, 97, (2, 8))} for _ in range(6)]
-    report = grow(model, random, budget=0.05)
-    assert report.added_parameters < 0.05 * model.num_parameters() or not report.applied
-    if not report.applied:
-        assert same(fingerprint(model), before) and "Nothing was grown" in str(report)
+    before = fingerprint(model)
+    report = Grower(model, GrowthConfig(budget=0.05)).grow(random)
+    assert not report.kept and same(fingerprint(model), before) and "Nothing was grown" in str(report)
 
 
 def test_allocation_prefers_the_layer_that_gains():
@@ -69,7 +68,7 @@ def test_allocation_prefers_the_layer_that_gains():
 def test_widths_are_rounded_up_to_a_multiple(config):
     model = patch_model(build("llama-5-bias"))
     report = grow(model, multiple_of=8, **config)
-    assert report.applied
+    assert report.kept
     for layer in report.layers:
         assert layer.width[1] % 8 == 0
         if "qk_dims" in config:
@@ -86,7 +85,7 @@ def test_widths_stay_below_their_limits():
     grow(model, budget=0.5, max_qk_head_dim=19, max_v_head_dim=18)
     assert all(a.width_of("query") <= 19 and a.width_of("value") <= 18 for a in attentions(model))
     model = patch_model(build("llama-5-bias"))
-    assert not grow(model, qk_dims=4, max_qk_head_dim=16).applied
+    assert not grow(model, qk_dims=4, max_qk_head_dim=16).kept
 
 
 @pytest.mark.parametrize(
@@ -163,16 +162,16 @@ def test_a_new_dim_has_one_length_on_both_sides_but_its_shared_side_is_never_sma
 @pytest.mark.parametrize("estimator", ["pooled-truncated", "per-sequence", "gradient"])
 def test_directions_may_be_plugged_in(estimator):
     grower = ComparedGrower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, v_dims=2), estimator=estimator)
-    report = grower.grow(lm_batches(6))
-    assert report.applied and report.loss_after < report.loss_before
+    report = grower.find(lm_batches(6)).keep()
+    assert report.kept
     assert all(layer.width == (16, 18) for layer in report.layers)
 
 
 def test_random_dims_change_nothing_yet():
     model, batches = patch_model(build("llama-5-bias")), lm_batches()
     logits = model(**batches[0]).logits
-    report = ComparedGrower(model, GrowthConfig(qk_dims=4, v_dims=4)).grow(batches)
-    assert report.applied and report.loss_after == report.loss_before
+    report = ComparedGrower(model, GrowthConfig(qk_dims=4, v_dims=4)).find(batches).keep()
+    assert report.kept and not report.holds and abs(report.fall) < 1e-6
     torch.testing.assert_close(model(**batches[0]).logits, logits, rtol=1e-5, atol=1e-5)
     assert all(a.growths["growth_1"].weight_of(role).any() for a in attentions(model) for role in ("key", "value"))
 

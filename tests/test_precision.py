@@ -41,10 +41,10 @@ def test_a_growth_inside_the_users_autocast_is_that_of_an_autocast_forward(varia
     inside, around = patch_model(build(variant)), patch_model(build(variant))
     around.forward = autocast(dtype)()(around.forward)  # as accelerate does
     with torch.autocast("cpu", dtype):
-        one = Grower(inside, CONFIG).grow(lm_batches())
-    other = Grower(around, CONFIG).grow(lm_batches())
-    assert one.applied and "forward" not in vars(inside) and "forward" in vars(around)
-    assert (one.loss_before, one.loss_after, one.layers) == (other.loss_before, other.loss_after, other.layers)
+        one = Grower(inside, CONFIG).find(lm_batches()).keep()
+    other = Grower(around, CONFIG).find(lm_batches()).keep()
+    assert one.kept and "forward" not in vars(inside) and "forward" in vars(around)
+    assert one == other
     for name, parameter in inside.named_parameters():
         assert parameter.dtype == torch.float32 and torch.equal(parameter, around.get_parameter(name)), name
 
@@ -53,9 +53,9 @@ def test_a_growth_inside_the_users_autocast_is_that_of_an_autocast_forward(varia
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gains_in_low_precision_are_those_of_fp32(variant, dtype):
     """These steep models multiply the rounding of activations, 11 bits in fp16 and 8 in bf16, about twentyfold."""
-    full = Grower(patch_model(build(variant)), CONFIG).grow(lm_batches())
+    full = Grower(patch_model(build(variant)), CONFIG).find(lm_batches()).keep()
     with torch.autocast("cpu", dtype):
-        half = Grower(patch_model(build(variant)), CONFIG).grow(lm_batches())
+        half = Grower(patch_model(build(variant)), CONFIG).find(lm_batches()).keep()
     for one, other in zip(full.layers, half.layers):
         assert other.gain == pytest.approx(one.gain, rel=20 * torch.finfo(dtype).eps)
         assert other.out_of_reach == pytest.approx(one.out_of_reach, abs=0.05)
@@ -68,7 +68,7 @@ def test_bf16_weights_are_measured_in_fp32(variant):
     for one, other in zip(*found):
         assert other.in_sample.dtype == torch.float32
         assert other.in_sample.sum().item() == pytest.approx(one.in_sample.sum().item(), rel=0.1)  # weights of 8 bits
-    assert Grower(model, CONFIG).grow(lm_batches()).applied
+    assert Grower(model, CONFIG).find(lm_batches()).keep().kept
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
@@ -80,8 +80,8 @@ def test_fp16_with_a_gradient_scaler(variant):
     train(model, optimizer, autocast(torch.float16), scaler)
     scale = scaler.get_scale()
     with torch.autocast("cpu", torch.float16):
-        report = Grower(model, CONFIG, optimizer).grow(lm_batches())
-    assert report.applied and scaler.get_scale() == scale
+        report = Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
+    assert report.kept and scaler.get_scale() == scale
     assert all(map(torch.isfinite, torch.tensor(train(model, optimizer, autocast(torch.float16), scaler))))
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
 
@@ -91,8 +91,8 @@ def test_gradients_that_fp16_would_lose_are_measured():
 
     faint = [{**batch, "num_items_in_batch": torch.tensor(1e6)} for batch in lm_batches()]  # divides the loss
     with torch.autocast("cpu", torch.float16):
-        half = Grower(patch_model(build("llama-2")), CONFIG).grow(faint)
-    full = Grower(patch_model(build("llama-2")), CONFIG).grow(faint)
+        half = Grower(patch_model(build("llama-2")), CONFIG).find(faint).keep()
+    full = Grower(patch_model(build("llama-2")), CONFIG).find(faint).keep()
     for one, other in zip(full.layers, half.layers):
         assert other.gain == pytest.approx(one.gain, rel=0.05) and one.gain < 1e-4
 
@@ -100,8 +100,8 @@ def test_gradients_that_fp16_would_lose_are_measured():
 def test_gradients_that_overflow_are_tried_at_a_smaller_scale():
     huge = [{**batch, "num_items_in_batch": torch.tensor(1e-3)} for batch in lm_batches()]
     with torch.autocast("cpu", torch.float16):
-        half = Grower(patch_model(build("llama-2")), CONFIG).grow(huge)
-    full = Grower(patch_model(build("llama-2")), CONFIG).grow(huge)
+        half = Grower(patch_model(build("llama-2")), CONFIG).find(huge).keep()
+    full = Grower(patch_model(build("llama-2")), CONFIG).find(huge).keep()
     for one, other in zip(full.layers, half.layers):
         assert other.gain == pytest.approx(one.gain, rel=0.05)
 
@@ -117,7 +117,7 @@ def test_compiled_code_is_made_anew_once_for_each_growth():
     for _ in range(2):
         train(compiled, optimizer, autocast(torch.bfloat16), identity)
         frames.append(counter.frame_count)
-        assert ComparedGrower(compiled, GrowthConfig(qk_dims=1), optimizer).grow(lm_batches()).applied
+        assert ComparedGrower(compiled, GrowthConfig(qk_dims=1), optimizer).find(lm_batches()).keep().kept
     train(compiled, optimizer, autocast(torch.bfloat16), identity)
     frames.append(counter.frame_count)
     assert [later - earlier for earlier, later in itertools.pairwise(frames)] == [frames[0]] * 2

@@ -18,7 +18,8 @@ from hf_growattn.measure import directions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import KindProbe, Probe, exact_directions, sketched_directions, whole_gradients
-from hf_growattn.measure.passes import Objective, batch_loss, evaluation_mode, halves_of
+from hf_growattn.measure.halves import halves_of
+from hf_growattn.measure.passes import Objective, batch_loss, evaluation_mode
 
 VARIANTS = ["llama-2", "llama-5-bias", "gpt2-2", "gpt2-5-scaled"]
 
@@ -387,8 +388,8 @@ def test_a_half_chooses_its_columns_without_the_other(monkeypatch):
 
 def test_a_sketch_without_more_columns_than_dims_finds_as_many():
     model = patch_model(build("llama-2"))
-    report = Grower(model, GrowthConfig(qk_dims=8, oversampling=0)).grow(lm_batches(4))
-    assert report.applied and attentions(model)[0].width_of("query") == 16 + 8
+    report = Grower(model, GrowthConfig(qk_dims=8, oversampling=0)).find(lm_batches(4)).keep()
+    assert report.kept and attentions(model)[0].width_of("query") == 16 + 8
 
 
 def test_padding_does_not_count_in_the_size_of_outputs():

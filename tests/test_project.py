@@ -26,7 +26,7 @@ def test_the_readme_example_runs(tmp_path, monkeypatch):
     namespace = {"Trainer": Trainer, "arguments": arguments, "rows": rows}
     for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
         exec(block, namespace)
-    assert namespace["report"].applied
+    assert namespace["report"].kept
     assert isinstance(namespace["trainer"].callback_handler.callbacks[-1], GrowthCallback)
     batch = namespace["batches"][0]
     assert torch.equal(namespace["reloaded"].eval()(batch).logits, namespace["model"].eval()(batch).logits)

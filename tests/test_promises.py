@@ -50,7 +50,7 @@ def test_growths_stand_in_the_order_in_which_they_came():
 def test_a_forward_that_fails_leaves_nothing_behind():
     """Such as one that runs out of memory: activations would stay alive, and a model that holds them has no copy."""
     model = patch_model(build("llama-2"))
-    Grower(model, CONFIG).grow(lm_batches(2))
+    Grower(model, CONFIG).find(lm_batches(2)).keep()
     before = model(tokens()).logits
     attention = attentions(model)[0]
     hook = attention.module.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -111,14 +111,26 @@ def test_inputs_that_nearly_depend_on_each_other_give_no_direction_of_rounding()
 def test_a_growth_is_kept_once():
     model = patch_model(build("llama-2"))
     found = Grower(model, CONFIG).find(lm_batches(4))
-    assert found.keep().applied
+    assert found.keep().kept
     grown = widths(model), len(extra_parameters(model))
-    found.keep()
+    for end in (found.keep, found.drop):
+        with pytest.raises(RuntimeError, match="This growth was kept"):
+            end()
     assert (widths(model), len(extra_parameters(model))) == grown and not found.new_dims
 
 
-def test_what_is_called_validated_is_measured_by_the_other_half(monkeypatch):
-    given, seen = lm_batches(4), []
+def test_a_growth_that_was_dropped_cannot_be_kept():
+    model = patch_model(build("llama-2"))
+    found = Grower(model, CONFIG).find(lm_batches(4))
+    assert not found.drop().kept
+    for end in (found.keep, found.drop):
+        with pytest.raises(RuntimeError, match="This growth was dropped"):
+            end()
+    assert not extra_parameters(model) and model.config.extra_dims == {}
+
+
+def test_the_fall_is_measured_by_the_other_half(monkeypatch):
+    given, seen = lm_batches(8), []
     half_of = {id(batch["input_ids"]): number % 2 for number, batch in enumerate(given)}
     original = growing.compute_losses
 
@@ -137,7 +149,7 @@ def test_what_is_called_validated_is_measured_by_the_other_half(monkeypatch):
             or original(objective, batches)
         ),
     )
-    assert Grower(patch_model(build("llama-2")), CONFIG).find(given).report.validated_loss
+    assert Grower(patch_model(build("llama-2")), CONFIG).find(given).report.fall
     assert seen and all(found == 1 - measured for found, measured in seen)
 
 
@@ -156,7 +168,7 @@ def test_a_folder_that_looks_like_a_hub_id_is_not_published_as_one(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     build("llama-2").save_pretrained("my/llama")
     model = patch_model(type(build("llama-2")).from_pretrained("my/llama"))
-    Grower(model, CONFIG).grow(lm_batches(2))
+    Grower(model, CONFIG).find(lm_batches(2)).keep()
     for there, named in ((True, False), (False, True)):
         if not there:
             (tmp_path / "my").rename(tmp_path / "elsewhere")
@@ -222,7 +234,7 @@ def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
         return {module.training for part in parts for module in part.modules()}
 
     model = patch_model(build("llama-2")).train(training)
-    assert Grower(model, replace(CONFIG, update_existing=update_existing)).grow(lm_batches(4)).applied
+    assert Grower(model, replace(CONFIG, update_existing=update_existing)).find(lm_batches(4)).keep().kept
     assert modes() == {training}
 
 
@@ -293,7 +305,7 @@ def test_a_model_that_grew_twice_knows_where_it_came_from():
     model = patch_model(build("llama-2"))
     model.config.name_or_path = "someone/base"
     for _ in range(2):
-        assert Grower(model, CONFIG).grow(lm_batches(4)).applied
+        assert Grower(model, CONFIG).find(lm_batches(4)).keep().kept
     assert origin_of(model) == "someone/base"
 
 

@@ -91,7 +91,7 @@ def test_each_seed_of_a_race_has_a_growth_of_its_own(prepared):
 
 def test_a_stock_checkpoint_names_no_code(tmp_path):
     model = patch_model(build("llama-2"))
-    assert Grower(model, CONFIG).grow(lm_batches(4)).applied
+    assert Grower(model, CONFIG).find(lm_batches(4)).keep().kept
     model.save_pretrained(tmp_path / "grown")
     assert "auto_map" in json.loads((tmp_path / "grown" / "config.json").read_text())
     export_model(AutoModelForCausalLM.from_pretrained(tmp_path / "grown"), tmp_path / "stock")

@@ -179,4 +179,4 @@ def test_a_model_that_is_made_by_the_trainer_grows(tmp_path):
     growth = GrowthCallback(run, CONFIG, steps=[3], batches=3)
     run.add_callback(growth)
     run.train()
-    assert grown_at(run.state) == [3] and growth.reports[0].applied
+    assert grown_at(run.state) == [3] and growth.reports[0].kept

@@ -29,8 +29,8 @@ def test_an_unknown_family_grows_and_is_saved_and_loaded(tmp_path):
     model = own_model()
     before = model(tokens()).logits
     assert torch.equal(patch_model(model)(tokens()).logits, before)
-    report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).grow(lm_batches())
-    assert report.applied and all(layer.out_of_reach is None for layer in report.layers)
+    report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).find(lm_batches()).keep()
+    assert report.kept and all(layer.out_of_reach is None for layer in report.layers)
     assert [(a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(20, 18)] * 2
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -41,8 +41,8 @@ def test_an_unknown_family_grows_and_is_saved_and_loaded(tmp_path):
 
 def test_a_layout_tells_what_old_dims_can_follow(registered):
     model = patch_model(own_model())
-    report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).grow(lm_batches())
-    assert report.applied and all(0 < layer.out_of_reach <= 1 for layer in report.layers)
+    report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).find(lm_batches()).keep()
+    assert report.kept and all(0 < layer.out_of_reach <= 1 for layer in report.layers)
     attention = attentions(model)[1]
     mixed = attention.module.mix.weight.view(4, 3, 16, 48)
     assert all(torch.equal(attention.weight_of(role), mixed[:, i]) for i, role in enumerate(("query", "key", "value")))
@@ -75,4 +75,4 @@ def test_heads_that_are_not_what_the_module_says_are_refused(name):
     for layer in model.model.layers:
         setattr(layer.self_attn, name, 2)
     with pytest.raises(ValueError, match=r"cannot join OwnAttention: it hands .* and its attributes say"):
-        Grower(patch_model(model), GrowthConfig(qk_dims=2, v_dims=2)).grow(lm_batches())
+        Grower(patch_model(model), GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches()).keep()

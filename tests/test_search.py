@@ -33,7 +33,7 @@ def test_ten_evaluations_of_few_batches_are_the_most(config, batches, monkeypatc
 
     monkeypatch.setattr(trial.StepSearch, "loss_at", counting)
     monkeypatch.setattr(trial, "mean_loss", noting)
-    assert Grower(patch_model(build("llama-2")), config).grow(lm_batches(batches)).applied
+    assert Grower(patch_model(build("llama-2")), config).find(lm_batches(batches)).keep().kept
     assert 4 <= len(evaluated) <= 10 and evaluated[0] == 2 and max(evaluated) <= 4
 
 
@@ -47,7 +47,7 @@ def test_what_pricing_leaves_of_the_evaluations_is_there_for_what_was_bought(mon
 
     monkeypatch.setattr(trial.StepSearch, "loss_at", lambda *args: losses.append(args) or loss_at(*args))
     monkeypatch.setattr(trial.StepSearch, "run", noting)
-    assert Grower(patch_model(build("llama-2")), CONFIGS[0]).grow(lm_batches(4)).applied
+    assert Grower(patch_model(build("llama-2")), CONFIGS[0]).find(lm_batches(4)).keep().kept
     assert len(left) == 2 and all(noted == expected for noted, expected in left)
 
 
@@ -96,7 +96,7 @@ def test_a_sketch_looks_at_part_of_the_batches_and_what_does_not_hold_is_not_gro
     )
     monkeypatch.setattr(directions, "_solve_directions", nothing_holds)
     report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(12))
-    assert [*map(len, passes)] == [2, 2, 2, 2, 6, 6] and not report.applied
+    assert [*map(len, passes)] == [2, 2, 2, 2, 6, 6] and not report.kept
     first, second = {*passes[0], *passes[1]}, {*passes[2], *passes[3]}
     assert not first & second and first | second < {*passes[4], *passes[5]}
     assert "Nothing was grown" in str(report)

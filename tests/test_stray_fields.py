@@ -48,7 +48,7 @@ def test_a_field_counts_where_the_stock_attention_reads_it(name, field):
 @pytest.mark.parametrize("name", IGNORED)
 def test_a_model_with_stray_fields_grows_and_saves(name, tmp_path):
     model = patch_model(stray(name, *IGNORED[name]))
-    assert Grower(model, GrowthConfig(qk_dims=4)).grow(lm_batches()).applied
+    assert Grower(model, GrowthConfig(qk_dims=4)).find(lm_batches()).keep().kept
     model.save_pretrained(tmp_path / "grown")
     saved = json.loads((tmp_path / "grown" / "config.json").read_text())
     assert all(saved[field] == value(name, field) for field in IGNORED[name])

@@ -76,7 +76,7 @@ def test_when_it_grows(tmp_path, when, options, expected):
     reports = run.growth.reports
     assert grown_at(run.state) == expected and len(reports) == len(expected)
     layer = attentions(run.model)[0]
-    assert layer.width_of("query") == layer.width_of("value") == 16 + sum(report.applied for report in reports)
+    assert layer.width_of("query") == layer.width_of("value") == 16 + sum(report.kept for report in reports)
 
 
 def test_a_plateau_of_the_evaluation_loss(tmp_path):
@@ -92,8 +92,8 @@ def test_trackers_hear_the_losses_of_a_growth(tmp_path):
     run = trainer(tmp_path, dict(steps=[3]))
     run.train()
     heard = next(callback for callback in run.callback_handler.callbacks if isinstance(callback, Heard)).logs
-    (logs,) = [logs for step, logs in heard if "growth_loss_after" in logs]
-    assert logs["growth_loss_after"] < logs["growth_loss_before"]
+    (logs,) = [logs for step, logs in heard if "growth_fall" in logs]
+    assert logs["growth_fall"] > logs["growth_error"] > 0 and logs["growth_holds"] == 1
     assert [step for step, logs in heard if "loss" in logs] == [1, 2, 3, 4, 5, 6]  # none of the usual ones is lost
 
 
@@ -258,7 +258,7 @@ def test_trls_trainer(tmp_path):
     growth = GrowthCallback(run, CONFIG, steps=[3], batches=3)
     run.add_callback(growth)
     run.train()
-    assert grown_at(run.state) == [3] and growth.reports[0].applied
+    assert grown_at(run.state) == [3] and growth.reports[0].kept
 
 
 def test_an_evaluation_at_the_step_of_a_growth_came_before_it():

@@ -11,7 +11,8 @@ from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.growable.growths import sync_config
 from hf_growattn.measure.bottlenecks import QK, compute_moments
 from hf_growattn.measure.directions import exact_directions, probing
-from hf_growattn.measure.passes import HalvedBatches, Objective, evaluation_mode, halves_of
+from hf_growattn.measure.halves import HalvedBatches, halves_of
+from hf_growattn.measure.passes import Objective, evaluation_mode
 
 
 @pytest.mark.parametrize(
@@ -55,13 +56,13 @@ def test_a_search_reads_the_weights_and_writes_none(variant, monkeypatch):
         taken.append(any(steps))
 
     monkeypatch.setattr(Trial, "set_steps", set_steps)
-    assert Grower(model, GrowthConfig(budget=0.05)).grow(lm_batches(6)).applied
+    assert Grower(model, GrowthConfig(budget=0.05)).find(lm_batches(6)).keep().kept
     assert sum(taken) > 10
 
 
 def test_the_directions_of_either_half_are_judged_on_the_other(monkeypatch):
     model, batches = patch_model(build("llama-2")), lm_batches(4)
-    halves, calls = HalvedBatches(halves_of(batches)), []
+    halves, calls = HalvedBatches(batches), []
 
     def set_steps(trial, steps, half=None, original=Trial.set_steps):
         original(trial, steps, half)

@@ -52,7 +52,7 @@ def test_it_is_trained_with_images_and_grown_and_reloaded(name, tmp_path):
     callback = GrowthCallback(trainer, GROWTH, steps=[8], batches=8)
     trainer.add_callback(callback)
     trainer.train()
-    assert [report.applied for report in callback.reports] == [True]
+    assert [report.kept for report in callback.reports] == [True]
     wide = {attention.name for attention in attentions(model) if attention.growths}
     assert wide and all("language_model" in path or "text_model" in path for path in wide)
     trainer.save_model(str(tmp_path / "grown"))
@@ -118,16 +118,16 @@ def test_submodels_that_cannot_grow_are_refused():
         patch_model(model, submodels=["tower"])
     assert type(model) is type(build("llava"))
     with pytest.raises(ValueError, match="too few batches"):  # the images of all rows are in one tensor
-        Grower(patch_model(build("qwen3_vl")), GROWTH).grow([batch("qwen3_vl")])
+        Grower(patch_model(build("qwen3_vl")), GROWTH).find([batch("qwen3_vl")]).keep()
     images = patch_model(build("qwen3_vl"), submodels=["visual"])  # runs the patches of all images in one row
     with pytest.raises(ValueError, match=r"the shape \(12, 32\) instead of \(batch, tokens, features\)"):
-        Grower(images, GROWTH).grow([batch("qwen3_vl", seed=seed) for seed in range(2)])
+        Grower(images, GROWTH).find([batch("qwen3_vl", seed=seed) for seed in range(2)]).keep()
 
 
 def test_the_model_inside_does_not_grow_by_itself_in_a_model_whose_config_would_not_know():
     model = build("llava")
     inner = patch_model(model.model.language_model)
     with pytest.raises(ValueError, match=r"in a Llava.*call patch_model on the whole"):
-        Grower(model, GROWTH).grow([batch("llava")])
+        Grower(model, GROWTH).find([batch("llava")]).keep()
     assert not is_grown(unpatch_model(inner)) and type(inner) is LlamaModel
-    assert Grower(patch_model(model), GROWTH).grow([batch("llava", seed=seed) for seed in range(2)]).applied
+    assert Grower(patch_model(model), GROWTH).find([batch("llava", seed=seed) for seed in range(2)]).keep().kept

@@ -30,7 +30,7 @@ def test_a_config_says_what_it_takes(options, said):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
 def test_tokens_of_any_whole_numbers_grow(dtype):
     ids = tokens().to(dtype)
-    assert Grower(patch_model(build("llama-2")), CONFIG).grow([ids, ids]).loss_before > 0
+    assert Grower(patch_model(build("llama-2")), CONFIG).find([ids, ids]).keep().loss_before > 0
 
 
 def test_a_loss_that_is_no_function_or_no_number():
@@ -42,7 +42,7 @@ def test_a_loss_that_is_no_function_or_no_number():
         (lambda output: output.logits, "a tensor"),
     ):
         with pytest.raises(ValueError, match=rf"is {found}.*: pass labels along, and return outputs\.loss") as error:
-            Grower(model, CONFIG, loss=lambda model, batch: loss(model(**batch))).grow(lm_batches(2))  # noqa: B023
+            Grower(model, CONFIG, loss=lambda model, batch: loss(model(**batch))).find(lm_batches(2)).keep()  # noqa: B023
         assert "tensor(" not in str(error.value)
 
 
@@ -54,7 +54,7 @@ def test_a_submodel_may_be_named_by_a_text():
 @pytest.mark.parametrize("name", ["keys", "training", "a.b", "", "forward"])
 def test_growths_have_names_that_modules_can_have(name, tmp_path):
     model = patch_model(build("llama-2"))
-    Grower(model, CONFIG).grow(lm_batches(2))
+    Grower(model, CONFIG).find(lm_batches(2)).keep()
     model.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     fields["extra_dims"] = {"0": {name: [1, 1]}}

@@ -127,7 +127,7 @@ def with_accelerate(output: Path, resume: Path | None, die_at: int | None, dtype
         losses[step + 1] = accelerator.reduce(loss_of_step, "mean").item()
         if step + 1 in GROWTHS:
             first = STEPS * ACCUMULATION + GROWTHS.index(step + 1) * GROWTH_BATCHES
-            assert grower.grow(batches[first : first + GROWTH_BATCHES]).applied
+            assert grower.find(batches[first : first + GROWTH_BATCHES]).keep().kept
         if (step + 1) % 2 == 0:
             accelerator.save_state(output / f"checkpoint-{step + 1}")
             if not fsdp and is_grown(model) and accelerator.is_main_process:

@@ -169,7 +169,7 @@ def trains_down(folder, make) -> None:
     trainer.train()
     (report,) = growth.reports
     assert report.loss_before == pytest.approx(growth.expected, rel=ROUNDING)
-    assert report.applied and report.loss_after < report.loss_before
+    assert report.kept
     assert attentions(trainer.model)[0].width_of("value") > 16
 
 
@@ -226,8 +226,8 @@ def contrastive_on_ranks(folder) -> None:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
     for loss in (contrastive, lambda _, batch: contrastive(ddp, batch)):
         report = Grower(ddp, CONFIG, optimizer, loss=loss).measure(every[dist.get_rank() :: 2])
-        assert report.loss_before == pytest.approx(expected, rel=ROUNDING) and report.found
-    assert Grower(ddp, CONFIG, optimizer, loss=loss).grow(every[dist.get_rank() :: 2]).applied
+        assert report.loss_before == pytest.approx(expected, rel=ROUNDING) and report.holds
+    assert Grower(ddp, CONFIG, optimizer, loss=loss).find(every[dist.get_rank() :: 2]).keep().kept
     contrastive(ddp, every[0]).backward()  # the wrapper is as it was, and knows the new parameters
     assert all(parameter.grad is not None for parameter in ddp.parameters())
 

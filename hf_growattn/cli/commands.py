@@ -87,13 +87,14 @@ def run_measure(recipe: Any) -> Result:
     A growth is tried on the loss that SFTTrainer would train, then taken back. Nothing is changed or written. This does
     not compare growth with LoRA: race does.
     """
-    from ..report.words import report_text
+    from ..report.words import report_text, wrap_line
     from .measuring import prepare_growth
 
     grower, batches = prepare_growth(recipe)
     report = grower.measure(batches)
-    text = report_text(report, _format_race(recipe))
-    return Result(report.to_dict(), text, 0 if report.found else NOTHING)
+    about = wrap_line("Any new weights may lower the loss as much: growattn race tells whether width beats LoRA.")
+    text = f"{about}\n{report_text(report, _format_race(recipe))}"
+    return Result(report.to_dict(), text, 0 if report.holds else NOTHING)
 
 
 def run_race(recipe: Any) -> Result:

@@ -22,9 +22,11 @@ from ..growable.training_state import (
     reshard,
     warn_without_ddp,
 )
+from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
 from ..measure.directions import Directions, exact_directions, passes_over, sketched_directions
-from ..measure.passes import HalvedBatches, Objective, compute_losses, halves_of, lowering, mean_loss, preserved_state
+from ..measure.halves import HalvedBatches
+from ..measure.passes import ROUNDING, Objective, compute_losses, lowering, mean_loss, preserved_state
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 from .plan import (
@@ -39,9 +41,7 @@ from .plan import (
     read_batches,
     spend,
 )
-from .trial import FEW, MOST_EVALUATIONS, SMALLEST_FALL, Candidate, StepSearch, Trial, price_kinds
-
-_SMALLER = (1.0, 1 / 4, 1 / 16)  # shares of the steps found, tried in turn on all batches
+from .trial import FEW, MOST_EVALUATIONS, Candidate, StepSearch, Trial, price_kinds
 
 
 @dataclass(frozen=True)
@@ -69,49 +69,74 @@ class Growth:
     """New dims that `Grower.find` has found. The model is unchanged until `keep`.
 
     Attributes:
-        report: what was measured; prints as a table. `report.applied` says whether any step lowers the loss.
+        report: what was measured; prints as a table. `report.holds` says whether the new dims lower the loss of batches
+            that they were not computed from.
     """
 
-    def __init__(
-        self,
-        wrapped: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        trial: Trial | None,
-        report: GrowthReport,
-    ):
-        self._wrapped, self._optimizers, self._trial, self.report = wrapped, optimizers, trial, report
+    def __init__(self, wrapped: nn.Module, optimizers: list[torch.optim.Optimizer], trial: Trial, report: GrowthReport):
+        self._wrapped, self._optimizers, self.report = wrapped, optimizers, report
+        self._trial: Trial | None = trial  # None at the end: it holds as much as the gradients of all layers
+        self._end = ""
 
     @property
     def new_dims(self) -> dict[GrowableAttention, NewDims]:
-        """The new dims by attention module; empty where no step lowers the loss, and once they are dropped."""
+        """The new dims by attention module; empty once they are kept or dropped."""
         return self._trial.new_dims if self._trial is not None else {}
 
     def keep(self) -> GrowthReport:
         """Make the new dims a part of the model that trains, in the optimizer's groups, too; returns the report.
 
-        Where no step lowers the loss, nothing changes.
+        They need not hold; where no step lowers the loss, they change nothing yet. After an exception, or an interrupt,
+        model and optimizers are as they were.
+
+        Raises:
+            RuntimeError: the growth was kept or dropped before.
         """
-        if self._trial is not None:
-            check_saving(self._wrapped)
-            warn_without_ddp(self._wrapped)
-            model = growable_model(self._wrapped)
-            reshard(model)
-            name, kept = next_name(model), growths_of(model)
-            for attention, new in self.new_dims.items():
-                broadcast_from_rank0(*(parameter.detach() for parameter in new.parameters()))
-                new.requires_grad_(True).train(attention.module.training)
-            grown = {attention: kept[attention] | {name: new} for attention, new in self.new_dims.items()}
-            replace_growths(self._wrapped, grown, self._optimizers)
-            leave_checkpoint(model)
-            for candidate in self._trial.candidates:
+        trial, model = self._open_trial(), growable_model(self._wrapped)
+        if not any(candidate.changes_model for candidate in trial.candidates):  # a budget may have bought nothing
+            self._finish("kept, with nothing in it")
+            return self.report
+        check_saving(self._wrapped)
+        warn_without_ddp(self._wrapped)
+        reshard(model)
+        name, kept = next_name(model), growths_of(model)
+        for attention, new in trial.new_dims.items():
+            broadcast_from_rank0(*(parameter.detach() for parameter in new.parameters()))
+            new.requires_grad_(True).train(attention.module.training)
+        grown = {attention: kept[attention] | {name: new} for attention, new in trial.new_dims.items()}
+
+        def commit() -> None:
+            for candidate in trial.candidates:
                 candidate.commit(self._optimizers)
-        self.drop()
+            leave_checkpoint(model)
+            self._finish("kept")
+
+        try:
+            replace_growths(self._wrapped, grown, self._optimizers, commit)
+        except BaseException:
+            if not self._end:
+                for candidate in trial.candidates:
+                    candidate.undo()
+            raise
         return replace(self.report, kept=True)
 
     def drop(self) -> GrowthReport:
-        """Forget the new dims; returns the report."""
-        self._trial = None
-        return replace(self.report, kept=False)
+        """Forget the new dims; returns the report.
+
+        Raises:
+            RuntimeError: the growth was kept or dropped before.
+        """
+        self._open_trial()
+        self._finish("dropped")
+        return self.report
+
+    def _open_trial(self) -> Trial:
+        if self._trial is None:
+            raise RuntimeError(f"This growth was {self._end}, which ends it. Find another one by Grower.find.")
+        return self._trial
+
+    def _finish(self, end: str) -> None:
+        self._trial, self._end = None, end
 
 
 class Grower:
@@ -164,7 +189,7 @@ class Grower:
                 with `loss=`; a few dozen batches are better.
 
         Returns:
-            The growth, with its report; `keep` makes its new dims a part of the model.
+            The growth, with its report; `keep` makes its new dims a part of the model, whether they hold or not.
 
         Raises:
             RuntimeError: under torch.distributed, the search failed in another process, whose own error says why.
@@ -180,13 +205,17 @@ class Grower:
             return self._judge_steps(session, candidates, trial, steps)
 
     def grow(self, batches: Iterable) -> GrowthReport:
-        """Find new dims, and keep them if they lower the loss; arguments and errors are those of `find`.
+        """Find new dims, and keep them if they hold; otherwise nothing changes. Arguments and errors as for `find`.
+
+        They hold if they lower the loss of batches that they were not computed from, by more than the error at 95 %:
+        `report.kept` says whether the model has them.
 
         A model that grew no longer names the checkpoint that it came from as its own: what others would load from
         there, such as TRL a reference model, has to be passed.
         """
         check_saving(self.wrapped)
-        return self.find(batches).keep()
+        growth = self.find(batches)
+        return growth.keep() if growth.report.holds else growth.drop()
 
     def measure(self, batches: Iterable) -> GrowthReport:
         """Find new dims, and drop them: the report of what `grow` would do, with `kept=False`."""
@@ -209,7 +238,7 @@ class Grower:
                 check_old_dims(self.model, self.config, layers)
             check_optimizers(self.optimizers, self.model)
             read = read_batches(batches, self.model) if self.loss is None else list_batches(batches)
-            halved = HalvedBatches(halves_of(read, whole=self.loss is not None))
+            halved = HalvedBatches(read, whole=self.loss is not None)
         if not all(all_reduce_sum(*map(len, halved.halves))):
             raise ValueError(
                 "There are too few batches to grow on: a growth needs two sequences at least, two batches with loss=, "
@@ -245,7 +274,8 @@ class Grower:
         passes = passes_over(batches.halves) if sketches else [batches.halves]
         passes += [batches.halves] * self.config.moves_old_dims
         back = sum(len(half) for halves in passes for half in halves)
-        return 2 * len(batches.every) + 3 * back + (MOST_EVALUATIONS + 1) * sum(map(len, batches.few(FEW)))
+        judging = sum(map(len, batches.judges)) * (1 if batches.judges is batches.halves else 2)
+        return len(batches.every) + judging + 3 * back + MOST_EVALUATIONS * sum(map(len, batches.few(FEW)))
 
     def _measure_directions(self, session: Session) -> list[Directions]:
         """Note the losses of the batches, and return the best directions of every bottleneck that the loss runs."""
@@ -258,7 +288,10 @@ class Grower:
             raise ValueError("The loss runs none of the attention modules that shall grow: choose other layers.")
         for bottleneck in bottlenecks:
             bottleneck.old_dims_train = session.old_dims_train[bottleneck.attention, bottleneck.kind]
-        return self.find_directions(session.objective, bottlenecks, batches.halves)
+        directions = self.find_directions(session.objective, bottlenecks, batches.halves)
+        for each in directions:
+            each.leave_rounding_out(batches.loss_before)
+        return directions
 
     def find_directions(
         self, objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list, list]
@@ -297,48 +330,36 @@ class Grower:
         return session.search.run(trial)[0]
 
     def _judge_steps(self, session: Session, candidates: list[Candidate], trial: Trial, steps: list[float]) -> Growth:
-        """Judge the steps on all batches, and return the growth, with the steps that hold set."""
-        validated = None
+        """Judge the steps, and return the growth, with the steps set."""
+        fall, error = _measure_fall(session, trial, steps) if any(steps) else (0.0, 0.0)
         with trial.attached():
-            steps, loss = self.shorten_steps(session, trial, steps)
-            if any(steps) and not self.config.moves_old_dims:
-                validated = _validated_loss(session, trial, steps)
             trial.set_steps(steps)
-        losses = {"loss_before": session.batches.loss_before, "loss_after": loss, "validated_loss": validated}
-        report = growth_report(self.model, candidates, trial, steps, **losses)
-        return Growth(self.wrapped, self.optimizers, trial if any(steps) else None, report)
-
-    def shorten_steps(self, session: Session, trial: Trial, steps: list[float]) -> tuple[list[float], float]:
-        """Return the largest share of the steps that lowers the loss of all batches, and that loss; zeros if none does.
-
-        A subclass may judge otherwise.
-        """
-        before, nothing = session.batches.loss_before, [0.0] * len(steps)
-        if steps == nothing:
-            return nothing, before
-        for share in _SMALLER:
-            smaller = [step * share for step in steps]
-            trial.set_steps(smaller)
-            loss_after = mean_loss(session.objective, session.batches.every)
-            if before - loss_after > SMALLEST_FALL * abs(before):
-                return smaller, loss_after
-        return nothing, before
+        before = session.batches.loss_before
+        verdict = {"fall": fall, "error": error, "holds": fall > max(error, ROUNDING * abs(before))}
+        report = growth_report(self.model, candidates, trial, steps, loss_before=before, **verdict)
+        return Growth(self.wrapped, self.optimizers, trial, report)
 
 
-def _validated_loss(session: Session, trial: Trial, steps: list[float]) -> tuple[float, float, float]:
-    """The mean loss of a few batches before and at these steps, each half along directions that the other found.
+def _measure_fall(session: Session, trial: Trial, steps: list[float]) -> tuple[float, float]:
+    """Return the mean fall of the loss by these steps, and its error at 95 %.
 
-    The third number is two standard errors of the fall.
+    Either half of the batches takes the directions that it found by itself, and the other half judges them: each of
+    its batches, or rows, is compared with itself without the new dims. Both halves together are as uncertain as one of
+    them: to first order they measure the same number, the inner product of their gradients.
     """
-    falls: list[float] = []
-    for half, batches in zip((1, 0), session.batches.few(FEW)):
-        trial.set_steps(steps, half)
-        losses = compute_losses(session.objective, batches)
-        falls += [before - loss for before, loss in zip(session.batches.losses_before(batches), losses)]
-    count, fall, squares = all_reduce_sum(len(falls), sum(falls), sum(each * each for each in falls))
-    variance = max(squares / count - (fall / count) ** 2, 0.0) / (count - 1)
-    before = session.batches.few_loss_before(FEW)
-    return before, before - fall / count, 2 * math.sqrt(variance)
+    halves, falls = session.batches.judges, []
+    before = [session.batches.losses_before(session.objective, half) for half in halves]
+    with trial.attached():
+        for half, (judges, losses_before) in enumerate(zip(halves, before)):
+            trial.set_steps(steps, 1 - half)
+            losses = compute_losses(session.objective, judges)
+            falls += [former - loss for former, loss in zip(losses_before, losses) if math.isfinite(former)]
+    count, total, squares = all_reduce_sum(len(falls), sum(falls), sum(each * each for each in falls))
+    if count < 2:
+        return 0.0, math.inf
+    mean = total / count
+    variance = max(squares - count * mean * mean, 0.0) / (count - 1)
+    return mean, F.student_quantile(int(count) - 1) * math.sqrt(variance / (count / 2))
 
 
 def _as_on_rank0(candidate: Candidate) -> Candidate:

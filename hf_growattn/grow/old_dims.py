@@ -82,13 +82,13 @@ class OldStep:
     """A step of size 1 of one bottleneck's old factors, as far as it holds on unseen batches.
 
     Attributes:
-        stacked, shared: whitened changes, (G, g a, k) and (G, b, k).
+        changes: whitened, stacked (G, g a, k) and shared (G, b, k), from both halves of the batches (0), from the first
+            (1) and from the second (2).
         slope: first-order decrease of the loss on the batches it comes from.
         validated: the same on batches that it does not come from.
     """
 
-    stacked: Tensor
-    shared: Tensor
+    changes: tuple[tuple[Tensor, Tensor], ...]
     slope: float
     validated: float
 
@@ -158,8 +158,10 @@ def _old_step(bottleneck: Bottleneck, parts: list[tuple[Tensor, Tensor]], weight
     in_sample = (slope(parts[0], own[0]) + slope(parts[1], own[1])) / 2
     share_that_holds = min(max(validated / in_sample, 0.0), 1.0) if in_sample > 0 else 0.0
     whole = [weights[0] * first + weights[1] * second for first, second in zip(*parts)]
-    stacked, shared = (share_that_holds * change for change in tangent_step(whole[0], whole[1], *factors))
-    return OldStep(stacked, shared, slope(whole, (stacked, shared)), share_that_holds * validated)
+    changes = []
+    for stacked, shared in (tangent_step(whole[0], whole[1], *factors), *own):
+        changes.append((share_that_holds * stacked, share_that_holds * shared))
+    return OldStep(tuple(changes), slope(whole, changes[0]), share_that_holds * validated)
 
 
 def tangent_step(
@@ -189,6 +191,8 @@ def tangent_step(
 class OldDimsCandidate(Candidate):
     """New dims and a step of the old weights, which go back by `undo`, and move for good by `commit`.
 
+    Half of the batches takes the step that it found itself, so that the other half can judge it.
+
     Attributes:
         old_step: the step of size 1 of the old weights.
         refactors: the best balanced factors of the whole stepped product are written, not the two steps.
@@ -208,6 +212,11 @@ class OldDimsCandidate(Candidate):
         return False
 
     @property
+    def changes_model(self) -> bool:
+        """Whether the model is another one with it."""
+        return self.dims > 0 or self.stepped is not self.old
+
+    @property
     def slope(self) -> float:
         """First-order decrease of the loss per unit of step, on the batches that were measured."""
         return super().slope + self.old_step.slope
@@ -219,11 +228,13 @@ class OldDimsCandidate(Candidate):
 
     def set_step(self, step: float, source: int, new_dims: NewDims | None) -> None:
         """Write the new dims for a step, and the old ones into the attention's own weights."""
-        if self.refactors:
+        if step == 0:
+            self.stepped, new = self.old, self.new_factors(step, source)
+        elif self.refactors:
             width, (stacked, shared) = self.old[0].shape[-1], self._refactored(step, source)
             self.stepped, new = (stacked[..., :width], shared[..., :width]), (stacked[..., width:], shared[..., width:])
         else:
-            moved = self.bottleneck.unwhitened(self.old_step.stacked, self.old_step.shared)
+            moved = self.bottleneck.unwhitened(*self.old_step.changes[source])
             self.stepped = self.old[0] + step * moved[0], self.old[1] + step * moved[1]
             new = self.new_factors(step, source)
         if new_dims is not None:
@@ -234,8 +245,9 @@ class OldDimsCandidate(Candidate):
         """The best balanced factors of the product after all steps, as wide as old and new dims together."""
         u, sigma, v = self.scaled_directions(source)
         stacked, shared = self.bottleneck.whitened(*self.old)
-        left = [stacked, -step * u * sigma.unsqueeze(-2), step * self.old_step.stacked, stacked]
-        right = [shared, v, shared, step * self.old_step.shared]
+        moved = self.old_step.changes[source]
+        left = [stacked, -step * u * sigma.unsqueeze(-2), step * moved[0], stacked]
+        right = [shared, v, shared, step * moved[1]]
         rank = stacked.shape[-1] + self.dims
         return self.bottleneck.unwhitened(*F.balanced_factors(torch.cat(left, -1), torch.cat(right, -1), rank))
 
@@ -251,7 +263,8 @@ class OldDimsCandidate(Candidate):
         """Write the last step of old weights for good; refactored ones start with a fresh optimizer state."""
         broadcast_from_rank0(*self.stepped)
         self._write_old(self.stepped)
-        for role in self.bottleneck.kind.roles if self.refactors else ():
+        is_new_pair = self.refactors and self.stepped is not self.old
+        for role in self.bottleneck.kind.roles if is_new_pair else ():
             for parameter in _parameters(self.bottleneck.attention, role):
                 for optimizer in optimizers:
                     optimizer.state.pop(parameter, None)

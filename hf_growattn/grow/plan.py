@@ -306,16 +306,15 @@ def growth_report(
 ) -> GrowthReport:
     """The report of all candidates, of which the trial holds those that are not empty, with their steps.
 
-    `figures` are the report's losses.
+    `figures` are the report's loss and verdict.
     """
     taken = dict(zip(trial.candidates, steps))
-    new_dims = trial.new_dims if sum(steps) > 0 else {}
-    added = [weight for new in new_dims.values() for weight in new.parameters()]
+    added = [weight for new in trial.new_dims.values() for weight in new.parameters()]
     return GrowthReport(
         layers=[_layer_growth(candidate, taken.get(candidate, 0.0)) for candidate in candidates],
         added_parameters=sum(weight.numel() for weight in added),
         added_bytes=sum(weight.nbytes for weight in added),
-        cache_bytes=(cache_bytes(model), cache_bytes(model, new_dims)),
+        cache_bytes=(cache_bytes(model), cache_bytes(model, trial.new_dims)),
         parameters=model.num_parameters(),
         **figures,
     )
@@ -328,7 +327,7 @@ def _layer_growth(candidate: Candidate, step: float) -> LayerGrowth:
     return LayerGrowth(
         layer=bottleneck.attention.layer,
         kind=bottleneck.kind.name,
-        width=(width, width + (candidate.dims if step > 0 else 0)),
+        width=(width, width + candidate.dims),
         step_size=step,
         gain=candidate.gain,
         out_of_reach=candidate.directions.out_of_reach,

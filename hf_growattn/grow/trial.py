@@ -14,10 +14,10 @@ from ..growable.training_state import raise_on_all_ranks
 from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind
 from ..measure.directions import Directions
-from ..measure.passes import HalvedBatches, Objective, mean_loss
+from ..measure.halves import HalvedBatches
+from ..measure.passes import ROUNDING, Objective, mean_loss
 from ..model.new_dims import NewDims, full_tensor
 
-SMALLEST_FALL = 1e-7  # of the loss: below it, fp32 rounding hides an improvement
 MOST_EVALUATIONS = 10  # of one growth, the pricing of a budget included
 AFTER_PRICING = 4  # of these: one kind alone, the other alone, and the steps of what was bought
 FEW = 2  # batches of each half that a step is judged on, and that it is searched on where one does not fall at once
@@ -50,6 +50,11 @@ class Candidate:
     def is_empty(self) -> bool:
         """Whether there is nothing to try."""
         return self.dims == 0
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether the model is another one with it, new dims without effect included."""
+        return self.dims > 0
 
     @property
     def slope(self) -> float:
@@ -269,16 +274,17 @@ class StepSearch:
                 losses[power] = self._loss_with(self._alike(step_at(power)))
             return losses[power]
 
+        def falls_at(power: int) -> bool:
+            return loss_at(power) < self.loss_before - ROUNDING * abs(self.loss_before)
+
         tempting = bool(self._alike(_FIRST))
-        if tempting and self.left and self.few < FEW and not loss_at(power) < self.loss_before:
+        if tempting and self.left and self.few < FEW and not falls_at(power):
             self.few, losses = FEW, {}
             self.loss_before = self.batches.few_loss_before(FEW)
-        while tempting and self.left and not loss_at(power) < self.loss_before:
+        while tempting and self.left and not falls_at(power):
             power -= 2
-            tempting = step_at(power) > SMALLEST_FALL
-        if not losses.get(power, math.inf) < self.loss_before:
-            if tempting:  # out of evaluations: the check on all batches decides
-                self.relative_steps = self._alike(step_at(power))
+            tempting = step_at(power) > ROUNDING
+        if power not in losses or not falls_at(power):
             return self.loss_before
         while (power + 1 in losses or self.left) and loss_at(power + 1) < losses[power]:
             power += 1

@@ -1,10 +1,11 @@
 """The new dims that a living model keeps: which there are, how they change, and a small folder of them alone."""
 
+import contextlib
 import functools
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,12 @@ def swap_growths(growths: Growths) -> Growths:
     return former
 
 
-def replace_growths(wrapped: nn.Module, growths: Growths, optimizers: list[torch.optim.Optimizer]) -> None:
+def replace_growths(
+    wrapped: nn.Module,
+    growths: Growths,
+    optimizers: list[torch.optim.Optimizer],
+    commit: Callable[[], None] = lambda: None,
+) -> None:
     """Let attention modules keep these growths and no others; config, optimizers, DDP, FSDP2 and peft follow.
 
     Modules that are not named keep theirs. New parameters start with a fresh state in the optimizers. After an
@@ -112,31 +118,60 @@ def replace_growths(wrapped: nn.Module, growths: Growths, optimizers: list[torch
         wrapped: the patched model, in whatever the user has put around it: what is not given cannot follow.
         growths: those of each module by name.
         optimizers: what trains the model, without wrappers.
+        commit: changes what else belongs to it; once it has returned, the change is made.
     """
     model = growable_model(wrapped)
-    former = swap_growths(growths)
     new: list[nn.Parameter] = []
-    try:
+    with _all_or_nothing(model, growths, optimizers) as former:
+        swap_growths(growths)
         for attention, own in growths.items():
             for dims in (dims for dims in own.values() if dims not in former[attention].values()):
                 shard_like(dims, attention.module)
                 new += dims.parameters()  # sharded ones are others
         sync_config(model)
         add_new_parameters(optimizers, model, [parameter for parameter in new if parameter.requires_grad])
-    except BaseException:
-        swap_growths(former)
-        sync_config(model)
-        remove_parameters(optimizers, new)
-        raise
-    kept = {*extra_parameters(model)}
-    before = [p for own in former.values() for dims in own.values() for p in dims.parameters()]
-    gone = [parameter for parameter in before if parameter not in kept]
-    remove_parameters(optimizers, gone)
+        kept = {*extra_parameters(model)}
+        before = [p for own in former.values() for dims in own.values() for p in dims.parameters()]
+        gone = [parameter for parameter in before if parameter not in kept]
+        remove_parameters(optimizers, gone)
+        commit()
     if new and not optimizers:
         warn_if_left_out(model, new)
     if new or gone:
         after_change(wrapped)
         save_with_adapters(wrapped)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(
+    model: PreTrainedModel, growths: Growths, optimizers: list[torch.optim.Optimizer]
+) -> Iterator[Growths]:
+    """Give the former growths of these modules, and after any exception, an interrupt too, take back every change.
+
+    That is of the growths, the config, the names of the checkpoint, and the optimizers' parameters and states.
+    """
+    former = {attention: attention.growths for attention in growths}
+    named = [model, *growable_configs(model)]
+    names, origin = [each.name_or_path for each in named], vars(model).get("grown_from")
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    listed = [(group[name], [*group[name]]) for group in groups for name in ("params", "param_names") if name in group]
+    states = [(optimizer.state, dict(optimizer.state)) for optimizer in optimizers]
+    try:
+        yield former
+    except BaseException:
+        swap_growths(former)
+        sync_config(model)
+        for each, name in zip(named, names):
+            each.name_or_path = name
+        vars(model).pop("grown_from", None)
+        if origin is not None:
+            vars(model)["grown_from"] = origin
+        for parameters, before in listed:
+            parameters[:] = before
+        for state, before in states:
+            state.clear()
+            state.update(before)
+        raise
 
 
 def set_dims(wrapped: nn.Module, extra_dims: Dims, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:

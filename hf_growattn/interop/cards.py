@@ -81,7 +81,7 @@ def write_card(
     auto_class, task = task_of(type(model).__name__)
     steps = {entry["growth_loss_before"]: entry["step"] for entry in log_history if "growth_loss_before" in entry}
     held_out = read_losses(log_history, "eval_loss")
-    has_picture = any(report.applied for report in reports) and find_spec("matplotlib") is not None
+    has_picture = any(report.kept for report in reports) and find_spec("matplotlib") is not None
     data = ModelCardData(
         base_model=base or None,
         library_name="transformers",

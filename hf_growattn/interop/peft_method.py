@@ -305,8 +305,8 @@ def initialize_growattn_weights(
     """Start an adapter at the new dims that `Grower` finds for the base on these batches, step and all.
 
     The base stays as it is, quantized or not, and other adapters do not count in. A `budget` is spent here, where it
-    gains most: the adapter gets new parameters, in other layers, so make the optimizer afterwards. If no step lowers
-    the loss (`report.applied` says so), the adapter stays as it was.
+    gains most: the adapter gets new parameters, in other layers, so make the optimizer afterwards. If the new dims do
+    not hold on batches that they were not computed from (`report.kept` says so), the adapter stays as it was.
 
     Args:
         peft_model: from `get_peft_model` with a `GrowAttnConfig`.
@@ -330,6 +330,6 @@ def initialize_growattn_weights(
         raise ValueError("Adapters are merged into the base; call unmerge_adapter() before the guided start.")
     with _base_alone(tuner.model):
         growth = Grower(tuner.model, config.growth, loss=loss).find(batches)
-    if growth.new_dims:
+    if growth.report.holds:
         tuner.load_found(adapter_name, growth.new_dims)
-    return replace(growth.report, kept=True)
+    return replace(growth.drop(), kept=growth.report.holds)

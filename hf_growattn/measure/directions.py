@@ -22,7 +22,7 @@ from ..growable.training_state import all_reduce_sum, broadcast_from_rank0, sum_
 from ..model.new_dims import HeadShape
 from . import functional as F
 from .bottlenecks import Bottleneck
-from .passes import Objective, backward
+from .passes import ROUNDING, Objective, backward
 
 FIRST_PASSES = (4, 4)  # of a sketch only find where to look: each reads one batch in so many
 
@@ -146,6 +146,16 @@ class Directions:
     validated: Tensor
     out_of_reach: float | None
     halves: tuple[tuple[Tensor, Tensor, Tensor], ...]
+
+    def leave_rounding_out(self, loss: float) -> None:
+        """Count no gain of directions that cannot lower this loss by more than its own rounding.
+
+        A step that moves logits by 1, or an output by its own size, would lower the loss by `sigma`. Gradients that
+        cancel, as those of queries and keys in rows of one repeated token, leave less than that; the step that the
+        promised fall asks for would be huge.
+        """
+        is_rounding = self.sigma.norm(dim=0) < ROUNDING * abs(loss)
+        self.validated = torch.where(is_rounding, 0.0, self.validated)
 
     @property
     def share_that_holds(self) -> Tensor:

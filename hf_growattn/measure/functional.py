@@ -14,6 +14,8 @@ the metric `tr(C_a Z C_b Z^T)` of second moments, that of the logits or of the o
 `mathematics.md` derives the formulas; its sections are named below.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -214,3 +216,27 @@ def allocate(gains: list[list[float]], costs: list[list[int]], budget: int) -> l
         best = max(offers, key=lambda offer: offer[0])[1]  # of equal ones the first
         budget -= costs[best][taken[best]]
         taken[best] += 1
+
+
+def student_quantile(freedom: int) -> float:
+    """Return the `t` with 95 % of Student's distribution between `-t` and `t`: from 12.7 down to 1.96.
+
+    Found by bisection, since torch has no such function.
+
+    Source: Abramowitz and Stegun, "Handbook of mathematical functions", 26.7.3 and 26.7.4.
+    """
+
+    def share_within(angle: float) -> float:
+        """The share between `-t` and `t`, for `t = sqrt(freedom) tan(angle)`: a finite sum."""
+        is_odd, square = freedom % 2, math.cos(angle) ** 2
+        term = total = 0.0 if freedom == 1 else math.cos(angle) if is_odd else 1.0
+        for number in range(1 + is_odd, freedom - 2, 2):
+            term *= square * number / (number + 1)
+            total += term
+        return 2 / math.pi * (angle + math.sin(angle) * total) if is_odd else math.sin(angle) * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share_within(middle) < 0.95 else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)

@@ -1,10 +1,8 @@
-"""The loss that is lowered, the batches in halves, and passes over them that leave the model as it was."""
+"""The loss that is lowered, and passes over batches that leave the model as it was."""
 
 import contextlib
-import math
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,11 +19,12 @@ from ..growable.training_state import (
     own_part,
     parameters_of,
     raise_on_all_ranks,
-    rank,
     reshard,
     sharded_modules,
     unsynchronized,
 )
+
+ROUNDING = 1e-7  # of a loss in fp32: below it nothing can be measured
 
 
 @contextlib.contextmanager
@@ -286,7 +285,7 @@ def lowering(
     loss: Callable | None, model: PreTrainedModel, wrapped: nn.Module, advance: Callable[[int], object]
 ) -> Iterator[Objective]:
     """The user's loss, or the model's, of the model as the user wraps it; all else runs without autocast."""
-    objective = Objective(model, loss and partial(loss, unwrapped(wrapped)), advance)
+    objective = Objective(model, loss and functools.partial(loss, unwrapped(wrapped)), advance)
     with adapters_stay(model), torch.autocast(objective.device.type, enabled=False):
         yield objective
 
@@ -322,62 +321,3 @@ def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-class HalvedBatches:
-    """This rank's batches in two halves that judge each other, and their losses before anything was tried.
-
-    Attributes:
-        halves: the batches of either half.
-        loss_before: the mean loss of all batches over all ranks, once `note_losses` was called.
-    """
-
-    def __init__(self, halves: tuple[list, list]):
-        self.halves = halves
-        self.loss_before = math.nan
-        self._losses: dict[int, float] = {}  # by the identity of a batch
-
-    @property
-    def every(self) -> list:
-        """The batches of both halves, one half after the other."""
-        return self.halves[0] + self.halves[1]
-
-    @property
-    def as_given(self) -> list:
-        """The batches in the order they were given in: an error names one by its number."""
-        return [batch for pair in zip_longest(*self.halves) for batch in pair if batch is not None]
-
-    def few(self, count: int) -> list[list]:
-        """At most `count` batches of each half, evenly spaced."""
-        return [half[:: max(-(-len(half) // count), 1)] for half in self.halves]
-
-    def note_losses(self, losses: list[float]) -> None:
-        """Keep the losses of the batches `as_given`, which the model has before anything is tried."""
-        self._losses = dict(zip(map(id, self.as_given), losses))
-        self.loss_before = mean_over_ranks(losses)
-
-    def losses_before(self, batches: list) -> list[float]:
-        """The noted losses of some of the batches."""
-        return [self._losses[id(batch)] for batch in batches]
-
-    def few_loss_before(self, count: int) -> float:
-        """The mean over both halves of the noted loss of their `few` batches, over all ranks."""
-        return sum(mean_over_ranks(self.losses_before(few)) for few in self.few(count)) / 2
-
-
-def halves_of(batches: list, whole: bool = False) -> tuple[list, list]:
-    """Split the batches in two, every other one; a single batch, unless `whole`, by its rows, if it has several."""
-    if len(batches) != 1:
-        return batches[0::2], batches[1::2]
-    batch, lengths = batches[0], {0}
-    if not whole:  # images of all rows may lie in one tensor: such a batch cannot be split
-        lengths = {len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()}
-    rows = max(lengths) if len(lengths) == 1 else 0
-    if rows < 2:
-        return (batches, []) if rank() % 2 == 0 else ([], batches)
-
-    def part(start: int, stop: int) -> dict:
-        is_split = {key: torch.is_tensor(value) and value.dim() for key, value in batch.items()}
-        return {key: value[start:stop] if is_split[key] else value for key, value in batch.items()}
-
-    return [part(0, rows // 2)], [part(rows // 2, rows)]

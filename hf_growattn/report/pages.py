@@ -35,11 +35,14 @@ def save_report(
     page = template.render(
         model=model,
         data=data,
-        growths=[{"summary": words.summary_of(report), "rows": words.rows_of(report)} for report in reports],
-        columns=words.COLUMNS,
+        growths=[_texts_of(report) for report in reports],
         command=words.race_command(model, data),
         picture=base64.b64encode(picture.getvalue()).decode() if figure.axes else "",
     )
     path = Path(path).resolve()
     with replacing(path.parent) as partial:
         (partial / path.name).write_text(page, encoding="utf-8")
+
+
+def _texts_of(report) -> dict[str, Sequence]:
+    return {"summary": words.summary_of(report), "columns": words.columns_of(report), "rows": words.rows_of(report)}

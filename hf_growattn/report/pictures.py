@@ -49,10 +49,11 @@ def _draw_places(axes: "Axes", reports: Sequence) -> None:
     gains: dict[tuple[int, str], float] = {}
     grown = set()
     for report in reports:
+        counts = report.holds or report.kept
         for layer in report.layers:
             place = layer.layer, layer.kind
-            gains[place] = gains.get(place, 0.0) + layer.predicted_gain
-            if layer.step_size > 0:
+            gains[place] = gains.get(place, 0.0) + counts * layer.predicted_gain
+            if counts and layer.step_size > 0:
                 grown.add(place)
     total = sum(gains.values()) or 1.0
     layers = sorted({layer for layer, _ in gains})

@@ -17,8 +17,8 @@ class LayerGrowth:
     Attributes:
         layer: index.
         kind: "qk", queries and keys, or "v", values.
-        width: before and after.
-        step_size: the step `gamma` that was taken here; 0 after a rollback and where nothing grew.
+        width: before, and with the new dims that were found.
+        step_size: the step `gamma` along the new dims; with 0 they change nothing yet.
         gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from.
         out_of_reach: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
             where their weights cannot be read.
@@ -39,40 +39,32 @@ class LayerGrowth:
 
 @dataclass(frozen=True)
 class GrowthReport:
-    """What a growth measured and did; prints as its losses, its costs, and a table of the layers.
+    """What a growth measured and did; prints as the fall of the loss, the costs, and a table of the layers.
 
     Attributes:
-        loss_before, loss_after: mean loss of the growth batches, in the loss's own unit; equal if nothing was kept.
+        loss_before: mean loss of the growth batches, in the loss's own unit.
+        fall: how far it falls by the new dims, measured on batches that they were not computed from: each half of them
+            along directions of the other. 0 where no step lowers the loss.
+        error: of the fall, at 95 %.
+        holds: whether the fall exceeds its error.
         layers: one entry for each layer and kind that was measured.
-        added_parameters: number of weights added.
-        kept: False for what `Grower.measure` tried and took back.
-        cache_bytes: of a token's keys and values over all layers, before and after.
+        added_parameters: number of weights of the new dims.
+        kept: whether the model has the new dims.
+        cache_bytes: of a token's keys and values over all layers, without and with the new dims.
         parameters: number of the model's weights before; 0 where that is not known.
-        validated_loss: mean loss of the batches of the line search, before and at the steps that were taken, each half
-            along directions of the other, and two standard errors of the fall. Step and number of dims were chosen on
-            these batches. None where no such loss was measured.
-        added_bytes: of the weights added.
+        added_bytes: of the weights of the new dims.
     """
 
     loss_before: float
-    loss_after: float
+    fall: float
+    error: float
+    holds: bool
     layers: list[LayerGrowth]
     added_parameters: int
-    kept: bool = True
+    kept: bool = False
     cache_bytes: tuple[int, int] = (0, 0)
     parameters: int = 0
-    validated_loss: tuple[float, float, float] | None = None
     added_bytes: int = 0
-
-    @property
-    def applied(self) -> bool:
-        """Whether the model has grown."""
-        return self.kept and self.found
-
-    @property
-    def found(self) -> bool:
-        """Whether some step along new directions lowers the loss."""
-        return any(layer.step_size > 0 for layer in self.layers)
 
     @property
     def predicted_gain(self) -> float:
@@ -81,11 +73,13 @@ class GrowthReport:
 
     def figures(self) -> dict[str, float]:
         """What the growth did, as flat numbers for a tracker, as in `accelerator.log(report.figures(), step=step)`."""
-        return {f"growth_{name}": getattr(self, name) for name in ("loss_before", "loss_after", "added_parameters")}
+        logged = {"loss_before": self.loss_before, "fall": self.fall, "error": self.error, "holds": float(self.holds)}
+        logged["added_parameters"] = self.added_parameters if self.kept else 0
+        return {f"growth_{name}": value for name, value in logged.items()}
 
     def to_dict(self) -> dict:
         """The report as what `json.dumps` takes."""
-        return {"applied": self.applied, **asdict(self)}
+        return asdict(self)
 
     def __repr__(self) -> str:
         return report_text(self)

@@ -1,6 +1,7 @@
-"""A growth as text: its measured losses, its costs, a table of the layers, and the command of a race."""
+"""A growth as text: how far the loss falls, its costs, a table of the layers, and the command of a race."""
 
 import io
+import math
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -25,27 +26,22 @@ def report_text(report, next_command: str = "") -> str:
     """A report of a growth as text that fits 80 columns, with the command that compares it with LoRA."""
     text = "".join(f"{wrap_line(line)}\n" for line in summary_of(report))
     if report.layers:
-        text += "\n" + format_table(COLUMNS, rows_of(report))
+        text += "\n" + format_table(columns_of(report), rows_of(report))
     return text + "\n" + wrap_line(f"On text, compare with LoRA: {next_command or race_command()}")
 
 
 def summary_of(report) -> list[str]:
-    """What happened to the loss, and what the growth costs in memory; without a growth only the first."""
-    if not report.found:
-        why = "no step along the new directions lowers the loss"
-        if all(layer.gain <= 0 for layer in report.layers):
-            why = "no direction lowers the loss of batches that it was not computed from"
-        return [f"Loss: {report.loss_before:.4f} on the growth batches. Nothing was grown: {why}."]
-    if report.validated_loss:
-        before, after, error = report.validated_loss
-        change, source = (
-            f"{after - before:+.4f} ± {error:.4f}",
-            "growth batches that the directions were not computed from",
-        )
+    """How far the loss falls, and what the growth costs in memory; only the first where nothing holds or is kept."""
+    if report.holds:
+        lines = [
+            f"Loss: {report.loss_before:.4f}. It falls by {report.fall:.4f} ± {report.error:.4f} (95 %) on growth "
+            "batches that the new dims were not computed from."
+        ]
     else:
-        before, after = report.loss_before, report.loss_after
-        change, source = f"{after - before:+.4f}", "the growth batches that the directions were computed from"
-    lines = [f"Loss: {before:.4f} -> {after:.4f} ({change}) on {source}."]
+        outcome = "The new dims were kept all the same" if report.kept else "Nothing was grown"
+        lines = [f"Loss: {report.loss_before:.4f} on the growth batches. {outcome}: {_why_not(report)}"]
+    if not (report.holds or report.kept):
+        return lines
     weights = f"{report.added_parameters:,} weights {'added' if report.kept else 'would be added'}"
     if report.parameters:
         weights += f" ({report.added_parameters / report.parameters:+.1%}, {report.added_bytes / 1e6:.2g} MB to share)"
@@ -55,19 +51,41 @@ def summary_of(report) -> list[str]:
     return lines
 
 
+def _why_not(report) -> str:
+    """Why new dims do not hold, and what to do about it, as the end of a sentence, and another one."""
+    if all(layer.gain <= 0 for layer in report.layers):
+        why = "no direction lowers the loss of batches that it was not computed from."
+    elif all(layer.step_size == 0 for layer in report.layers):
+        why = "no step along the new directions lowers the loss."
+    elif math.isfinite(report.fall):
+        does = "lowers" if report.fall > 0 else "raises"
+        why = (
+            f"the best step {does} the loss of batches that it was not computed from by {abs(report.fall):.2g}, and "
+            f"the error of that is {report.error:.2g} (95 %)."
+        )
+    else:
+        why = "after the best step the loss of a batch is not finite."
+    if report.kept:
+        return why
+    keeping = ", or keep the new dims all the same by Grower.find(batches).keep()" if report.added_parameters else ""
+    return f"{why} Pass more batches{keeping}."
+
+
+def columns_of(report) -> tuple[str, ...]:
+    """The names of a report's columns: shares are those of a gain that holds."""
+    return COLUMNS if report.holds else COLUMNS[:-1]
+
+
 def rows_of(report) -> list[list[str]]:
-    """A row under `COLUMNS` for each layer and kind; the last cell is "-" where nothing grew."""
-    total = report.predicted_gain or 1.0
-    return [
-        [
-            str(layer.layer),
-            KINDS[layer.kind],
-            format_width(layer.width),
-            "unknown" if layer.out_of_reach is None else f"{layer.out_of_reach:.2f}",
-            f"{layer.predicted_gain / total:.0%}" if layer.step_size > 0 else "-",
-        ]
-        for layer in report.layers
-    ]
+    """A row under `columns_of` for each layer and kind; the share is "-" where none are new, or do nothing yet."""
+    total, rows = report.predicted_gain or 1.0, []
+    for layer in report.layers:
+        width = layer.width if report.holds or report.kept else layer.width[:1] * 2
+        reach = "unknown" if layer.out_of_reach is None else f"{layer.out_of_reach:.2f}"
+        rows.append([str(layer.layer), KINDS[layer.kind], format_width(width), reach])
+        if report.holds:
+            rows[-1].append(f"{layer.predicted_gain / total:.0%}" if layer.step_size > 0 else "-")
+    return rows
 
 
 def format_width(width: tuple[int, int]) -> str:

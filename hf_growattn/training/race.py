@@ -82,7 +82,7 @@ class _Trainings:
     def train(self, method: str, rate: float, steps: int, seed: int) -> Run | None:
         """Train, measure, and keep the run; None if nothing grew."""
         model, report = self._prepare(method, seed)
-        if report and not report.applied:
+        if report and not report.kept:
             return None
         training = copy.copy(self.rows.training)
         training.learning_rate, training.max_steps, training.seed = rate, steps, seed

@@ -138,16 +138,16 @@ def measure(job: GrowthJob) -> dict:
     config = GrowthConfig(budget=setting.budget, old_dims_train=not setting.frozen, oversampling=setting.oversampling)
     steps = seconds_of_steps(grown, optimizer, growing)[1:]
     start = now()
-    report = Grower(grown, config, optimizer).grow(growing)
+    report = Grower(grown, config, optimizer).find(growing).keep()
     growth = now() - start
     row = {"key": job.key(), "name": setting.name, "seed": seed, "batches": setting.batches}
     row |= {"step": statistics.median(steps + seconds_of_steps(grown, optimizer, growing)), "growth": growth}
-    row |= {"before": report.loss_before, "after": report.loss_after, "held_out": held_out(grown, fresh)}
+    row |= {"before": report.loss_before, "after": report.loss_before - report.fall, "held_out": held_out(grown, fresh)}
     grown, optimizer, growing, _ = prepare(setting, seed)
     growing = growing[:MEMORY_BATCHES]
     train_step(grown, optimizer, growing[0])
     row["peak_step"] = peak_of_tensors(lambda: train_step(grown, optimizer, growing[0]))
-    row["peak_growth"] = peak_of_tensors(lambda: Grower(grown, config, optimizer).grow(growing))
+    row["peak_growth"] = peak_of_tensors(lambda: Grower(grown, config, optimizer).find(growing).keep())
     return row | {"seconds": time.monotonic() - began}
 
 

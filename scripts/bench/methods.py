@@ -129,7 +129,7 @@ def _add_as_library(model: nn.Module, method: Method, task, batches: list[dict],
         library.scale_grown_rates(optimizer, trained, chosen.grown_share(model.config.get_text_config().hidden_size))
         for group in optimizer.param_groups:
             group["full_rate"] = group["lr"]
-    figures = {} if report is None else {"grown_weights": report.added_parameters}
+    figures = {} if report is None else {"grown_weights": report.added_parameters if report.kept else 0}
     return trained, optimizer, figures
 
 
@@ -146,7 +146,7 @@ def _grow(model: nn.Module, method: Method, task, budget: int, batches: list[dic
         point_at_random(growth.new_dims, seed)
     report = growth.keep()
     widths = [[attention.width_of("query"), attention.width_of("value")] for attention in attentions(model)]
-    return {"grown_weights": report.added_parameters, "widths": widths}
+    return {"grown_weights": report.added_parameters if report.kept else 0, "widths": widths}
 
 
 @torch.no_grad()

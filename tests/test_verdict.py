@@ -1,0 +1,172 @@
+"""What a growth is judged by, and what becomes of the model: kept if it holds, otherwise as it was, to the bit."""
+
+import math
+
+import pytest
+import torch
+from families import build, lm_batches
+from test_growth import fingerprint, same
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.grow import growth as growing
+from hf_growattn.growable import growths
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import extra_parameters
+from hf_growattn.measure.halves import HalvedBatches
+from hf_growattn.report import words
+
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+
+
+def small_llama(seed: int, **config):
+    torch.manual_seed(seed)
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
+    return patch_model(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, **config)))
+
+
+def test_noise_is_not_kept():
+    """Uniform tokens: whatever is found lowers the loss of no other batch."""
+    kept = 0
+    for seed in range(8):
+        model, optimizer = small_llama(seed), None
+        batches = torch.randint(97, (8, 4, 32))
+        before = fingerprint(model, optimizer)
+        report = Grower(model, GrowthConfig(budget=0.05), optimizer).grow(batches)
+        assert report.kept == report.holds == bool(model.config.extra_dims)
+        assert report.kept or same(fingerprint(model, optimizer), before)
+        kept += report.kept
+    assert kept <= 1
+
+
+def test_what_does_not_hold_is_told_with_its_error_and_kept_by_word():
+    model = small_llama(0)
+    growth = Grower(model, CONFIG).find(torch.randint(97, (8, 4, 32)))
+    report = growth.report
+    assert not report.holds and 0 < abs(report.fall) < report.error
+    text = " ".join(str(report).split())
+    assert f"by {abs(report.fall):.2g}, and the error of that is {report.error:.2g} (95 %)" in text
+    assert "Pass more batches, or keep the new dims all the same by Grower.find(batches).keep()" in text
+    assert "share of gain" not in text and "Cost" not in text and "8 -> 10" not in text
+    report = growth.keep()
+    text = " ".join(str(report).split())
+    assert report.kept and not report.holds and "were kept all the same" in text and "weights added" in text
+    assert [layer.width for layer in report.layers] == [(8, 10)] * 4 and "8 -> 10" in text
+    assert report.added_parameters == sum(parameter.numel() for parameter in extra_parameters(model))
+
+
+def test_kept_by_word_without_a_step_they_change_nothing_yet(monkeypatch):
+    monkeypatch.setattr(growing.StepSearch, "run", lambda self, trial, spare=0: ([0.0] * len(trial.candidates), 0.0))
+    model, batches = small_llama(0), lm_batches(8)
+    logits = model(**batches[0]).logits
+    growth = Grower(model, CONFIG).find(batches)
+    assert growth.report.fall == growth.report.error == 0 and not growth.report.holds
+    assert growth.keep().kept and extra_parameters(model)
+    torch.testing.assert_close(model(**batches[0]).logits, logits)
+    for attention in attentions(model):
+        new = attention.growths["growth_1"]
+        assert not new.weight_of("query").any() and not new.weight_of("output").any()
+        assert new.weight_of("key").any() and new.weight_of("value").any()  # both zero would not learn
+
+
+def test_a_kind_without_a_step_is_kept_with_the_other_and_everything_agrees(monkeypatch):
+    run = growing.StepSearch.run
+
+    def values_only(self, trial, spare=0):
+        steps, loss = run(self, trial, spare)
+        kinds = [candidate.bottleneck.kind.name for candidate in trial.candidates]
+        return [step if kind == "v" else 0.0 for step, kind in zip(steps, kinds)], loss
+
+    monkeypatch.setattr(growing.StepSearch, "run", values_only)
+    model = patch_model(build("llama-2"))
+    report = Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches(8)).keep()
+    widths = {(layer.layer, layer.kind): layer.width for layer in report.layers}
+    for attention in attentions(model):
+        assert model.config.extra_dims[str(attention.layer)] == {"growth_1": [2, 2]}
+        assert widths[attention.layer, "qk"] == (16, attention.width_of("query")) == (16, 18)
+        assert widths[attention.layer, "v"] == (16, attention.width_of("value")) == (16, 18)
+    assert report.holds
+    for row, layer in zip(words.rows_of(report), report.layers):
+        assert row[2] == "16 -> 18" and (row[-1] == "-") == (layer.kind == "qk")
+
+
+def test_few_batches_are_judged_by_their_rows():
+    few, many = HalvedBatches(lm_batches(4)), HalvedBatches(lm_batches(8))
+    assert [*map(len, few.judges)] == [6, 6] and all(row["input_ids"].shape == (1, 17) for row in few.judges[0])
+    assert torch.equal(torch.cat([row["input_ids"] for row in few.judges[1][:3]]), few.halves[1][0]["input_ids"])
+    assert many.judges is many.halves
+    whole = HalvedBatches([("any", "form")] * 4, whole=True)
+    assert whole.judges is whole.halves
+    single = HalvedBatches([{name: value[:1] for name, value in batch.items()} for batch in lm_batches(4)])
+    assert single.judges is single.halves
+    images = HalvedBatches([{"input_ids": torch.ones(2, 3), "pixel_values": torch.ones(5, 4)}] * 2)
+    assert images.judges is images.halves
+
+
+def test_a_row_without_labels_of_its_own_does_not_count():
+    batches = lm_batches(4)
+    batches[0]["labels"][0] = -100  # the mean over no token is no number
+    report = Grower(patch_model(build("llama-2")), CONFIG).measure(batches)
+    assert math.isfinite(report.fall) and 0 < report.error < math.inf
+
+
+def test_gradients_that_cancel_give_no_queries_and_keys():
+    """In rows of one repeated token every key is the same, so that rounding alone is left of their gradient."""
+    model = small_llama(0, initializer_range=0.2)
+    batches = [torch.randint(97, (4, 1)).expand(4, 32).contiguous() for _ in range(8)]
+    report = Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(batches).keep()
+    gains = {kind: [layer.gain for layer in report.layers if layer.kind == kind] for kind in ("qk", "v")}
+    assert not any(gains["qk"]) and all(gains["v"])
+    assert max(parameter.abs().max() for parameter in extra_parameters(model)) < 10
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"update_existing": True}, {"method": "refactor"}], ids=["append", "old", "refactor"]
+)
+@pytest.mark.parametrize(
+    "place", ["swap_growths", "sync_config", "add_new_parameters", "remove_parameters", "commit", "leave_checkpoint"]
+)
+def test_an_interrupt_amid_keep_leaves_nothing_grown(place, way, monkeypatch):
+    model = patch_model(build("gpt2-2")).train()
+    model.config.name_or_path = "someone/base"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**lm_batches()[0]).loss.backward()
+    optimizer.step()
+    growth = Grower(model, GrowthConfig(qk_dims=2, v_dims=2, **way), optimizer).find(lm_batches(8))
+    before = fingerprint(model, optimizer)
+    room = growing if place == "leave_checkpoint" else growths
+    if place == "commit":
+        room = type(growth._trial.candidates[-1])
+    with monkeypatch.context() as patch:
+        calls, original = [], getattr(room, place)
+
+        def interrupted(*args):
+            calls.append(original(*args))
+            if len(calls) == (2 if place == "commit" else 1):  # some have written already
+                raise KeyboardInterrupt
+            return calls[-1]
+
+        patch.setattr(room, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            growth.keep()
+    assert same(fingerprint(model, optimizer), before) and model.config.name_or_path == "someone/base"
+    assert growth.keep().kept and model.config.extra_dims and model.config.name_or_path == ""
+    assert {*extra_parameters(model)} <= {p for group in optimizer.param_groups for p in group["params"]}
+
+
+def test_an_interrupt_after_it_leaves_everything_grown(monkeypatch):
+    model = patch_model(build("llama-2"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    growth = Grower(model, CONFIG, optimizer).find(lm_batches(8))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(growths, "after_change", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        growth.keep()
+    assert [(a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(18, 18)] * 2
+    assert model.config.extra_dims and len(extra_parameters(model)) > 0
+    assert {p for group in optimizer.param_groups for p in group["params"]} == {*model.parameters()}
+    with pytest.raises(RuntimeError, match="This growth was kept"):
+        growth.keep()
