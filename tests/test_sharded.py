@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DATA, LONG, ROOT, data_path
-from families import build
+from families import add_dims, build, tokens
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from hf_growattn import Grower, GrowthConfig, export_model, patch_model
+from hf_growattn import Grower, GrowthConfig, attention_views, export_model, patch_model, unpatch_model
+from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.training_state import refuse_sharded
+from hf_growattn.model.modeling import WideModelMixin
 
 
 def on_ranks(forks, ranks: int, folder: Path, *scripts: str) -> list[str]:
@@ -119,3 +121,22 @@ def test_deepspeed_is_refused(monkeypatch):
     model = patch_model(build("llama-2"))
     refused("the optimizer, DeepSpeedZeroOptimizer, is DeepSpeed's", model, package.DeepSpeedZeroOptimizer())
     refused("the model is DeepSpeed's", package.DeepSpeedEngine(model))
+
+
+def test_the_class_that_fsdp2_made_survives_unpatching(mesh):
+    model = fully_shard(patch_model(build("llama-2")), mesh=mesh)
+    before = model(tokens()).logits
+    unpatch_model(model)
+    assert isinstance(model, FSDPModule) and type(model).__name__ == "FSDPLlamaForCausalLM"
+    assert isinstance(model, type(build("llama-2"))) and not isinstance(model, WideModelMixin)
+    assert torch.equal(model(tokens()).logits, before)
+
+
+def test_views_say_the_same_of_attention_that_is_sharded(mesh):
+    model = patch_model(build("llama-2"))
+    add_dims(attentions(model)[0], 2, 2)
+    before = [(view.pattern(1).dense(), view.message(1).dense()) for view in attention_views(model)]
+    for layer in model.model.layers:
+        fully_shard(layer.self_attn, mesh=mesh)
+    after = [(view.pattern(1).dense(), view.message(1).dense()) for view in attention_views(model)]
+    assert len(before) == 2 and all(torch.equal(*both) for pair in zip(before, after) for both in zip(*pair))
