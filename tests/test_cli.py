@@ -87,13 +87,14 @@ def test_measure_changes_nothing(given):
     before = {path.name: path.read_bytes() for path in (given / "model").iterdir()}
     words = ["measure", given / "model", given / "text.txt", "--budget", "0.05", *SMALL]
     done = call(*words)
-    assert done.code == 0, done
     shown = " ".join(done.out.split())
     assert f"growattn race {given / 'model'} {given / 'text.txt'} -o DIR --budget 0.05" in shown
     figures = json.loads(call(*words, "--json").out)
     assert shown.startswith("Any new weights may lower the loss as much: growattn race tells whether width beats LoRA.")
-    assert figures["holds"] and not figures["kept"] and figures["added_parameters"] > 0
-    assert figures["fall"] > figures["error"]
+    assert not figures["kept"] and figures["added_parameters"] > 0
+    assert figures["holds"] == (figures["fall"] > figures["error"]) and done.code == (0 if figures["holds"] else 3), (
+        done
+    )
     assert {path.name: path.read_bytes() for path in (given / "model").iterdir()} == before
 
 
