@@ -122,10 +122,11 @@ def test_a_save_killed_at_any_step(size, tmp_path, record_property):
         shutil.copytree(tmp_path / "old", target)
 
     def which() -> int | None:
-        """The model that loads: 0 for the former one, 1 for the new one."""
+        """The model that loads: 0 for the former one, 1 for the new one, None while the rest of a save is elsewhere."""
         try:
             loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
-        except (OSError, RuntimeError, ValueError):
+        except OSError as error:
+            assert "did not finish: the rest of its files is in" in str(error)
             return None
         return next(index for index, state in enumerate(states) if same(state, loaded))
 
@@ -144,8 +145,8 @@ def test_a_save_killed_at_any_step(size, tmp_path, record_property):
         assert which() == 0
         check()
     assert count > 5
-    # Between weights and config, which are two files, none may load: a refusal, and never a mix of two saves.
-    assert {0, 1} <= set(found) and found.count(None) <= 0.25 * len(found)
+    # Amid the moves of its files none may load: a refusal, and never a mix of two saves.
+    assert {0, 1} <= set(found)
     record_property("cases", f"{len(found)} deaths in a save")
 
 

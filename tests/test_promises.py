@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -279,11 +278,11 @@ def test_a_config_replaces_the_former_one_when_its_weights_are_there(options, tm
     """Until then the former checkpoint loads from there, should the process be killed."""
     moved = []
 
-    def noting(source, target, move=shutil.move):
+    def noting(source, target, move=os.replace):
         moved.append(Path(target).name)
         move(source, target)
 
-    monkeypatch.setattr(shutil, "move", noting)
+    monkeypatch.setattr(os, "replace", noting)
     patch_model(build("llama-2")).save_pretrained(tmp_path / "model", **options)
     index = ["model.safetensors.index.json"] if options else []
     assert moved[-1 - len(index) :] == [*index, "config.json"] and len(moved) > 2

@@ -20,16 +20,16 @@ _AGAIN = "Copy, download or save it again"
 def replacing(target: Path) -> Iterator[Path]:
     """Lend an empty directory whose files move into `target` at the end, unless there is an exception.
 
-    Other files of `target` stay, but for former weights that the new ones replace. The directory lies next to `target`.
-    A process that is killed leaves it there: amid the moves under a name that says that it is complete, by which
-    `loading` finds it.
+    Other files of `target` stay, but for former weights that the new ones replace. The directory lies next to `target`,
+    on the same disk. A process that is killed leaves it there: amid the moves under a name that says that it is
+    complete, by which `loading` finds it.
     """
     if target.is_file():
         raise ValueError(f"{target} is a file; a checkpoint needs a directory.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        is_open = os.access(target.parent, os.W_OK)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent if is_open else target))
+        inside = os.path.ismount(target) or (target.exists() and not os.access(target.parent, os.W_OK))
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target if inside else target.parent))
         try:
             yield folder
             folder = folder.rename(folder.with_name(folder.name.replace(".partial-", ".complete-", 1)))
@@ -79,7 +79,7 @@ def _move_in(complete: Path, target: Path) -> None:
         (target / parent).mkdir(parents=True, exist_ok=True)
     last = [name for name in (WEIGHTS, INDEX, CONFIG) if name in written]
     for name in [*written.difference(last), *last]:
-        shutil.move(complete / name, target / name)
+        os.replace(complete / name, target / name)
     for name in replaced:
         (target / name).unlink(missing_ok=True)
 
