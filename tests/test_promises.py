@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
