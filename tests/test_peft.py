@@ -282,7 +282,8 @@ def test_nothing_is_left_of_a_growth_that_finds_nothing(monkeypatch):
         return stacked, -shared
 
     monkeypatch.setattr("hf_growattn.measure.functional.step_factors", uphill)
-    assert not Grower(model, GROWTH, optimizer).find(BATCHES).keep().kept
+    report = Grower(model, GROWTH, optimizer).grow(BATCHES)
+    assert not report.kept and report.fall == 0
     assert same(fingerprint(model.get_base_model(), optimizer), before)
 
 

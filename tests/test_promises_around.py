@@ -67,7 +67,7 @@ def test_an_empty_folder_is_as_good_as_a_new_one(tmp_path):
 
 def test_a_share_of_zero_out_of_reach_is_known():
     layer = LayerGrowth(0, "qk", (8, 9), 1.0, 0.1, 0.0)
-    rows = words.rows_of(GrowthReport(2.0, 1.9, [layer, replace(layer, out_of_reach=None)], 8))
+    rows = words.rows_of(GrowthReport(2.0, 0.1, 0.05, True, [layer, replace(layer, out_of_reach=None)], 8))
     assert [row[3] for row in rows] == ["0.00", "unknown"]
 
 
@@ -173,7 +173,7 @@ def test_a_resumed_training_finds_its_last_checkpoint_itself(tmp_path):
 def test_a_picture_has_a_row_for_each_layer_that_was_looked_at():
     """Of layers 4 and 7 alone, the second row is that of layer 7."""
     layers = [LayerGrowth(number, "qk", (8, 9), 1.0, gain, 0.5) for number, gain in ((4, 0.1), (7, 0.3))]
-    axes = draw_growth([GrowthReport(2.0, 1.9, layers, 8)]).axes[0]
+    axes = draw_growth([GrowthReport(2.0, 0.1, 0.05, True, layers, 8)]).axes[0]
     assert [(text.get_position()[1], text.get_text()) for text in axes.texts] == [(0, "25%"), (1, "75%")]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["4", "7"]
 
