@@ -55,6 +55,13 @@ def make(name: str, attention: str | None = None):
     return build(name, attention=attention) if name in VARIANTS else build_type(name, attn_implementation=attention)
 
 
+@torch.no_grad()
+def mean_loss_of(model, batches: list) -> float:
+    """The mean of the batches' losses; a batch of input_ids is its own labels."""
+    given = [batch if isinstance(batch, dict) else {"input_ids": batch, "labels": batch} for batch in batches]
+    return sum(model(**batch).loss.item() for batch in given) / len(given)
+
+
 def batches_for(name: str):
     return real_batches(3, size=4, tokens=64) if name == "stories260K" else lm_batches()
 
@@ -117,10 +124,14 @@ def test_growth_with_zero_step_keeps_the_function(name, attention):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_growth_lowers_the_loss_and_says_so(name):
-    model = patch_model(make(name))
-    report = Grower(model, GrowthConfig(qk_dims=4)).grow(batches_for(name))
+    model, real = patch_model(make(name)), name == "stories260K"
+    batches = real_batches(8, size=4, tokens=64) if real else lm_batches(32)  # enough for each family to hold
+    others = real_batches(4, start=100, size=4, tokens=64) if real else lm_batches(8, seed=500)
+    before = mean_loss_of(model, others)
+    report = Grower(model, GrowthConfig(qk_dims=4)).grow(batches)
     assert report.kept
     assert report.fall > 0.01 * report.loss_before
+    assert mean_loss_of(model, others) < before - 0.01 * report.loss_before
     assert [layer.width[1] - layer.width[0] for layer in report.layers] == [4] * len(report.layers)
 
 
@@ -221,8 +232,10 @@ def test_every_head_class_grows(variant, head):
         "sequence-classification": torch.tensor([0, 1, 1]),
         "token-classification": tokens() % 2,
     }
-    report = Grower(model, GrowthConfig(qk_dims=4)).grow([{**padded(), "labels": labels[head]}])
+    batch = {**padded(), "labels": labels[head]}
+    report = Grower(model, GrowthConfig(qk_dims=4)).grow([batch] * 8)  # random, so only the same rows bear it out
     assert report.kept
+    assert mean_loss_of(model, [batch]) < report.loss_before
 
 
 def test_a_base_model_can_be_patched():

@@ -15,6 +15,7 @@ from hf_growattn import load_growth, patch_model
 SCRIPT = "scripts/finetune.py"
 OPTIONS = "--use_cpu --bf16 False --report_to none --max_length 16 --growth_batches 4 --learning_rate 1e-3".split()
 TEXT = "--packing --packing_strategy wrapped --max_steps 16 --save_steps 4 --logging_steps 1".split()
+GROWING = "--v_dims 4 --growth_batches 8".split()  # which is enough for the growth to hold
 SAMPLE = torch.arange(2, 14)[None]
 
 
@@ -43,7 +44,7 @@ def finetune(forks, given):
 def grown(finetune, tmp_path_factory):
     """The folder of a training with a growth half-way, and what it printed."""
     output = tmp_path_factory.mktemp("grown")
-    return output, finetune(output, "--v_dims", 4)
+    return output, finetune(output, *GROWING)
 
 
 def log_of(folder) -> list[dict]:
@@ -66,7 +67,7 @@ def test_growth_half_way_is_saved_with_its_card(given, grown):
 
 def test_a_resumed_training_ends_as_the_unbroken_one(finetune, grown, tmp_path):
     output, _ = grown
-    finetune(tmp_path, "--v_dims", 4, "--resume_from_checkpoint", output / "checkpoint-12")
+    finetune(tmp_path, *GROWING, "--resume_from_checkpoint", output / "checkpoint-12")
     one, other = (load_file(folder / "model.safetensors") for folder in (output, tmp_path))
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 

@@ -10,7 +10,7 @@ from hf_growattn import GrowthCallback, patch_model
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_a_policy_grows_where_its_loss_depends_on_the_model(tmp_path, iterations):
+def test_a_policy_grows_where_its_loss_depends_on_the_model(tmp_path, iterations, kept_by_word):
     """Without old log-probabilities, the ratio of the loss is always 1, and no step lowers it."""
     trl = pytest.importorskip("trl")
     torch.manual_seed(0)
@@ -30,4 +30,7 @@ def test_a_policy_grows_where_its_loss_depends_on_the_model(tmp_path, iterations
     run.add_callback(growth)
     run.train()
     assert grown_at(run.state) == [4]
-    assert growth.reports[0].kept == (iterations == 2)
+    (report,) = growth.reports
+    assert report.kept and [layer.width for layer in report.layers] == [(16, 17)] * 4
+    # Rewards of four random texts teach nothing that holds on others, so what counts is whether a step was found.
+    assert any(layer.step_size > 0 for layer in report.layers) == (report.fall != 0) == (iterations == 2)

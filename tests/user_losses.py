@@ -224,7 +224,7 @@ def cached(model, batch) -> torch.Tensor:
 
 def contrastive_on_ranks(folder) -> None:
     """The loss gets the model, and another one calls the wrapper itself."""
-    every = pairs(9)  # one rank has a batch more
+    every = pairs(3) * 3  # one rank has a batch more; random texts, so only the same ones bear out a growth
     model = encoder()
     expected = mean(contrastive(copy.deepcopy(model).eval(), batch).item() for batch in every)
     ddp = DistributedDataParallel(model)

@@ -100,7 +100,8 @@ def prepare_model(
         return trained, None
     # LoRA moves the old dims too, so the new ones need not do their work.
     config = GrowthConfig(budget=weights, seed=seed, old_dims_train=own_rank > 0)
-    return trained, Grower(trained, config, loss=loss_of and loss_of(trained)).grow(batches)
+    growth = Grower(trained, config, loss=loss_of and loss_of(trained)).find(batches)
+    return trained, growth.keep()  # whether it holds or not: the race judges on rows of its own
 
 
 def make_trainer(model: Any, rows: Prepared, grown_share: float = 1.0) -> SFTTrainer:
