@@ -100,5 +100,10 @@ def real_batches(count: int, name: str = "stories260K", start: int = 0, size: in
 
 
 @pytest.fixture
+def kept_by_word(monkeypatch):
+    monkeypatch.setattr("hf_growattn.Grower.grow", lambda grower, batches: grower.find(batches).keep())
+
+
+@pytest.fixture
 def real_llama():
     return patch_model(real_model())
