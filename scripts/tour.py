@@ -147,11 +147,11 @@ for view in attention_views(model):
 # %% [markdown]
 # ## Measure before you spend
 #
-# A few batches show where width is missing. Starvation, the gradient out of reach, is the share of it that training the
+# Two dozen batches show where width is missing. Starvation, the gradient out of reach, is the share of it that training the
 # present weights cannot realize. New dims are tried on batches kept out of their computation, then removed again.
 
 # %%
-growth_batches = list(itertools.islice(batches, 12))
+growth_batches = list(itertools.islice(batches, 24))
 measured = Grower(model, GrowthConfig(qk_dims=4, v_dims=4)).measure(growth_batches)
 for layer in measured.layers:
     print(f"Layer {layer.layer}, {layer.kind}: gradient out of reach {layer.out_of_reach:.2f}.")
@@ -207,7 +207,7 @@ figure.savefig(output / "directions.png")
 # ## Several growths, inside Trainer
 #
 # `GrowthCallback` grows at chosen steps, on the last batches of the training, and logs what grew where Trainer logs.
-# Here it may grow twice, by 3 % of the weights each time.
+# Here it may grow twice, by 3 % of the weights each time. What does not hold is not kept, and its report says so.
 
 # %%
 arguments = TrainingArguments(
@@ -224,12 +224,13 @@ arguments = TrainingArguments(
     use_cpu=True,
 )
 trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=held_out)
-growth = GrowthCallback(trainer, GrowthConfig(budget=0.03), steps=[15, 30], batches=6)
+growth = GrowthCallback(trainer, GrowthConfig(budget=0.03), steps=[15, 30], batches=15)
 trainer.add_callback(growth)
 trainer.remove_callback(PrinterCallback)  # the reports are enough to read
 trainer.train()
 save_report(growth.reports, output / "report.html", trainer.state.log_history)
-print(f"{len(growth.reports)} more growths, held-out loss {held_out_loss(model):.3f}: {output / 'report.html'}.")
+kept = sum(report.kept for report in growth.reports)
+print(f"{len(growth.reports)} more growths, {kept} of them kept, held-out loss {held_out_loss(model):.3f}: {output / 'report.html'}.")
 
 # %% [markdown]
 # ## Save, export, and load without this library
@@ -300,13 +301,15 @@ print(f"Merged, a {type(merged).__name__} of {merged.num_parameters():,} paramet
 # ## LoRA and growth together
 #
 # LoRA moves the present weights, and growth adds new ones; both train next to a frozen base. One `save_pretrained`
-# keeps them, and `load_growth` puts the new weights back: the folder `growth` holds them alone.
+# keeps them, and `load_growth` puts the new weights back: the folder `growth` holds them alone. Here `find` and `keep`
+# keep them by word, whether they hold or not.
 
 # %%
 lora = LoraConfig(r=4, target_modules="all-linear")
 both = get_peft_model(patch_model(copy.deepcopy(narrow)), lora)
 adapters = torch.optim.AdamW([p for p in both.parameters() if p.requires_grad], lr=5e-3)
-Grower(both, GrowthConfig(budget=0.02), adapters).grow(growth_batches)  # whose new weights join that optimizer
+found = Grower(both, GrowthConfig(budget=0.02), adapters).find(growth_batches)
+found.keep()  # the new weights join that optimizer
 both.train()
 for batch in growth_batches:
     both(**batch).loss.backward()
@@ -320,6 +323,7 @@ load_growth(once_more, output / "both" / "growth")
 size = (output / "both" / "growth" / "growth.safetensors").stat().st_size
 with torch.no_grad():
     same = torch.equal(once_more(sample).logits, both(sample).logits)
+print(f"Beside LoRA the loss falls by {found.report.fall:.4f} ± {found.report.error:.4f}.")
 print(f"LoRA and growth: held-out loss {held_out_loss(both):.4f}; the growth alone has {size / 1024:.0f} KB.")
 print(f"Both loaded again, the same logits: {same}.")
 

@@ -76,7 +76,7 @@ def test_frozen_old_dims_can_follow_nothing():
     assert same == [(layer, kind) == (1, 0) for layer in range(len(attentions(model))) for kind in range(2)]
 
 
-def test_trainer_grows_a_frozen_base_and_resumes(tmp_path):
+def test_trainer_grows_a_frozen_base_and_resumes(tmp_path, kept_by_word):
     losses = []
     for resumed in (None, str(tmp_path / "checkpoint-4")):
         model, before = frozen()

@@ -173,7 +173,7 @@ def test_the_loss_of_a_trainer_leaves_batch_and_arguments(tmp_path):
     assert {*batch} == keys and run.args.average_tokens_across_devices
 
 
-def test_a_model_that_is_made_by_the_trainer_grows(tmp_path):
+def test_a_model_that_is_made_by_the_trainer_grows(tmp_path, kept_by_word):
     arguments = trainer(tmp_path, None).args
     run = Trainer(model_init=lambda: patch_model(build("llama-2")), args=arguments, train_dataset=Rows(24))
     growth = GrowthCallback(run, CONFIG, steps=[3], batches=3)

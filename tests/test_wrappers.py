@@ -40,7 +40,7 @@ def logits(model, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_it_is_trained_with_images_and_grown_and_reloaded(name, tmp_path):
+def test_it_is_trained_with_images_and_grown_and_reloaded(name, tmp_path, kept_by_word):
     model = stock(name)
     before = logits(model, name)
     assert torch.equal(logits(patch_model(model), name), before)
@@ -128,6 +128,6 @@ def test_the_model_inside_does_not_grow_by_itself_in_a_model_whose_config_would_
     model = build("llava")
     inner = patch_model(model.model.language_model)
     with pytest.raises(ValueError, match=r"in a Llava.*call patch_model on the whole"):
-        Grower(model, GROWTH).find([batch("llava")]).keep()
+        Grower(model, GROWTH).grow([batch("llava")])
     assert not is_grown(unpatch_model(inner)) and type(inner) is LlamaModel
     assert Grower(patch_model(model), GROWTH).find([batch("llava", seed=seed) for seed in range(2)]).keep().kept
