@@ -147,7 +147,7 @@ for view in attention_views(model):
 # %% [markdown]
 # ## Measure before you spend
 #
-# Two dozen batches show where width is missing. Starvation, the gradient out of reach, is the share of it that training the
+# Some batches show where width is missing. Starvation, the gradient out of reach, is the share of it that training the
 # present weights cannot realize. New dims are tried on batches kept out of their computation, then removed again.
 
 # %%
@@ -230,7 +230,8 @@ trainer.remove_callback(PrinterCallback)  # the reports are enough to read
 trainer.train()
 save_report(growth.reports, output / "report.html", trainer.state.log_history)
 kept = sum(report.kept for report in growth.reports)
-print(f"{len(growth.reports)} more growths, {kept} of them kept, held-out loss {held_out_loss(model):.3f}: {output / 'report.html'}.")
+print(f"{len(growth.reports)} more growths, {kept} of them kept: {output / 'report.html'}.")
+print(f"After them, held-out loss {held_out_loss(model):.3f}.")
 
 # %% [markdown]
 # ## Save, export, and load without this library
