@@ -101,7 +101,7 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
             probed.backward()
         for index, layer in enumerate(layers):
             for kind in (QK, V):
-                probe = getattr(layer.trial, kind.name)
+                probe = getattr(layer.extra.trial, kind.name)
                 cross = expected[kind.name][index][:, : probe.zero_stacked.shape[1], : probe.shared_probe.shape[1]]
                 read = probe.zero_stacked.grad / len(batches)
                 assert (read - cross).norm() <= 1e-5 * cross.norm()

@@ -94,11 +94,11 @@ def test_a_trial_takes_off_what_it_put_on_after_an_exception_too():
         directions = exact_directions(Objective(model), bottlenecks, halves_of(lm_batches(2)), dims=2)
     trial = Trial(all_candidates(GrowthConfig(qk_dims=2), directions))
     with pytest.raises(KeyboardInterrupt), trial.attached():
-        assert all(attention.trial is trial.new_dims[attention] for attention in attentions(model))
+        assert all(attention.extra.trial is trial.new_dims[attention] for attention in attentions(model))
         raise KeyboardInterrupt
     assert not any(attention.extra for attention in attentions(model))
     with pytest.raises(KeyboardInterrupt), probing(bottlenecks, [_eyes(each) for each in bottlenecks]):
-        assert all(attention.trial for attention in attentions(model))
+        assert all(attention.extra.trial for attention in attentions(model))
         raise KeyboardInterrupt
     assert not any(attention.extra for attention in attentions(model))
 

@@ -84,11 +84,6 @@ class GrowableAttention:
         return Arguments(tuple(parameter_names(self.module)))
 
     @property
-    def trial(self) -> nn.Module | None:
-        """The new dims that are being tried; None without any."""
-        return None if self.extra is None else self.extra._modules.get("trial")
-
-    @property
     def growths(self) -> dict[str, NewDims]:
         """The new dims that are kept, by the name of their growth."""
         return {} if self.extra is None else dict(self.extra.growths.items())

@@ -281,7 +281,7 @@ class SavesGrowth:
         """Return the subclass of a class of peft that has this mixin."""
         return type(f"GrowAttn{stock.__name__}", (cls, stock), {"__module__": __name__, "stock_class": stock})
 
-    def __reduce_ex__(self, protocol):
+    def __reduce__(self) -> tuple:
         """Let pickles name the stock class: ours is made when it is needed, and may not be there yet."""
         return _empty_peft_model, (self.stock_class,), vars(self)
 

@@ -31,8 +31,8 @@ class GrowableModelMixin(WideModelMixin):
         """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
 
         The checkpoint is written next to `save_directory`, and its files then move there, the config last. A process
-        that is killed while it writes leaves the former checkpoint as it was. Other files of the directory stay.
-        Several processes may save there at once: the last one wins, and what it leaves is whole. A push comes after it.
+        that is killed while it writes leaves the former checkpoint as it was; amid the moves, loading names the folder
+        with the rest. Other files of the directory stay. Save from one process at a time. A push comes after it.
 
         Raises:
             ValueError: `save_directory` is a file, or a model that is spread over processes shall be pushed.
@@ -123,9 +123,9 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
 
     Raises:
         TypeError: `model` is not a transformers model; pass the one inside a wrapper.
-        ValueError: it has no inner model of such a name, or is patched
-            with others; none of its attention modules takes its attention function from transformers' table; or the
-            model runs the code that came with its checkpoint. The model is as it was then.
+        ValueError: it has no inner model of such a name, or is patched with others; none of its attention modules
+            takes its attention function from transformers' table; or the model runs the code that came with its
+            checkpoint. The model is as it was then.
     """
     register_peft_method()  # which may have been imported since
     if not isinstance(model, PreTrainedModel):

@@ -18,7 +18,7 @@ from transformers.utils.versions import require_version
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, check_affordable, layers_of, weights_of
 from ..grow.trial import parameters_of_a_dim
-from ..growable.attention import GrowableAttention, attentions
+from ..growable.attention import GrowableAttention
 from ..growable.growths import is_grown, name_after, sync_config
 from ..growable.models import GrowableModelMixin, patch_model, unpatch_model
 from ..growable.training_state import refuse_sharded
@@ -183,6 +183,7 @@ class GrowAttnModel(BaseTuner):
     tuner_layer_cls = GrowAttnLayer
     model: PreTrainedModel
     _was_stock = False
+    _targets: dict[nn.Module, GrowableAttention]
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args, **kwargs) -> None:
         """As peft does, with a copy of a config with a budget: what it buys for this adapter is noted there."""
@@ -205,14 +206,14 @@ class GrowAttnModel(BaseTuner):
                 unpatch_model(model)
             raise
         self._was_stock |= was_stock
-        names = {module: name for name, module in model.named_modules()}
-        held = (attention for attention in chosen if any(peft_config.dims_at(attention.layer)))
-        peft_config.target_modules = frozenset(names[attention.module] for attention in held)
+        held = [attention for attention in chosen if any(peft_config.dims_at(attention.layer))]
+        self._targets = {attention.module: attention for attention in held}
+        peft_config.target_modules = frozenset(attention.name for attention in held)
 
     def _create_and_replace(
         self, peft_config, adapter_name, target, target_name, parent, current_key, parameter_name=None
     ) -> None:
-        attention = next(each for each in attentions(self.model) if each.module is target)
+        attention = self._targets[target]
         qk_dims, v_dims = cast(GrowAttnConfig, peft_config).dims_at(attention.layer)
         new = attention.make_new_dims(qk_dims, v_dims)
         with torch.no_grad():  # without effect: the other side of each pair is zero

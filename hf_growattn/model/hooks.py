@@ -64,6 +64,9 @@ class Arguments(NamedTuple):
         return args, kwargs | {name: value}
 
 
+_OF_SIBLINGS = Arguments(("hidden_states", "input_tensor"))  # of modules that project a sibling's output
+
+
 class Call:
     """One forward call of a module with new dims.
 
@@ -270,9 +273,8 @@ class Handover:
         _thread.waiting = None
         dropout = getattr(module, "dropout", None)
         share = share if dropout is None else dropout(share)
-        arguments = Arguments(("hidden_states", "input_tensor"))
-        _, residual = arguments.find(("input_tensor",), args, kwargs)
-        return arguments.with_value("input_tensor", residual + share.to(residual.dtype), args, kwargs)
+        _, residual = _OF_SIBLINGS.find(("input_tensor",), args, kwargs)
+        return _OF_SIBLINGS.with_value("input_tensor", residual + share.to(residual.dtype), args, kwargs)
 
 
 def add_extra(module: Any, shape: HeadShape, names: Sequence[str], sibling: Any = None) -> ExtraDims:
