@@ -1,16 +1,17 @@
 """What a race compares: the runs, the rule, the table and the sentence. It trains nothing."""
 
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from ..report.words import MARGIN, format_table
-from .methods import METHODS
+from .methods import TITLES, Method
 
 SURE = 2  # standard errors that a lead must exceed
-SHORT = 4  # how many times shorter the trainings are that choose a learning rate
+_EQUAL = 0.03  # of LoRA's weights: a larger difference is said
 _COLUMNS = ("trained by", "learning rate", "held-out loss", "lead over LoRA", "weights", "KV cache, bytes a token")
 
 
@@ -18,49 +19,53 @@ _COLUMNS = ("trained by", "learning rate", "held-out loss", "lead over LoRA", "w
 class Run:
     """A training that ended, as a line of JSON keeps it."""
 
-    method: str  # one of `METHODS`, or "start" before any training
+    method: str  # the name of a `Method`, or "start" before any training
     rate: float
     steps: int
     seed: int
-    nats: list[float] = field(repr=False)  # the loss of each held-out row, over its tokens; empty if it diverged
-    counts: list[int] = field(repr=False)  # the number of these tokens
-    weights: int  # that trained
+    losses: list[float] = field(repr=False)  # of each held-out batch; empty if it diverged
+    weights: int  # that trained, without those of modules_to_save
     cache: int  # bytes that keys and values of a token take
 
     @property
     def loss(self) -> float:
-        """Nats a token; infinite if the training diverged."""
-        return sum(self.nats) / sum(self.counts) if self.nats else math.inf
+        """The mean; infinite if the training diverged."""
+        return fmean(self.losses) if self.losses else math.inf
 
 
 def compare_runs(own: Sequence[Run], other: Sequence[Run]) -> tuple[float, float]:
-    """How much lower `own` ends than `other`, paired by seed and row, and the standard error."""
+    """How much lower `own` ends than `other`, paired by seed and held-out batch, and the standard error."""
     pairs = [(a, b) for a in own for b in other if a.seed == b.seed]
-    if not all(a.nats for a, _ in pairs):
+    if not all(a.losses for a, _ in pairs):
         return -math.inf, 0.0
-    if not all(b.nats for _, b in pairs):
+    if not all(b.losses for _, b in pairs):
         return math.inf, 0.0
-    leads = [b.loss - a.loss for a, b in pairs]
-    mean = fmean(leads)
-    counts = pairs[0][0].counts
-    squares = 0.0
-    for row, count in enumerate(counts):
-        lower = fmean(b.nats[row] - a.nats[row] for a, b in pairs)
-        squares += (lower - mean * count) ** 2
-    over_rows = math.sqrt(squares * len(counts) / max(len(counts) - 1, 1)) / sum(counts)
-    over_seeds = stdev(leads) / math.sqrt(len(leads)) if len(leads) > 1 else 0.0
-    return mean, math.hypot(over_rows, over_seeds)
+    of_batches = [fmean(leads) for leads in zip(*([y - x for x, y in zip(a.losses, b.losses)] for a, b in pairs))]
+    of_seeds = [b.loss - a.loss for a, b in pairs]
+    error = math.hypot(*(stdev(leads) / math.sqrt(len(leads)) for leads in (of_batches, of_seeds) if len(leads) > 1))
+    return fmean(of_seeds), error
 
 
 @dataclass
-class Race:
-    """The trainings so far, and the result."""
+class RaceResult:
+    """The trainings of a race, who won, and the method to train by.
 
-    steps: int  # of the long trainings
-    start: Run  # the model before training
+    Attributes:
+        steps: of the long trainings.
+        start: the model before training.
+        budget: weights of LoRA, which the other methods share or spend.
+        modules_to_save, growth_batches: as the race was given them.
+        runs: all trainings that ended.
+        missing: why a method could not be had, by its name.
+    """
+
+    steps: int
+    start: Run
+    budget: int = 0
+    modules_to_save: Sequence[str] = ()
+    growth_batches: int = 16
     runs: list[Run] = field(default_factory=list)
-    rank: int = 0  # of LoRA with the whole budget
-    width: int = 0  # the model's hidden_size
+    missing: dict[str, str] = field(default_factory=dict)
 
     def runs_of(self, method: str) -> list[Run]:
         """The long trainings of a method, by seed."""
@@ -69,12 +74,12 @@ class Race:
     @property
     def rates(self) -> dict[str, float]:
         """The learning rate chosen for each method whose long training ended."""
-        return {name: self.runs_of(name)[0].rate for name in METHODS if self.runs_of(name)}
+        return {name: self.runs_of(name)[0].rate for name in TITLES if self.runs_of(name)}
 
     @property
     def challenger(self) -> str | None:
-        """The best method but LoRA after its first seed; None if nothing grew."""
-        others = [name for name in self.rates if name != "lora"]
+        """Growth or the mix, whichever ends lower with the first seed; None if neither could be had."""
+        others = [name for name in ("growth", "mix") if name in self.rates]
         return min(others, key=lambda name: self.runs_of(name)[0].loss, default=None)
 
     @property
@@ -86,38 +91,59 @@ class Race:
 
     @property
     def winner(self) -> str:
-        """The challenger if it leads by more than the margin and two standard errors; otherwise LoRA."""
+        """The challenger if it leads by more than the margin and two standard errors; otherwise "lora"."""
         lead, error = self.lead
         return self.challenger if self.challenger and lead > max(MARGIN, SURE * error) else "lora"
+
+    @property
+    def method(self) -> Method:
+        """The winner with its learning rate: `method.prepare(make_model(), batches, loss)` gives what to train."""
+        return Method(self.winner, self.budget, self.rates[self.winner], self.modules_to_save, self.growth_batches)
 
     @property
     def verdict(self) -> str:
         """The result in one sentence."""
         if not self.challenger:
-            return "LoRA wins: no growth was found that helps on other rows."
+            return "LoRA wins: neither growth nor a mix could be had."
         lead, error = self.lead
-        title = METHODS[self.challenger].title
+        title = TITLES[self.challenger]
         if math.isinf(lead):
             return f"LoRA wins: {title} diverged." if lead < 0 else f"{title} wins: LoRA diverged."
-        gap = f"{abs(lead):.4f} ± {error:.4f} nats a token"
+        gap = f"{abs(lead):.4f} ± {error:.4f}"
         if self.winner != "lora":
-            wider = self.runs_of(self.winner)[0].cache / self.start.cache - 1
-            return f"{title} wins: it is {gap} lower than LoRA, with a KV cache {wider:.0%} larger."
+            before, after = self.start.cache, self.runs_of(self.winner)[0].cache
+            cost = f", with a KV cache {after / before - 1:.0%} larger" if before else ""
+            return f"{title} wins: its held-out loss is {gap} lower than LoRA's{cost}."
         if lead <= 0:
-            return f"LoRA wins: {title} is {gap} higher."
-        return f"LoRA wins: {title} is {gap} lower, but must lead by more than {MARGIN} and two standard errors."
+            return f"LoRA wins: the held-out loss of {title} is {gap} higher."
+        return (
+            f"LoRA wins: the held-out loss of {title} is {gap} lower, but must be lower by more than {MARGIN} and by "
+            "more than two standard errors."
+        )
 
     def table(self) -> str:
-        """A row for each method that ended, the lowest loss first."""
+        """A row for each method, the lowest loss first, and what is to be said of some of them."""
         rows = [["before training", "", f"{self.start.loss:.4f}", "", "", f"{self.start.cache:,}"]]
         losses = {name: fmean(run.loss for run in self.runs_of(name)) for name in self.rates}
         for name in sorted(losses, key=losses.__getitem__):
             runs, lead = self.runs_of(name), ""
-            if name != "lora":
+            if name != "lora" and "lora" in losses:
                 lead = "{:+.4f} ± {:.4f}".format(*compare_runs(runs, self.runs_of("lora")))
             sizes = [f"{runs[0].weights:,}", f"{runs[0].cache:,}"]
-            rows.append([METHODS[name].title, f"{runs[0].rate:.2g}", f"{losses[name]:.4f}", lead, *sizes])
-        return format_table(_COLUMNS, rows)
+            rows.append([TITLES[name], f"{runs[0].rate:.2g}", f"{losses[name]:.4f}", lead, *sizes])
+        rows += [[TITLES[name], "", "not trained", "", "", ""] for name in self.missing]
+        return "\n".join([format_table(_COLUMNS, rows).rstrip("\n"), *self._remarks()])
+
+    def _remarks(self) -> list[str]:
+        """Which methods could not be had, and which train another number of weights than LoRA, and why."""
+        said = [f"Not trained: {TITLES[name]}, since {why}." for name, why in self.missing.items()]
+        for name in self.rates:
+            weights = self.runs_of(name)[0].weights
+            if not name.startswith("all") and abs(weights - self.budget) > _EQUAL * self.budget:
+                said.append(
+                    f"{TITLES[name]} trains {weights:,} of {self.budget:,} weights: no further new dims fit, or help."
+                )
+        return said
 
     def __str__(self) -> str:
         return f"{self.table()}\n{self.verdict}"
@@ -131,37 +157,15 @@ class Race:
             "rates": self.rates,
             "lead": lead if math.isfinite(lead) else None,
             "error": error,
+            "budget": self.budget,
+            "not_trained": self.missing,
+            "start": vars(self.start),
+            "runs": [vars(run) for run in self.runs],
         }
 
-
-def compete(race: Race, train: Callable, methods: Iterable[str], rates: Sequence[float], seeds: int) -> None:
-    """Choose learning rates, train every method with the best one, then LoRA and its challenger with further seeds.
-
-    `train` returns the `Run` of a method, a learning rate, a number of steps and a seed, or None if nothing grew. Runs
-    that the race already has are not trained again.
-    """
-
-    def run(*setting) -> Any:
-        for kept in race.runs:
-            if (kept.method, kept.rate, kept.steps, kept.seed) == setting:
-                return kept
-        trained = train(*setting)
-        race.runs += [trained] if trained else []
-        return trained
-
-    short = race.steps // SHORT
-    for method in methods:
-        tried = [run(method, rate, short, 0) for rate in rates]
-        if None in tried:  # nothing grew
-            continue
-        best = _best_rate(tried)
-        tried.append(run(method, 3 * best if best == max(rates) else best / 3, short, 0))
-        run(method, _best_rate(tried), race.steps, 0)
-    finalists = ["lora", race.challenger] if race.challenger else []
-    for seed in range(1, seeds):
-        for method in finalists:
-            run(method, race.rates[method], race.steps, seed)
-
-
-def _best_rate(runs: list[Run]) -> float:
-    return min(runs, key=lambda run: run.loss).rate
+    def save(self, path: str | Path) -> None:
+        """Write the figures to a JSON file, or as race.json into a folder."""
+        path = Path(path)
+        file = path if path.suffix == ".json" else path / "race.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(self.figures(), allow_nan=False, indent=1) + "\n")
