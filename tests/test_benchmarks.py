@@ -19,7 +19,7 @@ from hf_growattn.growable.growths import cache_bytes
 BENCH = ROOT / "scripts" / "bench"
 # A task from nothing, timings, and real tables; then also read-in vectors, a causal LM from a folder, and an encoder.
 SHORT = ("recall_map", "growth_cost", "overhead", "gpu", "matching", "matching_races")
-SHORT += ("in_context_regression", "real_model", "encoder") if LONG else ()
+SHORT += ("in_context_regression", "real_model", "encoder", "records") if LONG else ()
 BOOK = PhoneBook(
     steps=3, growth_batches=2, hidden=16, head_dim=2, names=16, numbers=4, few=(2,), many=4, pretraining=2, pairs=8,
     dims=2, asked=(2,), held_out=4,

@@ -13,7 +13,7 @@ from harness import Cell
 from matching_task import CLASSIFY, MATCH, Records
 from methods import LORA, NOTHING, Method
 from results import Declared, Lead, Results, make_parser, parse
-from tables import EMBEDDINGS, MOST_PARAGRAPHS, SENTENCES, SOURCES
+from tables import EMBEDDINGS, SENTENCES, SOURCES
 
 RATES, BASE_RATES = (1e-2, 3e-2), (1e-3, 3e-3)
 ENDS = ("read_in", "classifier")  # what leads into the transformer and out of it

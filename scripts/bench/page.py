@@ -43,6 +43,7 @@ PAGES = (
     "encoder",
     "matching",
     "matching_races",
+    "records",
     "races",
     "in_context_regression",
     "growing_up",
