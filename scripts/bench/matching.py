@@ -171,9 +171,9 @@ frozen, except for what a method trains. The budget is the weights of LoRA with 
 include read-in and head. "Growth" is new queries and keys, next to LoRA of rank 8 on read-in and head alone. Random
 dims have the places and numbers that growth chose. An encoder keeps no KV cache; the column "K and V" counts the
 numbers that a cache of the rows given would keep of each. Growth spends less than its budget where no further dims
-lower the loss of unseen batches. Nearest neighbours, cosine and logistic regression train no transformer. The neighbours use
-a metric that is fitted to pairs of rows for training, and cosine one number; the regression sees only the rows
-given.""",
+lower the loss of unseen batches. Nearest neighbours, cosine and logistic regression train no transformer. The
+neighbours use a metric that is fitted to pairs of rows for training, and cosine one number; the regression sees only
+the rows given.""",
     growing=[GROWTH],
     more={"right": "right", "K and V": "kept", "right after the change": "at_change"},
     claim=claim,
