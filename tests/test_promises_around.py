@@ -27,7 +27,7 @@ from hf_growattn.interop import export
 from hf_growattn.report import words
 from hf_growattn.report.pictures import draw_growth
 from hf_growattn.report.report import LayerGrowth
-from hf_growattn.training.data import prepare_rows
+from hf_growattn.cli.data import prepare_rows
 from hf_growattn.training.methods import METHODS, prepare_model
 from hf_growattn.training.options import RaceOptions
 from hf_growattn.training.race import _Trainings, measure_rows

@@ -61,7 +61,7 @@ class Retrieval(Task):
 
     def budget(self, model: nn.Module) -> int:
         """Weights that a method may train."""
-        return self.rank * weights_of_rank_one(model)
+        return self.rank * weights_of_rank_one(model, {})
 
     def batch(self, seed: int, step: int) -> dict:
         """Pairs of the file, from the start again after its end."""
