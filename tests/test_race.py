@@ -279,6 +279,20 @@ def test_epochs_go_on_in_another_order_and_seeds_differ():
     assert all(sorted(each[:5]) == sorted(each[5:10]) == [0, 1, 2, 3, 4] for each in order.values())
 
 
+def test_each_seed_begins_with_other_batches_and_adapters():
+    trainings = module._Trainings(Matcher, to_match(20, 2), to_match(2, 3), loss, 0.8, OPTIONS | {"growth_batches": 4})
+    method = Method("mix", 0.8, growth_batches=4)
+    starts = []
+    for seed in (0, 0, 1):
+        model, _ = trainings._prepare(method, seed)
+        starts.append({name: value.clone() for name, value in model.state_dict().items()})
+        trainings._prepared = () if len(starts) == 1 else trainings._prepared
+    (drawn,) = [name for name in starts[0] if name.endswith("q_proj.lora_A.default.weight")]
+    grown = next(name for name in starts[0] if "extra.growths" in name)
+    for name in (drawn, grown):
+        assert torch.equal(starts[0][name], starts[1][name]) and not starts[0][name].equal(starts[2][name]), name
+
+
 def test_a_race_of_a_quantized_model(tmp_path):
     pytest.importorskip("bitsandbytes")
     save_with_text(tmp_path, words=1200, variant="smollm3")  # in multiples of 64, as 4 bits want it on CPUs
