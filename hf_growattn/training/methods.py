@@ -126,7 +126,7 @@ class Method:
             old_dims_train = None if self.trains_base else self.name == "mix"
             growth = Grower(model, GrowthConfig(budget=budget, old_dims_train=old_dims_train), loss=loss).find(batches)
             if self.name == "random":
-                _point_at_random(growth.new_dims)
+                point_at_random(growth.new_dims)
             report = growth.keep()
         if not report.kept:
             raise ValueError("growth found no new dims that lower the loss of other batches")
@@ -205,7 +205,7 @@ def patch_inside(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _point_at_random(new_dims: dict[GrowableAttention, NewDims]) -> None:
+def point_at_random(new_dims: dict[GrowableAttention, NewDims]) -> None:
     """Draw new keys and values as large as the old ones, and let new queries and outputs be zero: nothing changes."""
     for attention, new in new_dims.items():
         for parameter in new.parameters():

@@ -9,9 +9,9 @@ from methods import LORA, NOTHING, Method
 from results import Declared, make_parser, parse
 from transformers import AutoConfig
 
-from hf_growattn.training.methods import METHODS
+from hf_growattn.training.methods import TITLES
 
-GROWTH, MIX = METHODS["growth"].title, METHODS["both"].title
+GROWTH, MIX = TITLES["growth"], TITLES["mix"]
 RATES = (0.15, 0.5, 1.5)  # over hidden_size: those of a race, and a smaller one
 
 PAGE = Declared(
@@ -39,8 +39,8 @@ def main() -> None:
     if not (arguments.model and arguments.pairs):
         parser.error("--model and --pairs are needed, or --quick")
     rates = tuple(rate / AutoConfig.from_pretrained(arguments.model).hidden_size for rate in RATES)
-    named = {METHODS[name].title: Method(library=name, rates=rates) for name in ("lora", "growth", "both")}
-    compared = {"no training": NOTHING, LORA: named[METHODS["lora"].title], **named}
+    named = {TITLES[name]: Method(library=name, rates=rates) for name in ("lora", "growth", "mix")}
+    compared = {"no training": NOTHING, LORA: named[TITLES["lora"]], **named}
     tasks = [Retrieval(source=arguments.model, path=path, **sizes) for path in arguments.pairs]
     PAGE.run([Cell(task, compared) for task in tasks], arguments)
 
