@@ -70,8 +70,8 @@ def cache_bytes(model: nn.Module, tried: Mapping[Any, NewDims] | None = None) ->
     """Bytes of a token's keys and values as a model's cache keeps them; `tried` are new dims that are not kept yet."""
     numbers = 0
     for attention in (attention for attention in attentions(model) if attention.caches):
-        new = (tried or {}).get(attention)
-        numbers += attention.cached_numbers([*attention.growths.values(), *([] if new is None else [new])])
+        in_use = [] if attention.extra is None else attention.extra.active()  # adapters of peft among them
+        numbers += attention.cached_numbers([*in_use, *([tried[attention]] if attention in (tried or {}) else [])])
     return next(model.parameters()).element_size() * numbers
 
 

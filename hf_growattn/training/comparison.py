@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from ..report.words import MARGIN, format_table
 from .methods import TITLES, Method
@@ -53,17 +54,14 @@ class RaceResult:
     Attributes:
         steps: of the long trainings.
         start: the model before training.
-        budget: weights of LoRA, which the other methods share or spend.
-        modules_to_save, growth_batches: as the race was given them.
+        options: of each `Method`: the weights of LoRA as the budget, modules_to_save, and growth_batches.
         runs: all trainings that ended.
         missing: why a method could not be had, by its name.
     """
 
     steps: int
     start: Run
-    budget: int = 0
-    modules_to_save: Sequence[str] = ()
-    growth_batches: int = 16
+    options: dict[str, Any]
     runs: list[Run] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -98,7 +96,7 @@ class RaceResult:
     @property
     def method(self) -> Method:
         """The winner with its learning rate: `method.prepare(make_model(), batches, loss)` gives what to train."""
-        return Method(self.winner, self.budget, self.rates[self.winner], self.modules_to_save, self.growth_batches)
+        return Method(self.winner, learning_rate=self.rates[self.winner], **self.options)
 
     @property
     def verdict(self) -> str:
@@ -136,13 +134,12 @@ class RaceResult:
 
     def _remarks(self) -> list[str]:
         """Which methods could not be had, and which train another number of weights than LoRA, and why."""
+        budget = self.options["budget"]
         said = [f"Not trained: {TITLES[name]}, since {why}." for name, why in self.missing.items()]
         for name in self.rates:
             weights = self.runs_of(name)[0].weights
-            if not name.startswith("all") and abs(weights - self.budget) > _EQUAL * self.budget:
-                said.append(
-                    f"{TITLES[name]} trains {weights:,} of {self.budget:,} weights: no further new dims fit, or help."
-                )
+            if not name.startswith("all") and abs(weights - budget) > _EQUAL * budget:
+                said.append(f"{TITLES[name]} trains {weights:,} of {budget:,} weights: no more dims fit, or help.")
         return said
 
     def __str__(self) -> str:
@@ -157,8 +154,9 @@ class RaceResult:
             "rates": self.rates,
             "lead": lead if math.isfinite(lead) else None,
             "error": error,
-            "budget": self.budget,
             "not_trained": self.missing,
+            **self.options,
+            "steps": self.steps,
             "start": vars(self.start),
             "runs": [vars(run) for run in self.runs],
         }

@@ -1,7 +1,7 @@
 """`Method`: a way to train a model by few weights next to a frozen base. Races compare several of them."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import mode
@@ -22,7 +22,6 @@ from ..growable.models import GrowableModelMixin, patch_model
 from ..growable.projections import keep_unpacked
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
 from ..model.new_dims import NewDims
-from ..report.report import GrowthReport
 
 TITLES = {
     "lora": "LoRA on all linear layers",
@@ -65,14 +64,14 @@ class Method:
             raise ValueError(f"There is no method {self.name!r}: choose one of {', '.join(TITLES)}.")
 
     @property
-    def title(self) -> str:
-        """What tables call it."""
-        return TITLES[self.name]
-
-    @property
     def trains_base(self) -> bool:
         """Whether the weights of the model itself train."""
         return self.name.startswith("all")
+
+    @property
+    def grows(self) -> bool:
+        """Whether heads become wider."""
+        return self.name not in ("lora", "all")
 
     def prepare(self, model: nn.Module, batches: Iterable = (), loss: Callable | None = None) -> tuple[Any, list[dict]]:
         """Add what the method adds, and freeze what it does not train.
@@ -89,46 +88,35 @@ class Method:
         Raises:
             ValueError: this model cannot be trained so; the message says why. It may be changed by then.
         """
-        return self.prepare_with_report(model, batches, loss)[:2]
-
-    def prepare_with_report(
-        self, model: nn.Module, batches: Iterable = (), loss: Callable | None = None
-    ) -> tuple[Any, list[dict], GrowthReport | None]:
-        """As `prepare`, with the report of the growth, if there is one."""
         saved = modules_to_train(model, self.modules_to_save)
-        rank, weights = choose_rank(model, self.budget, saved)
+        rank, cost = choose_rank(model, self.budget, saved), weights_of_rank_one(model, saved)
         lora_rank = round(_SHARES_OF_LORA.get(self.name, 0.0) * rank)
         if self.name == "mix" and lora_rank in (0, rank):
             raise ValueError("the budget is a single rank of LoRA, which cannot be shared. Choose a larger budget")
-        width, linear = hidden_size(model), [*linear_layers(model, saved)]
+        width, linear, trained = hidden_size(model), [*linear_layers(model, saved)], model
         if not self.trains_base:
             model.requires_grad_(False)
-        if self.name != "lora":
+        for module in saved.values():
+            module.requires_grad_(True)
+        if self.grows:
             patch_inside(model)
-        trained: Any = model
         if lora_rank:
-            lora = LoraConfig(
-                r=lora_rank, lora_alpha=2 * lora_rank, target_modules=linear, modules_to_save=[*saved] or None
-            )
-            trained = get_peft_model(model, lora)  # pyright: ignore[reportArgumentType]  # takes any module
-        else:
-            for module in saved.values():
-                module.requires_grad_(True)
-        report = None
-        if self.name not in ("lora", "all"):
+            sizes = {"r": lora_rank, "lora_alpha": 2 * lora_rank}
+            lora = LoraConfig(target_modules=linear, modules_to_save=[*saved] or None, **sizes)
+            trained: Any = get_peft_model(model, lora)  # pyright: ignore[reportArgumentType]  # takes any module
+        if self.grows:
             device = next(model.parameters()).device
             read = [send_to_device(copy.copy(batch), device) for batch in islice(batches, self.growth_batches)]
-            trained, report = self._grow(trained, weights * (rank - lora_rank) // rank, read, loss or default_loss)
+            trained = self._grow(trained, cost * (rank - lora_rank), read, loss or default_loss)
         new = extra_parameters(growable_model(trained)) if self.name == "mix" else []
         new = [p for p in new if p.requires_grad]  # a former growth stays as it is
         others = [p for p in trained.parameters() if p.requires_grad and not any(p is each for each in new)]
-        slow = share_of_new_dims(width) * self.learning_rate
-        groups = [{"params": others, "lr": self.learning_rate, "weight_decay": 0.0}]
-        groups += [{"params": new, "lr": slow, "weight_decay": 0.0}] if new else []
-        return trained, groups, report
+        rates = [self.learning_rate, self.learning_rate * share_of_new_dims(width)]
+        groups = [{"params": p, "lr": rate, "weight_decay": 0.0} for p, rate in zip([others, new], rates) if p]
+        return trained, groups
 
-    def _grow(self, model: Any, budget: int, batches: list, loss: Callable) -> tuple[Any, GrowthReport]:
-        """Grow by a number of weights, and return the model that trains, and the report."""
+    def _grow(self, model: Any, budget: int, batches: list, loss: Callable) -> Any:
+        """Grow by a number of weights, whether that holds or not, and return the model that trains."""
         if self.name != "mix" and is_quantized(model):  # which Trainer trains by adapters alone
             config = GrowAttnConfig(budget=budget, modules_to_save=[*self.modules_to_save] or None)
             model = get_peft_model(model, config)
@@ -138,11 +126,11 @@ class Method:
             old_dims_train = None if self.trains_base else self.name == "mix"
             growth = Grower(model, GrowthConfig(budget=budget, old_dims_train=old_dims_train), loss=loss).find(batches)
             if self.name == "random":
-                _point_at_random(growth.new_dims)
-            report = growth.keep()  # whether it holds or not: races judge on batches of their own
+                point_at_random(growth.new_dims)
+            report = growth.keep()
         if not report.kept:
             raise ValueError("growth found no new dims that lower the loss of other batches")
-        return model, report
+        return model
 
 
 def modules_to_train(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -154,7 +142,7 @@ def modules_to_train(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
     return found
 
 
-def linear_layers(model: nn.Module, saved: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def linear_layers(model: nn.Module, saved: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The linear layers that LoRA adapts, by name: all but output embeddings and what trains whole."""
     left_out = {inside for module in saved.values() for inside in module.modules()}
     left_out |= {each.get_output_embeddings() for each in model.modules() if isinstance(each, PreTrainedModel)}
@@ -162,15 +150,19 @@ def linear_layers(model: nn.Module, saved: dict[str, nn.Module]) -> dict[str, nn
     return {name: m for name, m in named if isinstance(m, (nn.Linear, Conv1D)) and m not in left_out}
 
 
-def choose_rank(model: nn.Module, budget: int | float, saved: dict[str, nn.Module]) -> tuple[int, int]:
-    """The rank of LoRA on all linear layers that comes nearest to a budget, and its number of weights."""
+def weights_of_rank_one(model: nn.Module, saved: Mapping[str, nn.Module]) -> int:
+    """The number of weights of LoRA with rank 1 on all linear layers."""
     one = sum(map(sum, map(_sizes, linear_layers(model, saved).values())))
     if not one:
         raise ValueError(f"{type(model).__name__} has no linear layers for LoRA.")
+    return one
+
+
+def choose_rank(model: nn.Module, budget: int | float, saved: Mapping[str, nn.Module]) -> int:
+    """The rank of LoRA on all linear layers that comes nearest to a budget, at least 1."""
     is_whole = isinstance(model, PreTrainedModel)
     parameters = model.num_parameters() if is_whole else sum(p.numel() for p in model.parameters())
-    rank = max(round(weights_of(budget, parameters) / one), 1)
-    return rank, rank * one
+    return max(round(weights_of(budget, parameters) / weights_of_rank_one(model, saved)), 1)
 
 
 def hidden_size(model: nn.Module) -> int:
@@ -186,7 +178,7 @@ def _sizes(layer: Any) -> tuple[int, int]:
 def share_of_new_dims(width: int) -> float:
     """The learning rate of new dims divided by that of LoRA in the same model of a `hidden_size`.
 
-    Measured at 64, 128 and 576 (scripts/bench/results/mix_rates.md); wider models use the last one.
+    Measured at 64, 128 and 576 on 2026-11-24; wider models use the last one.
     """
     return min(max((64 / width) ** 1.5, 1 / 30), 1.0)
 
@@ -213,7 +205,7 @@ def patch_inside(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _point_at_random(new_dims: dict[GrowableAttention, NewDims]) -> None:
+def point_at_random(new_dims: dict[GrowableAttention, NewDims]) -> None:
     """Draw new keys and values as large as the old ones, and let new queries and outputs be zero: nothing changes."""
     for attention, new in new_dims.items():
         for parameter in new.parameters():

@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
 from ..growable.growths import cache_bytes, growable_model
-from ..report.report import GrowthReport
 from .comparison import RaceResult, Run
 from .methods import (
     TITLES,
@@ -29,6 +28,7 @@ from .methods import (
     modules_to_train,
     move_to_device,
     patch_inside,
+    weights_of_rank_one,
 )
 
 RUNS = "race.jsonl"
@@ -75,23 +75,24 @@ def race(
     Raises:
         ValueError: a number is out of range, or the folder holds another race.
     """
+    train, held_out = [*train_batches], [*held_out_batches]
+    if steps < SHORT or min(seeds, len(train) - 1, len(held_out) - 1) < 1:
+        raise ValueError(
+            f"A race takes at least {SHORT} steps, 1 seed, 2 batches to train on and 2 held-out ones; got {steps}, "
+            f"{seeds}, {len(train)} and {len(held_out)}."
+        )
     for name in methods:
         Method(name)  # which refuses an unknown one
-    if steps < SHORT or seeds < 1:
-        raise ValueError(f"A race takes at least {SHORT} steps and 1 seed; got {steps} and {seeds}.")
-    trainings = _Trainings(make_model, [*train_batches], [*held_out_batches], loss or default_loss)
-    if min(len(trainings.train_batches), len(trainings.held_out_batches)) < 2:
-        raise ValueError("A race takes at least two batches to train on, and two held-out ones to compare on.")
-    if trainings.accelerator.num_processes > 1:
-        raise ValueError("A race runs in one process: start it without torchrun, then train by the winner.")
     names = ["lora", *(name for name in TITLES if name in methods and name != "lora")]
-    result = trainings.start(budget, steps, tuple(modules_to_save), growth_batches, output)
+    options = {"modules_to_save": [*modules_to_save], "growth_batches": growth_batches}
+    trainings = _Trainings(make_model, train, held_out, loss or default_loss, budget, options)
+    result = trainings.begin(steps, Path(output, RUNS) if output else None)
     try:
         with tqdm(desc="race", unit="step", disable=None) as trainings.bar:
             _compete(result, trainings, names, seeds)
     except KeyboardInterrupt:
         kept = (
-            f"the same call continues in {output}, where runs are kept" if output else "no run is kept without output="
+            f"the same call continues in {output}, where runs are kept" if output else "without output=, no run is kept"
         )
         raise KeyboardInterrupt(f"{kept}.\n{result.table()}") from None
     return result
@@ -99,10 +100,9 @@ def race(
 
 def _compete(result: RaceResult, trainings: "_Trainings", names: list[str], seeds: int) -> None:
     """Choose learning rates, train every method with the best one, then some with further seeds."""
-    steps, width = result.steps, trainings.width
-    short, bar = steps // SHORT, trainings.bar
-    further = 2 + sum(name not in ("lora", "growth", "mix") for name in names)
-    bar.total = len(names) * (3 * short + steps) + (seeds - 1) * further * steps
+    steps, short, bar = result.steps, result.steps // SHORT, trainings.bar
+    rows = [name for name in names if name not in ("lora", "growth", "mix")]
+    bar.total = len(names) * (3 * short + steps) + (seeds - 1) * (2 + len(rows)) * steps
 
     def run(name: str, rate: float, steps: int, seed: int) -> Run:
         for kept in result.runs:
@@ -110,14 +110,13 @@ def _compete(result: RaceResult, trainings: "_Trainings", names: list[str], seed
                 bar.update(steps)
                 return kept
         bar.set_postfix_str(TITLES[name])
-        trained = trainings.train(name, rate, steps, seed)
-        result.runs.append(trained)
-        return trained
+        result.runs.append(trainings.train(name, rate, steps, seed))
+        return result.runs[-1]
 
     for name in names:
-        rates = [rate * (_SLOWER if Method(name).trains_base else 1) / width for rate in RATES]
+        slower = _SLOWER if Method(name).trains_base else 1.0
         try:
-            tried = [run(name, rate, short, 0) for rate in rates]
+            tried = [run(name, slower * rate / trainings.width, short, 0) for rate in RATES]
         except ValueError as error:
             if name == "lora":
                 raise
@@ -125,12 +124,11 @@ def _compete(result: RaceResult, trainings: "_Trainings", names: list[str], seed
             bar.total -= 3 * short + steps
             continue
         best = _best_rate(tried)
-        tried.append(run(name, 3 * best if best == max(rates) else best / 3, short, 0))
+        tried.append(run(name, 3 * best if best == tried[-1].rate else best / 3, short, 0))
         run(name, _best_rate(tried), steps, 0)
-    others = [name for name in result.rates if name not in ("lora", "growth", "mix")]
-    finalists = [*(["lora", result.challenger] if result.challenger or others else []), *others]
-    for seed in range(1, seeds):
-        for name in filter(None, finalists):
+    finalists = [name for name in ("lora", result.challenger, *rows) if name in result.rates]
+    for seed in range(1, seeds) if len(finalists) > 1 else ():
+        for name in finalists:
             run(name, result.rates[name], steps, seed)
 
 
@@ -148,64 +146,51 @@ class _Trainings:
 
     bar: tqdm
 
-    def __init__(self, make_model: Callable, train_batches: list, held_out_batches: list, loss: Callable):
-        self.make_model, self.loss = make_model, loss
-        self.train_batches, self.held_out_batches = train_batches, held_out_batches
+    def __init__(self, make_model: Callable, train: list, held_out: list, loss: Callable, budget, options: dict):
         self.accelerator = Accelerator()
-        self._prepared: tuple = ()  # method, seed, model, groups, report, and what changes as it starts
-
-    def start(self, budget, steps: int, modules_to_save: tuple, growth_batches: int, output) -> RaceResult:
-        """The race with the runs that the folder has, after a check that they are of the same race."""
+        if self.accelerator.num_processes > 1:
+            raise ValueError("A race runs in one process: start it without torchrun, then train by the winner.")
+        self.make_model, self.loss, self.train_batches, self.held_out_batches = make_model, loss, train, held_out
         model = self._make_model()
-        saved = modules_to_train(model, modules_to_save)
-        rank, self.budget = choose_rank(model, budget, saved)
-        self.saved_weights = sum(p.numel() for p in {p for m in saved.values() for p in m.parameters()})
-        self.width, self.options = hidden_size(model), (modules_to_save, growth_batches)
-        identity = {
-            "model": _digest([*model.state_dict().items()]),
-            "train_batches": _digest(self.train_batches),
-            "held_out_batches": _digest(self.held_out_batches),
-            "budget": self.budget,
-            "steps": steps,
-            "modules_to_save": [*modules_to_save],
-            "growth_batches": growth_batches,
-        }
-        losses = self.measure(model)
+        saved = modules_to_train(model, options["modules_to_save"])
+        self.options = options | {"budget": choose_rank(model, budget, saved) * weights_of_rank_one(model, saved)}
+        self.saved_weights = sum(p.numel() for p in {p for module in saved.values() for p in module.parameters()})
+        self.width, self.digest, self.losses = hidden_size(model), _digest(model.state_dict()), self.measure(model)
         try:
             patch_inside(model)
-            cache = cache_bytes(growable_model(model))
+            self.cache = cache_bytes(growable_model(model))
         except ValueError:  # the methods that grow say why
-            cache = 0
-        self.first = Run("start", 0.0, 0, 0, losses, 0, cache)
-        self.file = Path(output, RUNS) if output else None
-        runs = self._read_runs(identity)
-        return RaceResult(steps, self.first, self.budget, modules_to_save, growth_batches, runs)
+            self.cache = 0
+        self._prepared: tuple = ()  # method, seed, model, groups, and what changes as it starts
 
-    def _read_runs(self, identity: dict) -> list[Run]:
-        """The runs of an earlier call."""
-        if self.file is None:
-            return []
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        content = self.file.read_bytes() if self.file.exists() else b""
+    def begin(self, steps: int, file: Path | None) -> RaceResult:
+        """The race, with the runs that a file keeps of an earlier call, after a check that they are of the same one."""
+        start = Run("start", 0.0, 0, 0, self.losses, 0, self.cache)
+        result, self.file = RaceResult(steps, start, self.options), file
+        batches = {"train_batches": _digest(self.train_batches), "held_out_batches": _digest(self.held_out_batches)}
+        identity = {"model": self.digest, **batches, "steps": steps, **self.options}
+        content = file.read_bytes() if file and file.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]  # a killed process may leave half a line
-        kept, start, *runs = map(json.loads, whole.splitlines()) if whole.count(b"\n") > 1 else ({}, {})
-        if not kept:
-            self.file.write_text(json.dumps(identity) + "\n")
-            self._keep(self.first)
-            return []
-        different = [name for name in identity if identity[name] != kept.get(name)]
-        if not different and not torch.allclose(*(torch.tensor(each) for each in (start["losses"], self.first.losses))):
-            different = ["loss"]
-        if different:
-            raise ValueError(
-                f"{self.file.parent} holds a race with another {', '.join(different)}. Name a new folder, or go on "
-                "with the same model, batches and options."
-            )
-        os.truncate(self.file, len(whole))
-        return [Run(**run) for run in runs]
+        kept, first, *runs = map(json.loads, whole.splitlines()) if whole.count(b"\n") > 1 else ({}, {})
+        if file and not kept:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(identity) + "\n")
+            self._keep(start)
+        elif file:
+            os.truncate(file, len(whole))
+            different = [name for name in identity if identity[name] != kept.get(name)]
+            if not different and not torch.allclose(torch.tensor(first["losses"]), torch.tensor(self.losses)):
+                different = ["loss"]
+            if different:
+                raise ValueError(
+                    f"{file.parent} holds a race with another {', '.join(different)}. Name a new folder, or go on with "
+                    "the same model, batches and options."
+                )
+            result.runs = [Run(**run) for run in runs]
+        return result
 
     def _keep(self, run: Run) -> Run:
-        if self.file is not None:
+        if self.file:
             with self.file.open("a") as file:
                 file.write(json.dumps(vars(run), allow_nan=False) + "\n")
         return run
@@ -219,35 +204,33 @@ class _Trainings:
         count, order = len(self.train_batches), []
         for epoch in range(math.ceil(steps / count)):
             generator = torch.Generator().manual_seed(1000 * epoch + seed)
-            shuffled = torch.randperm(count, generator=generator).tolist()
-            order += range(count) if epoch + seed == 0 else shuffled  # the first one is as given
+            order += torch.randperm(count, generator=generator).tolist() if epoch + seed else range(count)
         return [self.train_batches[number] for number in order[:steps]]
 
-    def _prepare(self, method: Method, seed: int) -> tuple[Any, list[dict], GrowthReport | None]:
-        """The model as a method starts from it, grown once for all learning rates."""
+    def _prepare(self, method: Method, seed: int) -> tuple[Any, list[dict]]:
+        """The model as a method starts from it, grown once for all learning rates, with rates of 1."""
         if self._prepared[:2] != (method.name, seed):
             self._prepared = ()
             gc.collect()
             model = self._make_model()
             set_seed(seed)
-            batches = self._order(seed, method.growth_batches)
-            model, groups, report = method.prepare_with_report(model, batches, self.loss)
+            model, groups = method.prepare(model, self._order(seed, method.growth_batches), self.loss)
             changing = [*(p for group in groups for p in group["params"]), *model.buffers()]
             start = [(tensor, tensor.detach().clone()) for tensor in changing]
-            self._prepared = method.name, seed, model, groups, report, start
-        *_, model, groups, report, start = self._prepared
+            self._prepared = method.name, seed, model, groups, start
+        *_, model, groups, start = self._prepared
         with torch.no_grad():
             for tensor, value in start:
                 tensor.copy_(value)
-        return model, groups, report
+        return model, groups
 
     def train(self, name: str, rate: float, steps: int, seed: int) -> Run:
         """Train, measure, and keep the run; a ValueError if the method cannot be had."""
-        model, groups, report = self._prepare(Method(name, self.budget, 1.0, *self.options), seed)
-        groups = [group | {"lr": rate * group["lr"]} for group in groups]
+        method, accelerator = Method(name, learning_rate=1.0, **self.options), self.accelerator
+        model, groups = self._prepare(method, seed)
         set_seed(seed)
-        accelerator, weights = self.accelerator, [p for group in groups for p in group["params"]]
-        optimizer = accelerator.prepare(torch.optim.AdamW(groups))
+        weights = [p for group in groups for p in group["params"]]
+        optimizer = accelerator.prepare(torch.optim.AdamW([group | {"lr": rate * group["lr"]} for group in groups]))
         schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(_WARMUP * steps), steps)
         model.train()
         for batch in self._order(seed, steps):
@@ -260,7 +243,7 @@ class _Trainings:
             optimizer.zero_grad()
             self.bar.update()
         accelerator.free_memory()
-        cache = report.cache_bytes[1] if report else self.first.cache
+        cache = cache_bytes(growable_model(model)) if method.grows else self.cache
         trained = sum(weight.numel() for weight in weights) - self.saved_weights
         return self._keep(Run(name, rate, steps, seed, self.measure(model), trained, cache))
 
@@ -277,7 +260,7 @@ class _Trainings:
 
 
 def _digest(values: Any) -> str:
-    """A digest of all tensors in a list, by their content."""
+    """A digest of all tensors in a container, by their content."""
     digest = hashlib.sha256()
 
     def add(tensor: torch.Tensor) -> None:

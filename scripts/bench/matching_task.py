@@ -101,7 +101,7 @@ class Records(Task):
     def split(self, held_out: bool) -> Table:
         """The rows for training, or the others."""
         if self.encoder:
-            return read_embeddings(self.table, self.encoder, self.pairs)[held_out]
+            return read_embeddings(self.encoder, self.pairs)[held_out]
         return read_table(self.table, self.components)[held_out]
 
     def batch(self, seed: int, step: int) -> dict:
@@ -173,7 +173,7 @@ class Records(Task):
 
     def budget(self, model: nn.Module) -> int:
         """Weights of LoRA on all linear layers, read-in and head among them."""
-        return self.rank * weights_of_rank_one(model)
+        return self.rank * weights_of_rank_one(model, {})
 
     def measure(self, model: nn.Module, seed: int) -> dict[str, float]:
         """The loss, and the share of rows that get the right label; numbers that are kept of a row given."""

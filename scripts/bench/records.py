@@ -20,7 +20,7 @@ import torch
 from harness import forward_ratio
 from neighbours import at_length_one, best_loss
 from peft import HiraConfig, get_peft_model
-from records_task import LABELS, Reader, bilinear_loss, build, draw, fit, linear_layers, loss_of, read_domain
+from records_task import LABELS, Reader, bilinear_loss, build, draw, fit, loss_of, read_domain
 from results import make_parser, parse, spread
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from hf_growattn import Method, race
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import growable_model
 from hf_growattn.training.comparison import Run, compare_runs
-from hf_growattn.training.methods import TITLES
+from hf_growattn.training.methods import TITLES, linear_layers, modules_to_train, weights_of_rank_one
 from hf_growattn.training.race import SHORT
 
 NEW = ("read_in", "label_in", "label_out")  # what always trains
@@ -96,8 +96,8 @@ def run_hira(make: Callable[[], Reader], cell: Cell, train: list, held_out: list
     def run(rate: float, steps: int, seed: int) -> Run:
         torch.manual_seed(seed)
         reader = make()
-        config = HiraConfig(r=cell.rank, target_modules=list(linear_layers(reader)), modules_to_save=[*NEW])
-        adapted = get_peft_model(reader, config)
+        linear = [*linear_layers(reader, modules_to_train(reader, NEW))]
+        adapted: Any = get_peft_model(reader, HiraConfig(r=cell.rank, target_modules=linear, modules_to_save=[*NEW]))
         named = [(name, parameter) for name, parameter in adapted.named_parameters() if parameter.requires_grad]
         weights, new = ([p for name, p in named if ("hira_" in name) == wanted] for wanted in (True, False))
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -146,7 +146,8 @@ def run_cell(cell: Cell, arguments: argparse.Namespace, kept: Path) -> dict:
     def make() -> Reader:
         return adapt(cell, build(cell.width, seen.shape[-1], arguments.language_model), papers, kept)
 
-    budget = cell.rank * sum(sum(layer.weight.shape) for layer in linear_layers(make()).values())
+    reader = make()
+    budget = cell.rank * weights_of_rank_one(reader, modules_to_train(reader, NEW))
     options = {"budget": budget, "modules_to_save": NEW, "growth_batches": cell.growth_batches}
     seeds, methods = len(arguments.seeds), [*TITLES]
     if not cell.width:  # the language model takes too long for more

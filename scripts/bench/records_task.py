@@ -151,12 +151,6 @@ def fit(model: nn.Module, groups: list[dict], batches: Iterable[dict], steps: in
         optimizer.zero_grad()
 
 
-def linear_layers(reader: Reader) -> dict[str, nn.Module]:
-    """The linear layers of the transformer, by name."""
-    named = reader.named_modules()
-    return {name: module for name, module in named if isinstance(module, nn.Linear) and name.startswith("model.")}
-
-
 def bilinear_loss(seen: list[dict], held_out: list[dict], rank: int) -> float:
     """The loss of a score `(asked U) . (given V)` of a rank, trained on batches seen, for the records held out."""
     features = seen[0]["rows"].shape[-1]
