@@ -89,9 +89,12 @@ def principal_axes(features: Tensor, components: int) -> Tensor:
 
 
 @lru_cache
-import itertools
-import json
-import re
+def read_embeddings(encoder: str, path: str) -> tuple[Table, Table]:
+    """Pairs of texts as an encoder embeds them, in 64 principal components: answers and, as the other view, questions.
+
+    Of a text, the rest of a paragraph stands for the answer, and its first sentence for the question.
+    """
+    pairs = read_pairs(path) if path.endswith(".json") else read_sentences(path)
     count = round(TRAINING_SHARE * len(pairs))
     questions, answers = (embed(encoder, texts) for texts in zip(*pairs))
     axes = principal_axes(torch.cat((questions[:count], answers[:count])), MOST_FEATURES)
