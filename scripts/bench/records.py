@@ -6,7 +6,6 @@ OMP_NUM_THREADS=1 python scripts/bench/records.py --magellan ditto/data/er_magel
 
 import argparse
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -192,31 +191,20 @@ def lead_of(row: dict) -> tuple[float, float]:
     return max(((each["lead"], each["error"]) for each in found), default=(0.0, 0.0))
 
 
-def gap_of(row: dict, width: int) -> float:
-    """What a bilinear score loses with as few dims as a head has."""
-    return row["bilinear"][str(width)] - row["bilinear"][str(RANKS[-1])]
-
-
 def make_claim(rows: dict[Cell, dict]) -> str:
-    """Who wins, by how much, at which width; whether the probe foresees it; what cosine does."""
-    parts = []
-    for width in sorted({cell.width for cell in rows}, key=lambda width: width or math.inf):
-        of = [row for cell, row in rows.items() if cell.width == width]
-        won, leads = sum(row["winner"] != "lora" for row in of), [lead_of(row) for row in of]
-        which = f"Heads {width} wide" if width else "The language model"
-        parts.append(
-            f"{which}: growth or the mix beats {LORA} in {won} of {len(of)} races, the better of the two by "
-            f"{' and '.join(f'{lead:+.3f} ± {error:.3f}' for lead, error in leads)} nats."
-        )
-    below = sum(
-        min(row["rows"][COSINE]["losses"])
-        < min(min(each["losses"]) for title, each in row["rows"].items() if title != COSINE)
-        for row in rows.values()
-    )
-    parts.append(f"A plain cosine ends below every method in {below} of {len(rows)}.")
-    gaps = [(gap_of(row, cell.width), lead_of(row)[0]) for cell, row in rows.items() if cell.width]
-    if len(gaps) > 2:
-        parts.append(f"The correlation of the probe with the lead is {statistics.correlation(*zip(*gaps)):.2f}.")
+    """The verdict of each race; whether a high rank or a cosine does the same; whether the probe foresees it."""
+    parts = [f"{row['name'].capitalize()}: {row['verdict']}" for row in rows.values()]
+    every = [{title: min(each["losses"]) for title, each in row["rows"].items()} for row in rows.values()]
+    below = sum(losses[COSINE] == min(losses.values()) for losses in every)
+    parts.append(f"A plain cosine ends below every method in {below} of {len(every)} races.")
+    with_hira = [row["rows"][HIRA] for row in rows.values() if HIRA in row["rows"]]
+    leads = ", ".join(f"{each['lead']:+.3f} ± {each['error']:.3f}" for each in with_hira)
+    parts.append(f"HiRA, whose update has a high rank, leads LoRA by {leads} nats.")
+    probed = [(row["bilinear"], cell.width, lead_of(row)[0]) for cell, row in rows.items() if cell.width]
+    if len(probed) > 2:
+        gaps = [losses[str(width)] - losses[str(RANKS[-1])] for losses, width, _ in probed]
+        foreseen = statistics.correlation(gaps, [lead for *_, lead in probed])
+        parts.append(f"What a bilinear score loses at the width of a head goes with the lead by {foreseen:.2f}.")
     return " ".join(parts)
 
 
