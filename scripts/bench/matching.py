@@ -18,8 +18,7 @@ from matching_task import CLASSIFY, EMBEDDINGS, LOGISTIC, MATCH, NEAREST, Record
 from tables import SOURCES
 
 from hf_growattn import race
-from hf_growattn.training.comparison import RaceResult, compare_runs
-from hf_growattn.training.methods import TITLES
+from hf_growattn.report.comparison import TITLES, RaceResult, compare_runs
 
 ALL_METHODS = ("lora", "growth", "mix", "random", "all", "all_growth")
 SEEDS, HELD_OUT = 3, 64  # of a race, and episodes to compare on
