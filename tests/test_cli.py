@@ -16,13 +16,13 @@ from datasets import Dataset
 from families import VOCABULARY, add_dims, build, lm_batches, save_with_text, tokens, word_tokenizer
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, Method, patch_model
 from hf_growattn.cli.commands import COMMANDS, _format_race
 from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.cli.measuring import training_code
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.growable.attention import attentions
-from hf_growattn.training.comparison import RaceResult, Run
+from hf_growattn.report.comparison import RaceResult, Run
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
 
@@ -136,11 +136,8 @@ def test_race_prints_code_that_trains_by_the_winner(given, tmp_path):
 def test_the_code_of_a_race_trains_by_the_winner(winner, given, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_growattn.training.methods.share_of_new_dims", lambda width: 0.1)
     recipe = read_recipe("race", [str(given / "model"), "d", "--max_length", "16"])
-    runs = [Run("lora", 1e-3, 4, 0, [1.0, 1.0], 8, 8)]
-    runs += [Run(winner, 1e-3, 4, 0, [0.5, 0.5], 8, 8)] * (winner != "lora")
-    options = {"budget": 5000, "modules_to_save": [], "growth_batches": 4}
-    result = RaceResult(4, Run("start", 0.0, 0, 0, [9.0, 9.0], 0, 8), options, runs)
-    assert result.winner == winner
+    start = Run("start", 0.0, 0, 0, [9.0, 9.0], 0, 8)
+    result = RaceResult(4, start, {}, method=Method(winner, 5000, 1e-3, growth_batches=4))
     short = f'"{tmp_path}", max_steps=2, use_cpu=True, bf16=False, report_to=[]'
     names = {"batches": lm_batches(4), "rows": Dataset.from_dict({"input_ids": tokens(16, 12).tolist()})}
     exec(training_code(result, recipe).replace('"DIR"', short), names)

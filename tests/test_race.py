@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaModel
 from hf_growattn import Method, race
 from hf_growattn.cli.measuring import prepare_growth, race_recipe
 from hf_growattn.cli.options import read_recipe
+from hf_growattn.report.comparison import RaceResult, Run, compare_runs
 from hf_growattn.training import race as module
-from hf_growattn.training.comparison import RaceResult, Run, compare_runs
 
 FEATURES, ROWS = 16, 8
 OPTIONS = {"budget": 10, "modules_to_save": [], "growth_batches": 16}
@@ -94,11 +94,12 @@ def test_growth_wins_where_rows_are_matched_and_lora_where_they_are_classified(b
 def test_the_lines_of_the_readme_race_a_module_of_the_users_own():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (code,) = (block for block in blocks if "race(" in block)
-    names = {"MyModel": Matcher, "train_batches": to_match(20, 2), "held_out_batches": to_match(4, 3)}
+    given = [[{"vectors": rows, "classes": names} for rows, names in to_match(*drawn)] for drawn in ((20, 2), (4, 3))]
+    names = {"MyModel": Matcher, "train_batches": given[0], "held_out_batches": given[1]}
     short = "budget=0.4, steps=8, growth_batches=8"
     assert "budget=0.02, steps=400" in code
     exec(code.replace("budget=0.02, steps=400", short), names)
-    loss(names["model"], names["train_batches"][0]).backward()
+    names["loss"](names["model"], given[0][0]).backward()
     names["optimizer"].step()
 
 
@@ -239,7 +240,7 @@ GIVEN = [2.0, 2.5, 3.0, 3.5]
 def test_growth_wins_by_a_margin_and_two_errors(by, winner, sentence):
     result = RaceResult(8, run_of("start", [9.0] * 4), OPTIONS)
     result.runs = [run_of("lora", GIVEN), run_of("growth", [loss - less for loss, less in zip(GIVEN, by)])]
-    assert result.winner == result.method.name == winner
+    assert result.winner == winner
     assert sentence in result.verdict and result.verdict in str(result)
 
 

@@ -108,7 +108,7 @@ def run_race(recipe: Any) -> Result:
     output = recipe.training.output_dir
     if not Path(output, "race.jsonl").exists():
         check_new_folder(output)
-    from ..training.methods import TITLES
+    from ..report.comparison import TITLES
     from .measuring import race_recipe, training_code
 
     result = race_recipe(recipe)

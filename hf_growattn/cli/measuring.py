@@ -8,7 +8,7 @@ from trl.trainer.utils import get_quantization_config
 from ..grow.growth import Grower
 from ..growable.models import patch_model
 from ..interop.checkpoints import load_model
-from ..training.comparison import RaceResult
+from ..report.comparison import RaceResult
 from ..training.methods import move_to_device
 from ..training.race import race
 from .data import Recipe, read_rows

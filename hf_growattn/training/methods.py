@@ -19,18 +19,13 @@ from ..grow.plan import GrowthConfig, weights_of
 from ..growable.attention import GrowableAttention
 from ..growable.growths import extra_parameters, growable_model
 from ..growable.models import GrowableModelMixin, patch_model
-from ..growable.projections import keep_unpacked
+from ..growable.projections import is_quantized, keep_unpacked
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
+from ..model.families import linear_sizes
 from ..model.new_dims import NewDims
+from ..report.comparison import TITLES
 
-TITLES = {
-    "lora": "LoRA on all linear layers",
-    "growth": "growth",
-    "mix": "1/3 growth, 2/3 LoRA",
-    "random": "new dims in random directions",
-    "all": "all weights",
-    "all_growth": "all weights and growth",
-}
+GROWING, ALL_WEIGHTS = ("growth", "mix", "random", "all_growth"), ("all", "all_growth")
 _SHARES_OF_LORA = {"lora": 1.0, "mix": 2 / 3}  # of the budget; growth gets the rest
 
 
@@ -63,16 +58,6 @@ class Method:
         if self.name not in TITLES:
             raise ValueError(f"There is no method {self.name!r}: choose one of {', '.join(TITLES)}.")
 
-    @property
-    def trains_base(self) -> bool:
-        """Whether the weights of the model itself train."""
-        return self.name.startswith("all")
-
-    @property
-    def grows(self) -> bool:
-        """Whether heads become wider."""
-        return self.name not in ("lora", "all")
-
     def prepare(self, model: nn.Module, batches: Iterable = (), loss: Callable | None = None) -> tuple[Any, list[dict]]:
         """Add what the method adds, and freeze what it does not train.
 
@@ -94,17 +79,17 @@ class Method:
         if self.name == "mix" and lora_rank in (0, rank):
             raise ValueError("the budget is a single rank of LoRA, which cannot be shared. Choose a larger budget")
         width, linear, trained = hidden_size(model), [*linear_layers(model, saved)], model
-        if not self.trains_base:
+        if self.name not in ALL_WEIGHTS:
             model.requires_grad_(False)
         for module in saved.values():
             module.requires_grad_(True)
-        if self.grows:
+        if self.name in GROWING:
             patch_inside(model)
         if lora_rank:
             sizes = {"r": lora_rank, "lora_alpha": 2 * lora_rank}
             lora = LoraConfig(target_modules=linear, modules_to_save=[*saved] or None, **sizes)
             trained: Any = get_peft_model(model, lora)  # pyright: ignore[reportArgumentType]  # takes any module
-        if self.grows:
+        if self.name in GROWING:
             device = next(model.parameters()).device
             read = [send_to_device(copy.copy(batch), device) for batch in islice(batches, self.growth_batches)]
             trained = self._grow(trained, cost * (rank - lora_rank), read, loss or default_loss)
@@ -123,7 +108,7 @@ class Method:
             report = initialize_growattn_weights(model, batches, loss=loss)
         else:
             # LoRA moves the old dims, too, so the new ones need not do their work.
-            old_dims_train = None if self.trains_base else self.name == "mix"
+            old_dims_train = None if self.name in ALL_WEIGHTS else self.name == "mix"
             growth = Grower(model, GrowthConfig(budget=budget, old_dims_train=old_dims_train), loss=loss).find(batches)
             if self.name == "random":
                 point_at_random(growth.new_dims)
@@ -152,7 +137,7 @@ def linear_layers(model: nn.Module, saved: Mapping[str, nn.Module]) -> dict[str,
 
 def weights_of_rank_one(model: nn.Module, saved: Mapping[str, nn.Module]) -> int:
     """The number of weights of LoRA with rank 1 on all linear layers."""
-    one = sum(map(sum, map(_sizes, linear_layers(model, saved).values())))
+    one = sum(map(sum, map(linear_sizes, linear_layers(model, saved).values())))
     if not one:
         raise ValueError(f"{type(model).__name__} has no linear layers for LoRA.")
     return one
@@ -167,12 +152,7 @@ def choose_rank(model: nn.Module, budget: int | float, saved: Mapping[str, nn.Mo
 
 def hidden_size(model: nn.Module) -> int:
     """The number of features that most linear layers read."""
-    return mode(_sizes(m)[0] for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)))
-
-
-def _sizes(layer: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer; a quantized weight has the shape of its packed bytes."""
-    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else tuple(layer.weight.shape)
+    return mode(linear_sizes(layer)[0] for layer in linear_layers(model, {}).values())
 
 
 def share_of_new_dims(width: int) -> float:
@@ -181,11 +161,6 @@ def share_of_new_dims(width: int) -> float:
     Measured at 64, 128 and 576 on 2026-11-24; wider models use the last one.
     """
     return min(max((64 / width) ** 1.5, 1 / 30), 1.0)
-
-
-def is_quantized(model: nn.Module) -> bool:
-    """Whether a model, or what is in it, was loaded quantized."""
-    return any(getattr(module, "is_quantized", False) for module in model.modules())
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:

@@ -1,5 +1,6 @@
 """The race: LoRA, growth and a mix of both, trained for a short while on a user's own batches and loss."""
 
+import contextlib
 import copy
 import gc
 import hashlib
@@ -18,9 +19,10 @@ from tqdm.auto import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
 from ..growable.growths import cache_bytes, growable_model
-from .comparison import RaceResult, Run
+from ..report.comparison import TITLES, RaceResult, Run
 from .methods import (
-    TITLES,
+    ALL_WEIGHTS,
+    GROWING,
     Method,
     choose_rank,
     default_loss,
@@ -95,6 +97,7 @@ def race(
             f"the same call continues in {output}, where runs are kept" if output else "without output=, no run is kept"
         )
         raise KeyboardInterrupt(f"{kept}.\n{result.table()}") from None
+    result.method = Method(result.winner, learning_rate=result.rates[result.winner], **result.options)
     return result
 
 
@@ -114,7 +117,7 @@ def _compete(result: RaceResult, trainings: "_Trainings", names: list[str], seed
         return result.runs[-1]
 
     for name in names:
-        slower = _SLOWER if Method(name).trains_base else 1.0
+        slower = _SLOWER if name in ALL_WEIGHTS else 1.0
         try:
             tried = [run(name, slower * rate / trainings.width, short, 0) for rate in RATES]
         except ValueError as error:
@@ -151,42 +154,43 @@ class _Trainings:
         if self.accelerator.num_processes > 1:
             raise ValueError("A race runs in one process: start it without torchrun, then train by the winner.")
         self.make_model, self.loss, self.train_batches, self.held_out_batches = make_model, loss, train, held_out
+        self._prepared: tuple = ()  # method, seed, model, groups, and what changes as it starts
+        self.file: Path | None = None
         model = self._make_model()
         saved = modules_to_train(model, options["modules_to_save"])
         self.options = options | {"budget": choose_rank(model, budget, saved) * weights_of_rank_one(model, saved)}
         self.saved_weights = sum(p.numel() for p in {p for module in saved.values() for p in module.parameters()})
-        self.width, self.digest, self.losses = hidden_size(model), _digest(model.state_dict()), self.measure(model)
-        try:
+        self.width, self.cache, self.losses = hidden_size(model), 0, self.measure(model)
+        contents = {"model": model.state_dict(), "train_batches": train, "held_out_batches": held_out}
+        self.identity = {name: _digest(content) for name, content in contents.items()} | self.options
+        with contextlib.suppress(ValueError):  # the methods that grow say why they cannot
             patch_inside(model)
             self.cache = cache_bytes(growable_model(model))
-        except ValueError:  # the methods that grow say why
-            self.cache = 0
-        self._prepared: tuple = ()  # method, seed, model, groups, and what changes as it starts
 
     def begin(self, steps: int, file: Path | None) -> RaceResult:
         """The race, with the runs that a file keeps of an earlier call, after a check that they are of the same one."""
-        start = Run("start", 0.0, 0, 0, self.losses, 0, self.cache)
+        start, identity = Run("start", 0.0, 0, 0, self.losses, 0, self.cache), {"steps": steps, **self.identity}
         result, self.file = RaceResult(steps, start, self.options), file
-        batches = {"train_batches": _digest(self.train_batches), "held_out_batches": _digest(self.held_out_batches)}
-        identity = {"model": self.digest, **batches, "steps": steps, **self.options}
-        content = file.read_bytes() if file and file.exists() else b""
+        if file is None:
+            return result
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = file.read_bytes() if file.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]  # a killed process may leave half a line
-        kept, first, *runs = map(json.loads, whole.splitlines()) if whole.count(b"\n") > 1 else ({}, {})
-        if file and not kept:
-            file.parent.mkdir(parents=True, exist_ok=True)
+        if whole.count(b"\n") < 2:
             file.write_text(json.dumps(identity) + "\n")
             self._keep(start)
-        elif file:
-            os.truncate(file, len(whole))
-            different = [name for name in identity if identity[name] != kept.get(name)]
-            if not different and not torch.allclose(torch.tensor(first["losses"]), torch.tensor(self.losses)):
-                different = ["loss"]
-            if different:
-                raise ValueError(
-                    f"{file.parent} holds a race with another {', '.join(different)}. Name a new folder, or go on with "
-                    "the same model, batches and options."
-                )
-            result.runs = [Run(**run) for run in runs]
+            return result
+        kept, first, *runs = map(json.loads, whole.splitlines())
+        different = [name for name in identity if identity[name] != kept.get(name)]
+        if not different and not torch.allclose(torch.tensor(first["losses"]), torch.tensor(self.losses)):
+            different = ["loss"]
+        if different:
+            raise ValueError(
+                f"{file.parent} holds a race with another {', '.join(different)}. Name a new folder, or go on with "
+                "the same model, batches and options."
+            )
+        os.truncate(file, len(whole))
+        result.runs = [Run(**run) for run in runs]
         return result
 
     def _keep(self, run: Run) -> Run:
@@ -243,7 +247,7 @@ class _Trainings:
             optimizer.zero_grad()
             self.bar.update()
         accelerator.free_memory()
-        cache = cache_bytes(growable_model(model)) if method.grows else self.cache
+        cache = cache_bytes(growable_model(model)) if name in GROWING else self.cache
         trained = sum(weight.numel() for weight in weights) - self.saved_weights
         return self._keep(Run(name, rate, steps, seed, self.measure(model), trained, cache))
 

@@ -24,8 +24,8 @@ from results import spread
 from text_task import READ, OnText, OnTextNarrow, tiny_llama
 
 from hf_growattn import race
-from hf_growattn.training.comparison import MARGIN, SURE, RaceResult, compare_runs
-from hf_growattn.training.methods import TITLES, weights_of_rank_one
+from hf_growattn.report.comparison import MARGIN, SURE, TITLES, RaceResult, compare_runs
+from hf_growattn.training.methods import weights_of_rank_one
 
 LONGER = 5  # times as many steps
 RANK = 3  # of LoRA on all linear layers, whose weights are the budget

@@ -9,7 +9,7 @@ from results import Declared, make_parser, parse
 from text_task import OnText, WordBook, tiny_llama
 from transformers import AutoConfig
 
-from hf_growattn.training.methods import TITLES
+from hf_growattn.report.comparison import TITLES
 from hf_growattn.training.race import RATES
 
 GROWTH, MIX = TITLES["growth"], TITLES["mix"]

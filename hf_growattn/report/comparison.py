@@ -8,11 +8,19 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from ..report.words import MARGIN, format_table
-from .methods import TITLES, Method
+from .words import format_table
 
+MARGIN = 0.01  # of the loss, nats a token on text: a smaller lead does not count
 SURE = 2  # standard errors that a lead must exceed
 _EQUAL = 0.03  # of LoRA's weights: a larger difference is said
+TITLES = {
+    "lora": "LoRA on all linear layers",
+    "growth": "growth",
+    "mix": "1/3 growth, 2/3 LoRA",
+    "random": "new dims in random directions",
+    "all": "all weights",
+    "all_growth": "all weights and growth",
+}
 _COLUMNS = ("trained by", "learning rate", "held-out loss", "lead over LoRA", "weights", "KV cache, bytes a token")
 
 
@@ -57,6 +65,7 @@ class RaceResult:
         options: of each `Method`: the weights of LoRA as the budget, modules_to_save, and growth_batches.
         runs: all trainings that ended.
         missing: why a method could not be had, by its name.
+        method: the winner as a `Method`: `method.prepare(make_model(), batches, loss)` gives what to train.
     """
 
     steps: int
@@ -64,6 +73,7 @@ class RaceResult:
     options: dict[str, Any]
     runs: list[Run] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
+    method: Any = None
 
     def runs_of(self, method: str) -> list[Run]:
         """The long trainings of a method, by seed."""
@@ -92,11 +102,6 @@ class RaceResult:
         """The challenger if it leads by more than the margin and two standard errors; otherwise "lora"."""
         lead, error = self.lead
         return self.challenger if self.challenger and lead > max(MARGIN, SURE * error) else "lora"
-
-    @property
-    def method(self) -> Method:
-        """The winner with its learning rate: `method.prepare(make_model(), batches, loss)` gives what to train."""
-        return Method(self.winner, learning_rate=self.rates[self.winner], **self.options)
 
     @property
     def verdict(self) -> str:
