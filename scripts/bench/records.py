@@ -72,9 +72,13 @@ class Cell:
 
 SMALL = {"tokens": 64, "steps": 32, "rank": 4, "held_out": 6, "growth_batches": 4, "plan": ((16, 80), (64, 20))}
 LANGUAGE_MODEL = Cell("products", 0, 64, rates=(2e-4, 2e-3), **SMALL)
-WIDTHS = ((32, 128), (64, 128), (128, 128), (128, 256))  # of heads and model; a head as wide as its model cannot grow
-CELLS = [Cell(domain, width, 128, d) for domain in ("products", "people") for width, d in WIDTHS]
-CELLS += [Cell("products", width, records, d) for records in (64, 256) for width, d in WIDTHS if width < d]
+CELLS = [Cell("products", width, 128) for width in (32, 64, 128)]  # a head as wide as its model cannot grow
+CELLS += [
+    Cell(domain, width, records, d)
+    for domain, records in (("products", 128), ("people", 128), ("products", 64), ("products", 256))
+    for width, d in ((32, 128), (64, 128), (128, 256))
+    if (domain, records, d) != ("products", 128, 128)
+]
 
 
 def adapt(cell: Cell, reader: Reader, papers: Tensor, kept: Path) -> Reader:
@@ -187,10 +191,10 @@ def run_cell(cell: Cell, arguments: argparse.Namespace, kept: Path) -> dict:
     return row
 
 
-def lead_of(row: dict) -> tuple[float, float]:
-    """The lead of growth or the mix over LoRA, whichever is larger, and its standard error."""
+def lead_of(row: dict) -> tuple[float, float] | None:
+    """The lead of growth or the mix over LoRA, whichever is larger, and its standard error, if one was trained."""
     found = [row["rows"][TITLES[name]] for name in ("growth", "mix") if TITLES[name] in row["rows"]]
-    return max(((each["lead"], each["error"]) for each in found), default=(0.0, 0.0))
+    return max(((each["lead"], each["error"]) for each in found), default=None)
 
 
 def make_claim(rows: dict[Cell, dict]) -> str:
@@ -202,10 +206,10 @@ def make_claim(rows: dict[Cell, dict]) -> str:
     with_hira = [row["rows"][HIRA] for row in rows.values() if HIRA in row["rows"]]
     leads = ", ".join(f"{each['lead']:+.3f} ± {each['error']:.3f}" for each in with_hira)
     parts.append(f"HiRA, whose update has a high rank, leads LoRA by {leads} nats.")
-    probed = [(row["bilinear"], cell.width, lead_of(row)[0]) for cell, row in rows.items() if cell.width]
-    if len(probed) > 2:
-        gaps = [losses[str(width)] - losses[str(RANKS[-1])] for losses, width, _ in probed]
-        foreseen = statistics.correlation(gaps, [lead for *_, lead in probed])
+    probed = [(cell.width, row["bilinear"], lead_of(row)) for cell, row in rows.items() if row["bilinear"]]
+    gaps = {losses[str(width)] - losses[str(RANKS[-1])]: lead[0] for width, losses, lead in probed if lead}
+    if len(gaps) > 2:
+        foreseen = statistics.correlation([*gaps], [*gaps.values()])
         parts.append(f"What a bilinear score loses at the width of a head goes with the lead by {foreseen:.2f}.")
     return " ".join(parts)
 
@@ -231,11 +235,11 @@ def table_of(rows: dict[Cell, dict]) -> str:
 
 def table_of_probe(rows: dict[Cell, dict]) -> str:
     """The losses of bilinear scores next to the lead."""
-    lines = [
-        [row["name"], *(f"{loss:.3f}" for loss in row["bilinear"].values()), "{:+.3f} ± {:.3f}".format(*lead_of(row))]
-        for row in rows.values()
-        if row["bilinear"]
-    ]
+    lines = []
+    for row in rows.values():
+        lead = lead_of(row)
+        text = f"{lead[0]:+.3f} ± {lead[1]:.3f}" if lead else "not trained"
+        lines += [[row["name"], *(f"{loss:.3f}" for loss in row["bilinear"].values()), text]] if row["bilinear"] else []
     return page.table(["race", *(f"rank {rank}" for rank in RANKS), "lead of growth or the mix"], lines)
 
 
