@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compared import exact_directions
 from conftest import real_batches
 from families import build, lm_batches
 
@@ -16,7 +17,6 @@ from hf_growattn.growable import growths
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.growable.growths import cache_bytes, extra_parameters
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
-from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss, mean_over_ranks
 

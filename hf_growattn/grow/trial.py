@@ -78,6 +78,7 @@ class Candidate:
         roots, factors = self.bottleneck.roots, []
         whitening = full_tensor(roots.stacked_whitening), full_tensor(roots.shared_whitening)
         for u, sigma, v in map(self.scaled_directions, range(3)):
+            sigma = sigma.to(u)
             taken = sigma > 0
             sizes = torch.where(taken, sigma, 1.0)  # of a dim that is not taken, the shared side is a direction
             factors.append((*F.step_factors(u, sizes, v, *whitening, self.bottleneck.heads), taken))
@@ -86,9 +87,11 @@ class Candidate:
     @cached_property
     def _usual_size(self) -> Tensor:
         """The root mean square of the shared side's old weights; without them, of a usual start."""
-        if self.bottleneck.is_known:
-            return self.bottleneck.old_factors()[1].square().mean().sqrt()
-        return self.bottleneck.like.new_tensor(self.bottleneck.shared_shape[1] ** -0.5)
+        bottleneck = self.bottleneck
+        if bottleneck.is_known:
+            old = bottleneck.attention.factors_of(bottleneck.kind.shared, bottleneck.like.dtype)
+            return old.square().mean().sqrt()
+        return bottleneck.like.new_tensor(bottleneck.shared_shape[1] ** -0.5)
 
     def new_factors(self, step: float, source: int) -> tuple[Tensor, Tensor]:
         """New dims of the stacked (H, a, p) and the shared side (G, b, p) for a step `gamma`.

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -117,17 +118,15 @@ class Objective:
             return _check_loss(self._own(batch), index)
 
 
-def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
-    """Return the loss of one batch, a scalar; a ValueError names a batch whose loss is not finite, and a fix."""
-    loss = objective(batch, index)
-    # Between two passes the ranks of a sharded model can agree to stop.
-    with raise_on_all_ranks() if sharded_modules(objective.model) else contextlib.nullcontext():
-        if not torch.isfinite(loss):
-            raise ValueError(
-                f"The loss of batch {index} is {loss.item()}. Look for labels that are all -100, for inputs that are "
-                "not finite, or for a diverged model, and leave that batch out."
-            )
-    return loss
+def check_finite(losses: list[float]) -> None:
+    """Raise a ValueError, on all ranks, that names a batch whose loss is not finite, and a fix."""
+    with raise_on_all_ranks():
+        for index, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"The loss of batch {index} is {loss}. Look for labels that are all -100, for inputs that are "
+                    "not finite, or for a diverged model, and leave that batch out."
+                )
 
 
 def mean_loss(objective: Objective, batches: list) -> float:
@@ -135,16 +134,27 @@ def mean_loss(objective: Objective, batches: list) -> float:
     return mean_over_ranks(compute_losses(objective, batches))
 
 
-def compute_losses(objective: Objective, batches: list) -> list[float]:
-    """Return the loss of each of this rank's batches, finite or not. Call inside `evaluation_mode`."""
+def compute_losses(
+    objective: Objective, batches: list, begin_batch: Callable[[bool], object] = lambda counts: None
+) -> list[float]:
+    """Return the loss of each of this rank's batches, finite or not. Call inside `evaluation_mode`.
+
+    `begin_batch` is told before each batch whether it counts.
+    """
     losses = []
     with torch.no_grad(), failing_together(objective.model):
         for index, batch, counts in in_step(objective.model, batches):
-            loss = objective(batch, index).item()
+            begin_batch(counts)
+            loss = objective(batch, index)
             if counts:
                 losses.append(loss)
                 objective.advance(1)
-    return losses
+    return _read(losses)
+
+
+def _read(numbers: list[Tensor]) -> list[float]:
+    """The numbers in tensors, for which a device is waited for once."""
+    return torch.stack([number.detach().reshape(()) for number in numbers]).tolist() if numbers else []
 
 
 def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
@@ -220,18 +230,22 @@ def backward(objective: Objective, batches: list) -> None:
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scale = 2.0**16
     while scale >= 2.0**-16:
+        losses: list[Tensor] = []
         for parameter in asked:
             parameter.grad = None
         with torch.enable_grad(), _recomputing(model), failing_together(model):
             for index, batch, counts in in_step(model, batches):
-                loss = batch_loss(objective, batch, index)
+                loss = objective(batch, index)
                 if not loss.requires_grad:
                     raise ValueError(f"The loss of batch {index} has no gradient: compute it outside torch.no_grad().")
                 (loss * (scale if counts else 0.0)).backward()
                 if counts:
+                    losses.append(loss)
                     objective.advance(3)  # forward and back, which takes about three times as long
+        check_finite(_read(losses))
         gradients = [own_part(parameter.grad) for parameter in asked if parameter.grad is not None]
-        (overflown,) = all_reduce_sum(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))
+        are_finite = _read([torch.isfinite(gradient).all().to(objective.device) for gradient in gradients])
+        (overflown,) = all_reduce_sum(are_finite.count(False))
         if not overflown:
             for gradient in gradients:
                 gradient /= scale

@@ -21,7 +21,7 @@ class LayerGrowth:
         step_size: the step `gamma` along the new dims; with 0 they change nothing yet.
         gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from.
         out_of_reach: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
-            where their weights cannot be read.
+            where that is not known, as for queries and keys that rotate, and for weights that cannot be read.
     """
 
     layer: int
