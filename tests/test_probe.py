@@ -111,14 +111,14 @@ def test_probe_reads_the_gradient_of_logits_and_outputs(variant, attention, dtyp
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_directions_are_those_of_the_whitened_gradient(variant):
-    """With as many columns as features a sketch is exact."""
+    """With as many columns of each half as features a sketch is exact."""
     batches = lm_batches(4)  # of which every pass reads all
     halves = halves_of(batches)
     parts = [crosses(patch_model(build(variant)), half) for half in halves]
     model = patch_model(build(variant))
     with evaluation_mode(model):
         bottlenecks, losses = measured(model, batches)
-        found = sketched_directions(Objective(model), bottlenecks, halves, dims=4, oversampling=124, seed=0)
+        found = sketched_directions(Objective(model), bottlenecks, halves, dims=64, oversampling=0, seed=0)
     assert losses == pytest.approx([model(**b).loss.item() for b in batches], rel=1e-6)
     for bottleneck, own in zip(bottlenecks, found):
         layer = attentions(model).index(bottleneck.attention)
@@ -139,15 +139,15 @@ def test_directions_are_those_of_the_whitened_gradient(variant):
         if bottleneck.span_is_known:
             first, second = (residual(part, *bottleneck.whitened_factors()) for part in whole)
         sigma = torch.linalg.svdvals((first + second) / 2)[:, :4]
-        torch.testing.assert_close(own.sigma, sigma, rtol=1e-4, atol=1e-7)
-        torch.testing.assert_close(own.in_sample, sigma.square().sum(0), rtol=1e-3, atol=1e-9)
+        torch.testing.assert_close(own.sigma[:, :4], sigma, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(own.in_sample[:4], sigma.square().sum(0), rtol=1e-3, atol=1e-9)
         # Validated: the directions of one half, judged by the other.
         validated = 0
         for chosen, other in ((first, second), (second, first)):
             u, s, v = best_directions(chosen, 4)
             validated = validated + (s * (u * (other @ v)).sum(-2)).sum(0) / 2
         scale = own.in_sample.max().item()
-        torch.testing.assert_close(own.validated, validated, rtol=1e-3, atol=1e-3 * scale)
+        torch.testing.assert_close(own.validated[:4], validated, rtol=1e-3, atol=1e-3 * scale)
         rotates = variant.startswith("llama") and bottleneck.kind is QK
         assert (own.out_of_reach is None) == rotates == (not bottleneck.span_is_known)
 

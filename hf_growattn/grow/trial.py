@@ -63,8 +63,8 @@ class Candidate:
 
     @property
     def gain(self) -> float:
-        """The same on batches that the directions were not computed from."""
-        return (self.directions.validated[: self.dims] * self.share_that_holds).sum().item()
+        """The same on batches that the directions were not computed from; one direction's own is mostly noise."""
+        return (F.decreasing(self.directions.validated)[: self.dims] * self.share_that_holds).sum().item()
 
     def scaled_directions(self, source: int) -> tuple[Tensor, Tensor, Tensor]:
         """The directions as they are taken: from both halves of the batches (0), from the first (1) or second (2)."""

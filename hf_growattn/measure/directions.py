@@ -222,7 +222,7 @@ def _solve_directions(
     products: list[list[Tensor]],
     weights: tuple[float, float],
     dims: int,
-    shares_out_of_reach: Tensor,
+    shares_out_of_reach: list[Tensor],
 ) -> list[Directions]:
     """Solve for the directions of both halves together and of each alone, and let the halves judge each other.
 
@@ -239,26 +239,23 @@ def _solve_directions(
     cores = [
         F.core_of_products(*problem) for columns, own in zip(inputs, products) for problem in problems(columns, *own)
     ]
-    whitenings = [whitening for whitening, _ in cores]
-    solutions = F.eigenvectors([core for _, core in cores])
-    found, gains = [], []
-    for bottleneck, columns, own in zip(bottlenecks, inputs, products):
+    whitenings = iter([whitening for whitening, _ in cores])
+    solutions = iter(F.eigenvectors([core for _, core in cores]))
+    found = []
+    for bottleneck, columns, own, share_out_of_reach in zip(bottlenecks, inputs, products, shares_out_of_reach):
         solved = []
         for problem in problems(columns, *own):
-            solved.append(F.directions_from_core(*problem, whitenings.pop(0), *solutions.pop(0), dims))
+            solved.append(F.directions_from_core(*problem, next(whitenings), *next(solutions), dims))
         (u, sigma, v, _), *of_halves = solved
         half = columns.shape[-1] // 2
         seen = own[1][..., :half] @ of_halves[0][3], own[0][..., half:] @ of_halves[1][3]  # by the other half
         falls = [(left * other).sum(-2) * values.to(left) for (left, values, _, _), other in zip(of_halves, seen)]
-        gains.append((falls[0].sum(0) + falls[1].sum(0)) / 2)
+        validated = (falls[0].sum(0) + falls[1].sum(0)).cpu() / 2
         halves = tuple((left, values, right) for left, values, right, _ in of_halves)
-        broadcast_from_rank0(u, sigma, v, gains[-1], *halves[0], *halves[1])
-        found.append((bottleneck, u, sigma, v, sigma.square().sum(0), halves))
-    validated, shares_known = torch.stack(gains).cpu(), shares_out_of_reach.tolist()
-    return [
-        Directions(*start, gain, share if start[0].span_is_known else None, halves)
-        for (*start, halves), gain, share in zip(found, validated, shares_known)
-    ]
+        broadcast_from_rank0(u, sigma, v, validated, *halves[0], *halves[1])
+        share = share_out_of_reach.item() if bottleneck.span_is_known else None
+        found.append(Directions(bottleneck, u, sigma, v, sigma.square().sum(0), validated, share, halves))
+    return found
 
 
 def _share_out_of_reach(residual: Tensor, total: Tensor) -> Tensor:
@@ -309,7 +306,10 @@ def sketched_directions(
 
     Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4.
     """
-    own_rank, generator = max(-(-(dims + oversampling) // 2), dims), torch.Generator().manual_seed(seed)
+    features = min(bottleneck.shared_shape[1] for bottleneck in bottlenecks)
+    # Half as many columns as features find nearly all; with more a small model would need more memory than it trains in.
+    columns = min(dims + oversampling, features // 2)
+    own_rank, generator = max(-(-columns // 2), dims), torch.Generator().manual_seed(seed)
 
     def draw(shape: tuple[int, int], like: Tensor) -> Tensor:
         return torch.randn((*shape, 2 * own_rank), generator=generator, dtype=like.dtype).to(like.device)
@@ -343,4 +343,4 @@ def sketched_directions(
     last: list[list[Tensor]] = []
     for bottleneck in bottlenecks:
         last.append(_left_to_new_dims(bottleneck, 0, [product for product, _ in measured.pop(0)]))
-    return _solve_directions(bottlenecks, found, last, shares(halves), dims, torch.stack(shares_out_of_reach))
+    return _solve_directions(bottlenecks, found, last, shares(halves), dims, shares_out_of_reach)
