@@ -148,7 +148,8 @@ for view in attention_views(model):
 # ## Measure before you spend
 #
 # Some batches show where width is missing. Starvation, the gradient out of reach, is the share of it that training the
-# present weights cannot realize; for queries and keys that rotate it is not known. New dims are tried on batches kept out of their computation, then removed again.
+# present weights cannot realize; for queries and keys that rotate it is not known. New dims are tried on batches kept
+# out of their computation, then removed again.
 
 # %%
 growth_batches = list(itertools.islice(batches, 24))

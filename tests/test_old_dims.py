@@ -11,7 +11,6 @@ from hf_growattn.grow import old_dims
 from hf_growattn.grow.old_dims import tangent_steps, with_old_steps
 from hf_growattn.grow.trial import Candidate, Trial, read_factors
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure import functional as F
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.halves import halves_of
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss

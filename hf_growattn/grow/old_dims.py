@@ -2,7 +2,8 @@
 
 Nothing else in the package writes old weights, and the usual growth does not import this file. It takes plain weights
 that train and that can be read head by head: no quantized, sharded or frozen ones, and none that carry adapters. Parts
-of former growths stay as they are.
+of former growths stay as they are. "refactor" takes the steepest step of the old weights in any case, and leaves out
+the term of the product that is quadratic in it.
 """
 
 from collections.abc import Iterable

@@ -38,7 +38,7 @@ class GrowthConfig:
         max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
         multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
         method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
-            factors of the stepped product, for position-free heads.
+            factors of the product after a step of both, for position-free heads.
         update_existing: take the steepest step of the existing weights too. This and "refactor" write old weights: they
             must be plain, and neither frozen nor under adapters. Neither bought anything on a small GPT-2.
         old_dims_train: that training will move the old dims too, itself or by adapters, so that new ones need not do

@@ -274,7 +274,7 @@ def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
 
 
 def _own_bases(bottleneck: Bottleneck, side: int, products: Sequence[Tensor]) -> Tensor:
-    """Orthonormal inputs of a side where its products lie, of which each half has chosen its own half of the columns."""
+    """Orthonormal inputs of a side where its products lie, of which each half has chosen half of the columns."""
     own = [products[half].chunk(2, -1)[half] for half in (0, 1)]
     bases = torch.cat([F.orthonormal_columns(part) for part in _left_to_new_dims(bottleneck, side, own)], dim=-1)
     # What dependent columns leave is rounding, which is not beyond the old dims.
@@ -307,7 +307,7 @@ def sketched_directions(
     Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4.
     """
     features = min(bottleneck.shared_shape[1] for bottleneck in bottlenecks)
-    # Half as many columns as features find nearly all; with more a small model would need more memory than it trains in.
+    # Half as many columns as features find nearly all; more would take more memory than small models train in.
     columns = min(dims + oversampling, features // 2)
     own_rank, generator = max(-(-columns // 2), dims), torch.Generator().manual_seed(seed)
 

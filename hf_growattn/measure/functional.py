@@ -9,7 +9,7 @@ of the attention's input `X`, one more where a projection has a bias: the augmen
 head, the old `d_k` or `d_v`; `p` new dims. `T` (a x b) is the gradient of a head's pattern or message `Z`: the loss
 changes by `<T, Z>`, with `T = s sum_n X_n^T G_n X_n` for patterns (`s` the softmax scale, `G = dL/dS` the gradient of
 the logits) and `T = sum (dL/dY)^T A X` for messages (`A` the attention weights, `Y` the output). Steps are measured in
-the metric `tr(C_a Z C_b Z^T)` of second moments, that of the logits or of the output they move.
+the metric `tr(C_a Z C_b Z^T)` of second moments `C = R^T R`, that of the logits or of the output they move.
 
 `mathematics.md` derives the formulas; its sections are named below.
 """
