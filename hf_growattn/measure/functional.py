@@ -67,7 +67,7 @@ def ridged(moment: Tensor, fraction: float) -> Tensor:
     least = moment.shape[-1] * torch.finfo(moment.dtype).eps  # below it rounding would leave a negative eigenvalue
     size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     added = max(fraction, least) * size + torch.finfo(moment.dtype).tiny
-    return moment + added * torch.eye(moment.shape[-1]).to(moment)
+    return moment + added * torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
 
 
 def square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
     have the first rows and columns of both.
     """
     root = torch.linalg.cholesky_ex(moment, upper=True).L  # does not wait for the device, as `cholesky` does
-    identity = torch.eye(moment.shape[-1]).to(moment).expand_as(moment)
+    identity = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device).expand_as(moment)
     return root, torch.linalg.solve_triangular(root, identity, upper=True)
 
 
@@ -156,7 +156,7 @@ def eigenvectors(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for size in {matrix.shape[-1] for matrix in matrices}:
-        alike = torch.cat([matrix for matrix in matrices if matrix.shape[-1] == size]).cpu()
+        alike = torch.cat([matrix.cpu() for matrix in matrices if matrix.shape[-1] == size])
         values, vectors = torch.linalg.eigh(alike)
         signs = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True)).sign()  # rounding would choose otherwise
         found[size] = values.flip(-1), (vectors * signs).flip(-1)
