@@ -17,8 +17,7 @@ from hf_growattn.grow.trial import Candidate, Trial, price_kinds, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import sketched_directions
-from hf_growattn.measure.halves import halves_of
-from hf_growattn.measure.passes import Objective, evaluation_mode
+from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
 DIM = {"qk": 6 * (48 + 1), "v": 4 * 48 + 2 * (48 + 1)}

@@ -12,8 +12,7 @@ from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.growable.growths import sync_config
 from hf_growattn.measure.bottlenecks import QK, compute_moments
 from hf_growattn.measure.directions import probing
-from hf_growattn.measure.halves import HalvedBatches, halves_of
-from hf_growattn.measure.passes import Objective, evaluation_mode
+from hf_growattn.measure.passes import HalvedBatches, Objective, evaluation_mode, halves_of
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,20 @@ from ..growable.training_state import (
 from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
 from ..measure.directions import Directions, passes_over, sketched_directions
-from ..measure.halves import HalvedBatches
-from ..measure.passes import ROUNDING, Objective, compute_losses, lowering, mean_loss, preserved_state
+from ..measure.passes import (
+    ROUNDING,
+    HalvedBatches,
+    Objective,
+    compute_losses,
+    lowering,
+    mean_loss,
+    preserved_state,
+)
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 from .plan import (
     GrowthConfig,
+    adapters_stay,
     all_candidates,
     check_room,
     dims_worth_a_look,
@@ -248,6 +256,7 @@ class Grower:
         with (
             tqdm(desc="growth: measuring", disable=True if rank() > 0 else None, leave=False) as bar,
             lowering(self.loss, self.model, self.wrapped, bar.update) as objective,
+            adapters_stay(self.model),
             preserved_state(self.wrapped, self.optimizers),
         ):
             bar.total = self._most_passes(halved)
