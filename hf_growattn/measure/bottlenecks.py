@@ -4,7 +4,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -330,6 +330,7 @@ def _roots_of(moment: Tensor, ridge: float, dtype: torch.dtype, spread: bool) ->
     """A function that gives `R` and `R^-1` of the first features of an input, all or all but the constant."""
     both = [root.to(dtype) for root in F.square_roots(F.ridged(moment, ridge))]
 
+    @cache
     def roots(features: int) -> list[Tensor]:
         first = [root[:features, :features] for root in both]
         return [_spread_rows(root) if spread else root for root in first]

@@ -161,7 +161,7 @@ class Directions:
     @property
     def share_that_holds(self) -> Tensor:
         """Share of each direction's gain that holds on the half it was not chosen from, between 0 and 1: (p,)."""
-        own = sum(sigma.square().sum(0) for _, sigma, _ in self.halves) / 2
+        own = torch.stack([sigma.square().sum(0) for _, sigma, _ in self.halves]).mean(0)
         held = F.decreasing(self.validated)  # one gain alone is mostly noise
         return (held / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp(0, 1)
 

@@ -130,23 +130,14 @@ def orthonormal_columns(matrix: Tensor) -> Tensor:
 def project_out(matrix: Tensor, factors: Tensor, whitening: Tensor) -> Tensor:
     """Return `(I - P) A`, where `P` projects on the columns of factors `B`: (..., n, m) and (..., n, k) -> (..., n, m).
 
-    `P = B W W^T B^T` with their `column_whitening`; the basis `B W`, as large as the factors, is not formed.
-    """
-    products = (factors.mT @ matrix).to(whitening)
-    return matrix - factors @ (whitening @ (whitening.mT @ products)).to(matrix)
-
-
-def residual(whitened: Tensor, stacked: Tensor, shared: Tensor) -> Tensor:
-    """Return what the old dims cannot do of `M`, by their whitened factors: `(I - P_a) M (I - P_b)`.
-
-    Small changes of the old factors reach exactly `{P_a M' + M'' P_b}`: the rest only new dims follow. Shapes (G, g a,
-    b), (G, g a, k) and (G, b, k) -> (G, g a, b).
+    `P = B W W^T B^T` with their `column_whitening`; the basis `B W`, as large as the factors, is not formed. Small
+    changes of whitened old factors reach exactly `{P_a M' + M'' P_b}`: `(I - P_a) M (I - P_b)` only new dims follow.
 
     Source: "What new dims can do" in mathematics.md; the idea is the expressivity bottleneck of Verbockhaven et al.,
     "Growing tiny networks", TMLR 2024.
     """
-    right = project_out(whitened.mT, shared, column_whitening(shared)).mT
-    return project_out(right, stacked, column_whitening(stacked))
+    products = (factors.mT @ matrix).to(whitening)
+    return matrix - factors @ (whitening @ (whitening.mT @ products)).to(matrix)
 
 
 def eigenvectors(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -154,18 +145,15 @@ def eigenvectors(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
     Matrices of one size are solved in one call. A GPU would take them one by one, and each for longer than a CPU does.
     """
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    found: dict[int, tuple[Tensor, Tensor]] = {}  # by place
     for size in {matrix.shape[-1] for matrix in matrices}:
-        alike = torch.cat([matrix.cpu() for matrix in matrices if matrix.shape[-1] == size])
-        values, vectors = torch.linalg.eigh(alike)
+        places = [place for place, matrix in enumerate(matrices) if matrix.shape[-1] == size]
+        values, vectors = torch.linalg.eigh(torch.cat([matrices[place].cpu() for place in places]))
         signs = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True)).sign()  # rounding would choose otherwise
-        found[size] = values.flip(-1), (vectors * signs).flip(-1)
-    taken, results = dict.fromkeys(found, 0), []
-    for matrix in matrices:
-        size, start = matrix.shape[-1], taken[matrix.shape[-1]]
-        taken[size] += len(matrix)
-        results.append((found[size][0][start : taken[size]], found[size][1][start : taken[size]]))
-    return results
+        counts = [len(matrices[place]) for place in places]
+        parts = values.flip(-1).split(counts), (vectors * signs).flip(-1).split(counts)
+        found.update(zip(places, zip(*parts)))
+    return [found[place] for place in range(len(matrices))]
 
 
 def core_of_products(inputs: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
