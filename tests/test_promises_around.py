@@ -54,7 +54,7 @@ def test_an_empty_folder_is_as_good_as_a_new_one(tmp_path):
 def test_a_share_of_zero_out_of_reach_is_known():
     layer = LayerGrowth(0, "qk", (8, 9), 1.0, 0.1, 0.0)
     rows = words.rows_of(GrowthReport(2.0, 0.1, 0.05, True, [layer, replace(layer, out_of_reach=None)], 8))
-    assert [row[3] for row in rows] == ["0.00", "unknown"]
+    assert [row[3] for row in rows] == ["0.00", "-"]
 
 
 def test_a_card_lists_one_evaluation_once(tmp_path):

@@ -179,7 +179,7 @@ def broadcast_from_rank0(*tensors: Tensor) -> None:
     """Replace each tensor by that of rank 0: solvers may round differently from machine to machine."""
     if is_distributed():
         for tensor in tensors:
-            whole = tensor.contiguous()
+            whole = tensor.to(_device()).contiguous()  # NCCL knows no tensors on the CPU, where small ones are
             dist.broadcast(whole, src=0)
             tensor.copy_(whole)
 
