@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..model.compat import auto_mappings, has_own_adapters, registered_class
 from ..model.configuration import auto_map, growable_config_class
 from ..model.families import find_attentions, find_obstacle, growable_configs, sync_config
+from ..model.hooks import remove_extra
 from ..model.modeling import WideModelMixin, class_by_name
 from ..model.new_dims import ExtraDims
 from .attention import attentions
@@ -178,20 +179,19 @@ def _register(stock: type) -> None:
 
 
 def _replace_configs(model: PreTrainedModel, submodels: Sequence[str] | None) -> None:
-    """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
-    growable: dict[int, Any] = {}
-    stock_class = type(model.config)
-    config_class: Any = growable_config_class(stock_class)
+    """Give the model tree copies of its configs, as many as they are, since other models may hold the same objects.
+
+    Those of the model's own class become growable.
+    """
+    stock_class, copies = type(model.config), {}  # the memo of all copies, by which what is one object stays one
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if type(config) is not stock_class:
-            continue
-        if id(config) not in growable:
-            growable[id(config)] = new = config_class.__new__(config_class)
-            vars(new).update(copy.deepcopy(vars(config)))
-            vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
-            new.growable_submodels, new.extra_dims = submodels and [*submodels], {}
-        module.config = growable[id(config)]
+        for name, config in list(vars(module).items()):
+            if isinstance(config, PreTrainedConfig):
+                setattr(module, name, new := copy.deepcopy(config, copies))
+                if type(new) is stock_class:
+                    vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
+                    new.__class__ = growable_config_class(stock_class)
+                    new.growable_submodels, new.extra_dims = submodels and [*submodels], {}
 
 
 def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrainedModel:
@@ -210,14 +210,15 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
     """
     if not isinstance(model, GrowableModelMixin):
         return model
-    if is_grown(model) and not drop_growth:
+    extras = [(module, extra) for module in model.modules() if isinstance(extra := module._modules.get("extra"), ExtraDims)]
+    if any(len(extra.growths) for _, extra in extras) and not drop_growth:
         raise ValueError(
             "This model has grown, and a stock model has no place for its new dims. Save it as it is with "
             "model.save_pretrained, write a stock checkpoint of it with hf_growattn.export_model, or lose the new dims "
             "with unpatch_model(model, drop_growth=True)."
         )
-    for attention in attentions(model):
-        attention.drop_extra()
+    for module, _ in extras:
+        remove_extra(module)
     configs, own = growable_configs(model), vars(model)
     if "grown_from" in own:  # no checkpoint held the grown model, and this one is its origin's again
         for named in (model, *configs):
