@@ -3,6 +3,7 @@
 import copy
 import inspect
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from ..model.compat import auto_mappings, has_own_adapters, registered_class
 from ..model.configuration import auto_map, growable_config_class
-from ..model.families import find_attentions, find_obstacle, growable_configs, sync_config
+from ..model.families import dims_of, find_attentions, find_obstacle, growable_configs, sync_config
 from ..model.hooks import remove_extra
 from ..model.modeling import WideModelMixin, class_by_name
 from ..model.new_dims import ExtraDims
@@ -73,26 +74,33 @@ class GrowableModelMixin(WideModelMixin):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the new dims that a state holds along with its weights, so that one from another growth loads."""
-        extra_dims = _dims_in(self, state_dict, prefix)
-        if extra_dims is not None:
-            set_dims(self, extra_dims)
+        set_dims(self, _dims_in(self, state_dict, prefix))
+        own = {f"{prefix}{name}" for name, _ in self.named_parameters()}
+        left_out = [key for key in state_dict if key.startswith(prefix) and ".extra.growths." in key and key not in own]
+        if left_out:
+            warnings.warn(
+                f"{len(left_out)} tensors of new dims, such as {left_out[0]}, were left out: their sizes do not show in "
+                "a part of a state dict. Load all of it at once, or the checkpoint by from_pretrained.",
+                stacklevel=2,
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims | None:
-    """The new dims that a state dict holds, by the sizes of its tensors; None if it is not of the whole model."""
-    found: Dims = {}
-    for attention in attentions(model):
-        place = f"{prefix}{attention.name}."
-        if not all(f"{place}{entry}" in state for entry in _stock_entries(attention.module)):
-            return None  # the state of something else, such as adapters, or one layer
+def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims:
+    """The new dims that a model has with a state dict, by the sizes of its tensors: a part of one adds to its own."""
+    places = {attention: f"{prefix}{attention.name}." for attention in attentions(model)}
+    entries = (f"{place}{entry}" for attention, place in places.items() for entry in _stock_entries(attention.module))
+    is_whole = all(entry in state for entry in entries)  # otherwise of adapters, of one layer, or of one file
+    found: Dims = {} if is_whole else dims_of(model)
+    for attention, place in places.items():
         start, end, shape = f"{place}extra.growths.", ".in_proj.weight", attention.shape
         for growth in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
             out_proj = state.get(f"{start}{growth}.out_proj.weight")
             v_dims = 0 if out_proj is None else out_proj.shape[1] // shape.num_heads
             rows = state[f"{start}{growth}{end}"].shape[0] - v_dims * shape.num_key_value_heads
             qk_dims = rows // (shape.num_heads + shape.num_key_value_heads)
-            found.setdefault(str(attention.layer), {})[growth] = [qk_dims, v_dims]
+            if is_whole or out_proj is not None:
+                found.setdefault(str(attention.layer), {})[growth] = [qk_dims, v_dims]
     return found
 
 
