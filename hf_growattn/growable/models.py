@@ -75,8 +75,9 @@ class GrowableModelMixin(WideModelMixin):
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the new dims that a state holds along with its weights, so that one from another growth loads."""
         set_dims(self, _dims_in(self, state_dict, prefix))
+        places = tuple(f"{prefix}{attention.name}.extra.growths." for attention in attentions(self))
         own = {f"{prefix}{name}" for name, _ in self.named_parameters()}
-        left_out = [key for key in state_dict if key.startswith(prefix) and ".extra.growths." in key and key not in own]
+        left_out = [key for key in state_dict if key.startswith(places) and key not in own]
         if left_out:
             warnings.warn(
                 f"{len(left_out)} tensors of new dims, such as {left_out[0]}, were left out: their sizes do not show in "
