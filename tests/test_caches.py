@@ -96,7 +96,10 @@ def test_a_cache_of_other_dims_is_refused_until_it_is_empty():
     model = get_peft_model(base, GrowAttnConfig(qk_dims=3, v_dims=2)).eval()
     cache = DynamicCache()
     model(tokens(), cache=cache)
-    with model.disable_adapter(), pytest.raises(ValueError, match=r"\(19, 19\) wide.*makes them \(16, 16\).*empty cache"):
+    with (
+        model.disable_adapter(),
+        pytest.raises(ValueError, match=r"\(19, 19\) wide.*makes them \(16, 16\).*empty cache"),
+    ):
         model(tokens(), cache=cache)
     with model.disable_adapter():
         model(tokens(), cache=(cache := DynamicCache()))

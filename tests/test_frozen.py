@@ -112,6 +112,11 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
     base = patch_model(build("llama-2"))
     load_growth(base, tmp_path / "growth")
     assert torch.equal(base(**batch).logits, logits)
-    for action in (lambda: export_model(offloaded, tmp_path / "stock"), lambda: load_growth(offloaded, tmp_path / "growth")):
-        with pytest.raises(ValueError, match=r"on the meta device, where offloading leaves it: load the model into memory"):
+    for action in (
+        lambda: export_model(offloaded, tmp_path / "stock"),
+        lambda: load_growth(offloaded, tmp_path / "growth"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"on the meta device, where offloading leaves it: load the model into memory"
+        ):
             action()

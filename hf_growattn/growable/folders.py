@@ -79,11 +79,13 @@ def _move_in(complete: Path, target: Path) -> None:
         index.unlink(missing_ok=True)
     for parent in {Path(name).parent for name in written}:
         (target / parent).mkdir(parents=True, exist_ok=True)
-    last = [name for name in (WEIGHTS, INDEX, CONFIG) if name in written]
-    for name in [*written.difference(last), *last]:
+    last = [name for name in (WEIGHTS, INDEX) if name in written]
+    for name in [*written.difference((*last, CONFIG)), *last]:
         os.replace(complete / name, target / name)
-    for name in replaced:
+    for name in replaced:  # while the config has not moved, loading finds that there is a rest
         (target / name).unlink(missing_ok=True)
+    if CONFIG in written:
+        os.replace(complete / CONFIG, target / CONFIG)
 
 
 @contextlib.contextmanager

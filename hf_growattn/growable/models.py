@@ -219,7 +219,9 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
     """
     if not isinstance(model, GrowableModelMixin):
         return model
-    extras = [(module, extra) for module in model.modules() if isinstance(extra := module._modules.get("extra"), ExtraDims)]
+    extras = [
+        (module, extra) for module in model.modules() if isinstance(extra := module._modules.get("extra"), ExtraDims)
+    ]
     if any(len(extra.growths) for _, extra in extras) and not drop_growth:
         raise ValueError(
             "This model has grown, and a stock model has no place for its new dims. Save it as it is with "
