@@ -46,7 +46,7 @@ def logits(model, name: str) -> torch.Tensor:
 
 
 def shared_configs(model) -> list[int]:
-    """The configs that modules and configs of a model tree hold, each by the number of the first place that holds it."""
+    """The configs that modules and configs of a model hold, each by the number of the first place that holds it."""
     holders = [module for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)]
     held = [config for each in [*holders, *(each.config for each in holders)] for config in vars(each).values()]
     ids = [id(config) for config in held if isinstance(config, PreTrainedConfig)]

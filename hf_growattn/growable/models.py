@@ -19,7 +19,7 @@ from ..model.modeling import WideModelMixin, class_by_name
 from ..model.new_dims import ExtraDims
 from .attention import attentions
 from .folders import loading, replacing
-from .growths import Dims, is_grown, save_growth_beside, set_dims
+from .growths import Dims, save_growth_beside, set_dims
 from .registration import register_peft_method
 from .training_state import refuse_sharded
 
