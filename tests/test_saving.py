@@ -150,7 +150,7 @@ def test_a_save_that_is_interrupted_amid_its_moves_loses_nothing(tmp_path, monke
 
 
 def test_what_is_no_folder_or_no_file_in_it(tmp_path):
-    """Pipes and links in place of files are replaced, what links point to stays, and a folder is no place for a file."""
+    """Pipes and links in place of files are replaced, what they point to stays; a folder is no place for a file."""
     model, folder, blob = grown(4), tmp_path / "m", tmp_path / "blob"
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", "/dev/null"):

@@ -157,8 +157,8 @@ def _check_cache(cache: Any, widths: tuple[int, int], index: int = 0, *_) -> Non
     if torch.compiler.is_exporting() or layer.get_seq_length() != 0:
         raise ValueError(
             f"The cache has keys and values {found} wide, and layer {index} makes them {widths} wide: it is from "
-            "before new dims came or went, or prefix tuning filled it. Begin with an empty cache. For ExecuTorch, write "
-            "a stock model with hf_growattn.export_model."
+            "before new dims came or went, or prefix tuning filled it. Begin with an empty cache. For ExecuTorch, "
+            "write a stock model with hf_growattn.export_model."
         )
     layer.is_initialized = False  # it was made early, with the stock widths
 
