@@ -80,8 +80,8 @@ class GrowableModelMixin(WideModelMixin):
         left_out = [key for key in state_dict if key.startswith(places) and key not in own]
         if left_out:
             warnings.warn(
-                f"{len(left_out)} tensors of new dims, such as {left_out[0]}, were left out: their sizes do not show in "
-                "a part of a state dict. Load all of it at once, or the checkpoint by from_pretrained.",
+                f"{len(left_out)} tensors of new dims, such as {left_out[0]}, were left out: their sizes do not show "
+                "in a part of a state dict. Load all of it at once, or the checkpoint by from_pretrained.",
                 stacklevel=2,
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
