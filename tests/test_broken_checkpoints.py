@@ -66,13 +66,6 @@ def test_new_dims_that_cannot_be(checkpoint, extra_dims):
         AutoConfig.from_pretrained(path)
 
 
-def test_new_dims_of_no_layer(checkpoint):
-    path = checkpoint("gpt2-2-4")
-    edit(path, lambda config: config["extra_dims"].update({"7": {"growth_1": [4, 0]}}))
-    with pytest.raises(ValueError, match=r"extra_dims in config.json names layer 7"):
-        AutoModelForCausalLM.from_pretrained(path)
-
-
 def test_what_the_stock_config_refuses_is_refused(tmp_path):
     grown(4, "phi3").save_pretrained(tmp_path)
     edit(tmp_path, lambda config: config["rope_parameters"].update(rope_type="round"))

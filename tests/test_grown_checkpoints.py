@@ -1,6 +1,7 @@
 """Grown checkpoints of several kinds of models: stock classes warn of them, and a growth travels alone."""
 
 import logging
+import os
 
 import pytest
 import torch
@@ -70,6 +71,10 @@ def test_a_growth_is_saved_and_loaded_alone(tmp_path):
         file.write_bytes(damage)
         with pytest.raises(ValueError, match="holds a damaged growth"):
             load_growth(fresh, tmp_path)
+    file.unlink()
+    os.mkfifo(file)  # opening a pipe waits for a writer
+    with pytest.raises(ValueError, match=r"damaged growth: growth.safetensors is not an ordinary file"):
+        load_growth(fresh, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no growth.*save_growth"):
         load_growth(fresh, tmp_path / "nowhere")
     with pytest.raises(ValueError, match="has not grown"):

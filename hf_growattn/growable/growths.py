@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -27,6 +28,7 @@ from .training_state import (
     add_new_parameters,
     after_change,
     bare_optimizers,
+    refuse_meta,
     remove_parameters,
     shard_like,
     warn_if_left_out,
@@ -202,16 +204,20 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
         state_dict: of `model`, if all ranks of a sharded one have gathered it.
 
     Raises:
-        ValueError: the model is not patched, or it has not grown.
+        ValueError: the model is not patched, it has not grown, or its new dims hold no numbers.
     """
     inner = growable_model(model)
     start = next(name for name, module in model.named_modules() if module is inner)
-    state = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
-    if state_dict is not None:
-        state = {name: state_dict[f"{start}.{name}" if start else name] for name in state}
-    state = {name: full_tensor(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
-    if not state:
+    names = [name for name, _ in inner.named_parameters() if _is_new(name)]
+    if not names:
         raise ValueError("This model has not grown: there are no new dims to save.")
+    state = {}
+    for name in names:
+        path, _, own = name.rpartition(".")
+        with align_module_device(module := inner.get_submodule(path)):  # accelerate may have put it on the disk
+            kept = getattr(module, own) if state_dict is None else state_dict[f"{start}.{name}" if start else name]
+            refuse_meta([(name, kept)])
+            state[name] = full_tensor(kept.detach()).cpu().contiguous()
     metadata = {"format": "pt", "model_type": inner.config.model_type, "extra_dims": json.dumps(dims_of(inner))}
     with replacing(Path(folder).resolve()) as partial:
         save_file(state, partial / GROWTH_FILE, metadata=metadata)
@@ -232,8 +238,11 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None) -> None:
     """
     inner = growable_model(model)
     check_saving(model)
+    path = Path(folder) / GROWTH_FILE
     try:
-        with safe_open(Path(folder) / GROWTH_FILE, "pt") as file:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{GROWTH_FILE} is not an ordinary file")  # opening a pipe waits for a writer
+        with safe_open(path, "pt") as file:
             metadata, state = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
         model_type, extra_dims = metadata.get("model_type"), json.loads(metadata.get("extra_dims", ""))
         check_extra_dims(extra_dims)
@@ -255,6 +264,7 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None) -> None:
         raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
     if optimizer is not None:
         warn_without_ddp(model)
+    refuse_meta((name, parameter) for name, parameter in inner.named_parameters() if _is_new(name))
     set_dims(model, extra_dims, bare_optimizers(optimizer))
     with torch.no_grad():
         for name, parameter in inner.named_parameters():
