@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ..model.compat import auto_mappings, has_own_adapters, registered_class
 from ..model.configuration import auto_map, growable_config_class
 from ..model.families import find_attentions, find_obstacle, growable_configs, sync_config
 from ..model.modeling import WideModelMixin, class_by_name
-from ..model.new_dims import ExtraDims
+from ..model.new_dims import ExtraDims, HeadShape
 from .attention import attentions
 from .folders import loading, replacing
 from .growths import Dims, is_grown, save_growth_beside, set_dims
@@ -88,11 +88,16 @@ def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims | Non
         start, end, shape = f"{place}extra.growths.", ".in_proj.weight", attention.shape
         for growth in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
             out_proj = state.get(f"{start}{growth}.out_proj.weight")
-            v_dims = 0 if out_proj is None else out_proj.shape[1] // shape.num_heads
-            rows = state[f"{start}{growth}{end}"].shape[0] - v_dims * shape.num_key_value_heads
-            qk_dims = rows // (shape.num_heads + shape.num_key_value_heads)
-            found.setdefault(str(attention.layer), {})[growth] = [qk_dims, v_dims]
+            dims = dims_by_size(shape, state[f"{start}{growth}{end}"], out_proj)
+            found.setdefault(str(attention.layer), {})[growth] = dims
     return found
+
+
+def dims_by_size(shape: HeadShape, in_proj: Tensor, out_proj: Tensor | None) -> list[int]:
+    """The dims of queries and keys, and of values, that the weights of new dims are for."""
+    v_dims = 0 if out_proj is None else out_proj.shape[1] // shape.num_heads
+    rows = in_proj.shape[0] - v_dims * shape.num_key_value_heads
+    return [rows // (shape.num_heads + shape.num_key_value_heads), v_dims]
 
 
 def _stock_entries(attention: nn.Module) -> Iterator[str]:

@@ -20,7 +20,6 @@ from ..growable.growths import (
     growable_model,
     is_grown,
     load_growth,
-    save_with_adapters,
     set_dims,
 )
 from ..growable.projections import is_adapted
@@ -105,7 +104,6 @@ class GrowthCallback(TrainerCallback):
                 'the new dims of adapters by load_growth(model, checkpoint + "/growth"), or a whole model by '
                 "from_pretrained(checkpoint)."
             )
-        save_with_adapters(trainer.model)
         self._made_before = self._made if is_grown(model) and not growths_of(state) else 0
         self._is_checked = self._is_due = False
         self._recording.start()

@@ -1,0 +1,69 @@
+"""Whether a model has the old weights that a growth was found on: a few numbers of each, read where they lie."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..model.families import base_layer, linear_sizes
+from ..model.new_dims import full_tensor
+from .attention import attentions
+from .projections import answers, is_plain
+
+_ENTRIES = 8  # of each projection
+_ROUNDING, _QUANTIZATION = 0.01, 0.5  # how far they may be apart, relative to their norm: bf16 rounds by 0.4 %
+Fingerprint = dict[str, tuple[str, list[float]]]  # by projection, what quantizes it, and some of its weights
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module, state_dict: dict[str, Tensor] | None = None, prefix: str = "") -> Fingerprint:
+    """Some old weights of every attention module that can grow, without adapters.
+
+    Args:
+        model: the patched model.
+        state_dict: where weights are read if all ranks of a sharded model have gathered it.
+        prefix: of the names of the model's parameters in `state_dict`.
+    """
+    names = {parameter: f"{prefix}{name}" for name, parameter in model.named_parameters()}
+    found: Fingerprint = {}
+    for attention in attentions(model):
+        for name, child in attention.module.named_children():
+            inside: Any = base_layer(child)
+            if linear_sizes(inside) is None or getattr(child, "merged", False):
+                continue
+            with align_module_device(inside):
+                if not is_plain(inside):
+                    kind, read = type(inside).__name__, _computed_entries(inside)
+                else:
+                    weight = (state_dict or {}).get(names.get(inside.weight, ""), inside.weight)
+                    weight = full_tensor(weight)
+                    kind, read = "", weight.T if isinstance(inside, Conv1D) else weight
+                    read = read[_spread(read.shape[0], read.device), _spread(read.shape[1], read.device)]
+            if not read.is_meta:
+                found[f"{attention.name}.{name}"] = kind, read.float().tolist()
+    return found
+
+
+def _spread(size: int, device: torch.device) -> Tensor:
+    return torch.arange(_ENTRIES, device=device) * size // _ENTRIES
+
+
+def _computed_entries(module: Any) -> Tensor:
+    """The same entries of a quantized projection: of its answers to some unit vectors."""
+    inputs, outputs = linear_sizes(module)
+    questions = torch.eye(inputs)[_spread(inputs, torch.device("cpu"))]
+    computed = answers(module, questions)
+    return computed[range(_ENTRIES), _spread(outputs, computed.device)]
+
+
+def is_of_another_base(ours: Fingerprint, saved: Fingerprint) -> bool:
+    """Whether two fingerprints are of different weights, in whatever precision; quantized ones are compared roughly."""
+    for name in ours.keys() & saved.keys():
+        (kind, own), (saved_kind, other) = ours[name], saved[name]
+        before, now = torch.tensor(other), torch.tensor(own)
+        tolerance = _ROUNDING if kind == saved_kind else _QUANTIZATION
+        if not torch.dist(before, now) <= tolerance * before.norm():
+            return True
+    return False
