@@ -1,4 +1,4 @@
-"""Adapters whose base grew: their folder holds the growth, and every way to load it gives both back, or says why not."""
+"""Adapters whose base grew: their folder holds the growth, and each way to load it gives both back, or says why not."""
 
 import copy
 import json

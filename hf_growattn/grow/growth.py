@@ -26,7 +26,7 @@ from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
 from ..measure.directions import Directions, exact_directions, passes_over, sketched_directions
 from ..measure.halves import HalvedBatches
-from ..measure.passes import ROUNDING, Objective, compute_losses, lowering, mean_loss, preserved_state
+from ..measure.passes import ROUNDING, HeldInterrupts, Objective, compute_losses, lowering, mean_loss, preserved_state
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 from .plan import (
@@ -86,12 +86,16 @@ class Growth:
     def keep(self) -> GrowthReport:
         """Make the new dims a part of the model that trains, in the optimizer's groups, too; returns the report.
 
-        They need not hold; where no step lowers the loss, they change nothing yet. After an exception, or an interrupt,
-        model and optimizers are as they were.
+        They need not hold; where no step lowers the loss, they change nothing yet. After an exception model and
+        optimizers are as they were. Ctrl-C waits until all is done.
 
         Raises:
             RuntimeError: the growth was kept or dropped before.
         """
+        with HeldInterrupts():
+            return self._keep()
+
+    def _keep(self) -> GrowthReport:
         trial, model = self._open_trial(), growable_model(self._wrapped)
         if not any(candidate.changes_model for candidate in trial.candidates):  # a budget may have bought nothing
             self._finish("kept, with nothing in it")
@@ -165,9 +169,8 @@ class Grower:
 
     def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, loss=None):
         if not isinstance(config, GrowthConfig):
-            raise TypeError(
-                f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given {config!r}."
-            )
+            given = type(config).__name__
+            raise TypeError(f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given a {given}.")
         if not (loss is None or callable(loss)):
             raise TypeError(f"loss must be a function of model and batch, and is {loss!r}.")
         self.optimizers = bare_optimizers(optimizer)
@@ -180,7 +183,7 @@ class Grower:
         """Find the best new dims that hold on unseen batches, and the steps that lower the loss most.
 
         Nothing changes: model, optimizer, gradients, training modes, `requires_grad` flags and the random state are as
-        they were, after an exception, too.
+        they were, after an exception, too. Ctrl-C waits for the end of a batch.
 
         Args:
             batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids` (batch, tokens), which are
@@ -246,8 +249,9 @@ class Grower:
             )
         old_dims_train = self._old_dims_train(layers)
         with (
+            HeldInterrupts() as interrupts,
             tqdm(desc="growth: measuring", disable=True if rank() > 0 else None, leave=False) as bar,
-            lowering(self.loss, self.model, self.wrapped, bar.update) as objective,
+            lowering(self.loss, self.model, self.wrapped, lambda n: (bar.update(n), interrupts.check())) as objective,
             preserved_state(self.wrapped, self.optimizers),
         ):
             bar.total = self._most_passes(layers, halved)

@@ -302,6 +302,7 @@ def read_batches(batches: Iterable, model: PreTrainedModel) -> list[dict]:
         if not (labels is None or of_objects or isinstance(labels, (Tensor, Mapping))):
             raise ValueError(f"The labels of batch {index} are a {type(labels).__name__}: make them a tensor.")
         _check_tokens(index, batch, model)
+        _check_lengths(index, batch, model)
         listed.append(dict(batch))
     if not listed and not is_distributed():
         raise ValueError("There are no batches; pass a few dozen of your training batches.")
@@ -323,6 +324,18 @@ def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
                 f"Batch {index} has {name} from {lowest} to {highest}, and the tokens of this model go from 0 to "
                 f"{known - 1}: tokenize with its own tokenizer, or resize_token_embeddings first."
             )
+
+
+def _check_lengths(index: int, batch: Mapping, model: PreTrainedModel) -> None:
+    """Refuse labels that are not one for each token, which the loss would refuse by their number alone."""
+    ids: Any = batch.get("input_ids")
+    labels: Any = batch.get("labels")
+    of_tokens = model.get_output_embeddings() is not None and not model.config.is_encoder_decoder
+    if of_tokens and torch.is_tensor(ids) and torch.is_tensor(labels) and ids.shape != labels.shape:
+        raise ValueError(
+            f"The labels of batch {index} are of shape {tuple(labels.shape)}, and its input_ids of {tuple(ids.shape)}: "
+            "give each token a label, -100 for those that do not count."
+        )
 
 
 def growth_report(

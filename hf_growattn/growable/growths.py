@@ -43,7 +43,9 @@ def growable_model(model: Any) -> Any:
     inside = model.modules() if isinstance(model, nn.Module) else ()
     found = [module for module in inside if isinstance(module, WideModelMixin)]
     if not found:
-        raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
+        check_kind(model)
+        call = "patch_model(model.get_base_model())" if hasattr(model, "get_base_model") else "patch_model(model)"
+        raise ValueError(f"{type(model).__name__} is not growable yet: call {call} first.")
     inside = set(found[0].modules())
     if apart := [module for module in found if module not in inside]:
         raise ValueError(
@@ -51,6 +53,15 @@ def growable_model(model: Any) -> Any:
             f"{type(apart[0]).__name__}. Pass the one that shall grow, and the loss as a function of that."
         )
     return found[0]
+
+
+def check_kind(model: Any) -> None:
+    """Raise a TypeError for what is no model at all, such as its name or its tokenizer."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"A transformers model is needed here, not a {type(model).__name__}: load it first, such as by "
+            "AutoModelForCausalLM.from_pretrained(name)."
+        )
 
 
 def is_grown(model: nn.Module) -> bool:
@@ -206,14 +217,14 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
     inner = growable_model(model)
     start = next(name for name, module in model.named_modules() if module is inner)
     start = f"{start}." if start else ""
-    state = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
-    if state_dict is not None:
-        state = {name: state_dict[f"{start}{name}"] for name in state}
+    named = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
+    state: dict[str, Any] = named if state_dict is None else {name: state_dict[f"{start}{name}"] for name in named}
     state = {name: full_tensor(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
     if not state:
         raise ValueError("This model has not grown: there are no new dims to save.")
     metadata = {"format": "pt", "model_type": inner.config.model_type, "extra_dims": json.dumps(dims_of(inner))}
     metadata |= {"base": origin_of(inner), "old_weights": json.dumps(fingerprint(inner, state_dict, start))}
+    metadata["trained"] = json.dumps(sorted({_growth_of(name) for name in state if named[name].requires_grad}))
     with replacing(Path(folder).resolve()) as partial:
         save_file(state, partial / GROWTH_FILE, metadata=metadata)
 
@@ -268,23 +279,52 @@ def _read_growth(folder: Path) -> tuple[dict[str, str], Dims, dict[str, torch.Te
         extra_dims = json.loads(metadata.get("extra_dims", ""))
         check_extra_dims(extra_dims)
     except (OSError, RecursionError, SafetensorError, ValueError) as error:
-        what = "no growth" if isinstance(error, FileNotFoundError) else "a damaged growth"
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(
-            f"{folder} holds {what}: {error}. Name a folder that save_growth wrote, or copy it again."
-        ) from error
+        if not isinstance(error, FileNotFoundError):
+            raise ValueError(f"{folder} holds a damaged growth: {error}. Copy or save it again.") from error
+        fix = "name a folder that save_growth wrote"
+        if (folder / GROWTH / GROWTH_FILE).is_file():
+            fix = f"name the folder {folder / GROWTH}"
+        elif (folder / "config.json").is_file():
+            fix = "it is a whole checkpoint, which from_pretrained loads"
+        raise FileNotFoundError(f"{folder} holds no growth: {fix}.") from error
     return metadata, extra_dims, state
 
 
-def holds_growth(model: nn.Module, folder: Path) -> bool:
-    """Whether a model, patched or not, has the very new dims that a folder holds."""
-    state = _read_growth(folder)[-1]
+def load_growth_of_adapter(outer: nn.Module, model: nn.Module, folder: Path, is_trainable: bool, alone: bool) -> None:
+    """Load the growth that an adapter was trained with into the patched `model` inside `outer`.
+
+    Args:
+        outer: the outermost model.
+        model: the patched one.
+        folder: where the growth is.
+        is_trainable: let those new dims train that did when they were saved, and that the model does not have yet.
+        alone: there is no other adapter, so new dims may change.
+
+    Raises:
+        ValueError: there is another adapter, and the model does not hold the very same new dims. Otherwise as
+            `load_growth`.
+    """
+    metadata, _, state = _read_growth(folder)
     own = {name: parameter for name, parameter in model.named_parameters() if _is_new(name)}
-    return own.keys() == state.keys() and all(torch.equal(own[name].cpu(), state[name].to(own[name])) for name in own)
+    same = own.keys() == state.keys() and all(torch.equal(own[n].cpu(), state[n].to(own[n].dtype)) for n in own)
+    if not (alone or same):
+        raise ValueError(
+            f"Other adapters of this model were trained without the new dims in {folder}, which would change what they "
+            "compute: load this one into a model of its own."
+        )
+    load_growth(outer, folder)
+    trained = json.loads(metadata.get("trained", "[]"))
+    for name, parameter in model.named_parameters():
+        if _is_new(name) and parameter is not own.get(name):
+            parameter.requires_grad_(is_trainable and _growth_of(name) in trained)
 
 
 def _is_new(name: str) -> bool:
     return ".extra.growths." in name
+
+
+def _growth_of(name: str) -> str:
+    return name.partition(".extra.growths.")[2].partition(".")[0]
 
 
 def save_growth_beside(model: nn.Module, adapters: Path, state_dict: dict[str, torch.Tensor] | None) -> None:

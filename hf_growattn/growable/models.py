@@ -17,9 +17,9 @@ from ..model.modeling import WideModelMixin, class_by_name
 from ..model.new_dims import ExtraDims, HeadShape
 from .attention import attentions
 from .folders import loading, replacing
-from .growths import Dims, is_grown, save_growth_beside, set_dims
+from .growths import Dims, check_kind, is_grown, save_growth_beside, set_dims
 from .registration import register_peft_method
-from .training_state import refuse_sharded
+from .training_state import refuse_sharded, watch_optimizers
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -133,6 +133,8 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
             checkpoint. The model is as it was then.
     """
     register_peft_method()  # which may have been imported since
+    watch_optimizers()
+    check_kind(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"patch_model needs a transformers model, not {type(model).__name__}. Pass the model inside the wrapper: "
@@ -211,9 +213,13 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
         The same object. A model that is not patched is returned as it is.
 
     Raises:
-        ValueError: a layer has grown, and `drop_growth` is not set.
+        TypeError: it is no model.
+        ValueError: a layer has grown, and `drop_growth` is not set; or the patched model is inside of what was passed.
     """
+    check_kind(model)
     if not isinstance(model, GrowableModelMixin):
+        if any(isinstance(module, GrowableModelMixin) for module in model.modules()):
+            raise ValueError(f"The patched model is inside this {type(model).__name__}: unpatch_model(that).")
         return model
     if is_grown(model) and not drop_growth:
         raise ValueError(

@@ -15,15 +15,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel
 from transformers.integrations import PeftAdapterMixin
 from transformers.utils import cached_file, find_adapter_config_file
 
-from ..growable.growths import (
-    GROWN_TYPE,
-    GROWTH,
-    GROWTH_FILE,
-    extra_parameters,
-    holds_growth,
-    load_growth,
-    save_growth_beside,
-)
+from ..growable.growths import GROWN_TYPE, GROWTH, GROWTH_FILE, load_growth_of_adapter, save_growth_beside
 from ..growable.models import patch_model
 
 _HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
@@ -61,7 +53,10 @@ def _loads_growth(stock: Callable) -> Callable:
         if source is not None and _has_growth(source, options):
             place = str(Path(options.pop("subfolder", ""), GROWTH))
             file: Any = cached_file(source, GROWTH_FILE, subfolder=place, **options)
-            _load(self, given.get("adapter_name"), Path(file).parent, given.get("is_trainable", False))
+            base = patch_model(self.get_base_model() if isinstance(self, PeftModel) else self)
+            others = getattr(self, "peft_config", {}).keys() - {given.get("adapter_name") or "default"}
+            is_trainable = given.get("is_trainable", False)
+            load_growth_of_adapter(self, base, Path(file).parent, is_trainable, alone=not others)
         return stock(self, *args, **kwargs)
 
     return load_adapter
@@ -73,20 +68,6 @@ def _has_growth(source: Any, options: dict[str, Any]) -> bool:
     is_here = folder.is_dir()
     file = find_adapter_config_file(str(folder)) if is_here else find_adapter_config_file(str(source), **options)
     return file is not None and str(json.loads(Path(file).read_text()).get("peft_type")).startswith(GROWN_TYPE)
-
-
-def _load(outer: Any, adapter_name: str | None, growth: Path, is_trainable: bool) -> None:
-    base = outer.get_base_model() if isinstance(outer, PeftModel) else outer
-    others = getattr(outer, "peft_config", {}).keys() - {adapter_name or "default"}
-    if others and not holds_growth(base, growth):
-        raise ValueError(
-            f"The adapter {', '.join(sorted(others))} was trained on other new dims than those in {growth}: load one "
-            "of them into a model of its own."
-        )
-    patch_model(base)
-    load_growth(outer, growth)
-    for parameter in extra_parameters(base):
-        parameter.requires_grad_(is_trainable)
 
 
 # Without these entries, as in a process that has not imported this, peft stops at the type.

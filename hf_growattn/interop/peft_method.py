@@ -342,6 +342,9 @@ def initialize_growattn_weights(
         ValueError: the adapter does not exist or is merged, or the model is sharded: call this before `fully_shard` or
             Trainer. Otherwise as `Grower.grow`.
     """
+    if not isinstance(peft_model, PeftModel):
+        found = type(peft_model).__name__
+        raise TypeError(f"A peft model is needed, not a {found}: get_peft_model(model, GrowAttnConfig(budget=0.01)).")
     config = peft_model.peft_config.get(adapter_name)
     if not isinstance(config, GrowAttnConfig):
         problem = f"is a {type(config).__name__}" if config else f"is not one of {', '.join(peft_model.peft_config)}"

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -296,6 +298,40 @@ def preserved_state(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
     trained = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
     with unsynchronized(wrapped), evaluation_mode(unwrapped(wrapped), trained):
         yield
+
+
+class HeldInterrupts:
+    """Holds Ctrl-C back until `check` or the end, so that it never comes amid what puts a model back.
+
+    A second one is not held. Handlers of others, and threads other than the main one, are left alone.
+    """
+
+    def __init__(self):
+        self._is_pending = self._is_holding = False
+
+    def __enter__(self) -> "HeldInterrupts":
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._is_holding = True
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, kind: type | None, *_) -> None:
+        if self._is_holding:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if kind is None:
+            self.check()
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self._is_pending:
+            signal.default_int_handler(number, frame)
+        self._is_pending = True
+
+    def check(self) -> None:
+        """Raise the KeyboardInterrupt that was held back, if there was one."""
+        if self._is_pending:
+            self._is_pending = False
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
