@@ -11,11 +11,8 @@ from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 
-WAYS = {
-    "append": {},
-    "old dims, too": {"update_existing": True},
-    "a budget": {"qk_dims": 0, "v_dims": 0, "budget": 0.05},
-}
+SIZES = {"qk_dims": 2, "v_dims": 2, "oversampling": 4}
+WAYS = {"append": SIZES, "old dims, too": SIZES | {"update_existing": True}, "a budget": {"budget": 0.05}}
 POINTS = 200 if LONG else 12
 PACKAGE = str(ROOT / "hf_growattn")
 
@@ -61,11 +58,7 @@ def training(way):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(**lm_batches()[0]).loss.backward()
     optimizer.step()
-    return (
-        model,
-        optimizer,
-        Grower(model, GrowthConfig(**way), optimizer),
-    )
+    return model, optimizer, Grower(model, GrowthConfig(**way), optimizer)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -190,7 +190,7 @@ def albert(given):
 ROWS, ONE = lm_batches(4), GrowthConfig(qk_dims=1)
 SHORT = [batch | {"labels": batch["labels"][:, :-1]} for batch in ROWS]
 IGNORED = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}
-LISTED = torch.optim.AdamW
+OLD, ANEW = {"qk_dims": 2, "update_existing": True}, {"v_dims": 2, "method": "refactor"}
 
 REFUSED = {
     # what is no model, or not the one that is meant
@@ -271,7 +271,11 @@ REFUSED = {
     "inference mode": (in_inference_mode, ValueError, "outside torch.inference_mode"),
     "inference tensors": (made_in_inference_mode, ValueError, "was made under torch.inference_mode|is frozen"),
     "the meta device": (on_meta, ValueError, "meta device"),
-    "an optimizer's class": (lambda g: Grower(g.patched(), ONE, LISTED).find(ROWS), TypeError, "optimizer of torch"),
+    "an optimizer's class": (
+        lambda g: Grower(g.patched(), ONE, torch.optim.AdamW).find(ROWS),
+        TypeError,
+        "optimizer of torch",
+    ),
     "an optimizer of another model": (other_optimizer, ValueError, "optimizer holds none"),
     "a cache of before the growth": (old_cache, ValueError, r"keys 16 wide.*18 wide.*empty cache"),
     # configs

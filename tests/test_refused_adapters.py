@@ -54,6 +54,23 @@ def falcon(given):
     peft.get_peft_model(given.watch(FalconModel(FalconConfig(**sizes))), GrowAttnConfig(v_dims=1))
 
 
+def no_transformer(given):
+    peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), GrowAttnConfig(v_dims=1))
+
+
+def weighted(given):
+    given.adapted().add_weighted_adapter(["default"], [1.0], "mean")
+
+
+def on_stock(**options):
+    return lambda given: peft.get_peft_model(given.stock(), GrowAttnConfig(**options))
+
+
+def start(*name, **options):
+    return lambda given: initialize_growattn_weights(given.adapted(**options), ROWS, *name)
+
+
+BY_ROW = {"adapter_names": ["default"] * 3}
 REFUSED = {
     "old dims under LoRA": (partial(writes_under_adapters, update_existing=True), ValueError, "merge_and_unload"),
     "refactored under LoRA": (partial(writes_under_adapters, method="refactor"), ValueError, "merge_and_unload"),
@@ -61,12 +78,12 @@ REFUSED = {
     "an adapter of nothing": (lambda g: g.adapted(qk_dims=0), ValueError, "give qk_dims, v_dims or both"),
     "an adapter's dims": (lambda g: g.adapted(dims={"0": [1]}), ValueError, "must have a form such as"),
     "an adapter's layer": (
-        lambda g: peft.get_peft_model(g.stock(), GrowAttnConfig(v_dims=1, layers=[0, 2])),
+        on_stock(v_dims=1, layers=[0, 2]),
         ValueError,
         "choose of 0, 1",
     ),
     "an adapter's budget": (
-        lambda g: peft.get_peft_model(g.stock(), GrowAttnConfig(budget=10)),
+        on_stock(budget=10),
         ValueError,
         "10 weights buy nothing",
     ),
@@ -74,7 +91,7 @@ REFUSED = {
     "a budget above one": (lambda g: GrowAttnConfig(budget=2.5), ValueError, "a whole number of weights, or a share"),
     "an adapter of another family": (falcon, ValueError, "New dims cannot join FalconModel: FalconAttention takes no"),
     "an adapter of no transformer": (
-        lambda g: peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), GrowAttnConfig(v_dims=1)),
+        no_transformer,
         TypeError,
         "not Sequential",
     ),
@@ -93,17 +110,17 @@ REFUSED = {
     "a merged adapter": (merged, ValueError, "unmerge_adapter"),
     "a broken adapter, in peft's own words": (broken, ValueError, "^NaNs detected"),
     "adapters by row": (
-        lambda g: g.adapted()(**BATCH, adapter_names=["default"] * 3),
+        lambda g: g.adapted()(**BATCH, **BY_ROW),
         ValueError,
         "not served by GrowAttn",
     ),
     "adapters by row of a text": (
-        lambda g: g.adapted().generate(input_ids=tokens(), adapter_names=["default"] * 3),
+        lambda g: g.adapted().generate(input_ids=tokens(), **BY_ROW),
         ValueError,
         "not served by GrowAttn",
     ),
     "a weighted adapter": (
-        lambda g: g.adapted().add_weighted_adapter(["default"], [1.0], "mean"),
+        weighted,
         NotImplementedError,
         "have no mean",
     ),

@@ -61,12 +61,16 @@ class AddedDims:
                 )
         if isinstance(self.kinds, str) or not self.kinds or not set(self.kinds) <= set(KINDS):
             raise ValueError(f"kinds must be a list of {', '.join(map(repr, KINDS))}; got {self.kinds!r}.")
-        if type(self.layers) is int:
-            self.layers = [self.layers]
         listed = isinstance(self.layers, Sequence) and not isinstance(self.layers, str) and len(self.layers)
-        if self.layers is not None and not listed:
+        if not (self.layers is None or type(self.layers) is int or listed):
             raise ValueError(f"layers must be an index, a list of indices, or None for all; got {self.layers!r}.")
-        self.layers = None if self.layers is None else list(self.layers)
+
+    @property
+    def chosen_layers(self) -> list[int] | None:
+        """The indices of the layers; None for every layer."""
+        if self.layers is None or isinstance(self.layers, int):
+            return self.layers if self.layers is None else [self.layers]
+        return [*self.layers]
 
     @property
     def chosen_kinds(self) -> list[Kind]:
@@ -204,7 +208,8 @@ def check_affordable(bought: int, cheapest: int, parameters: int) -> None:
 
 def check_room(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> None:
     """Raise a ValueError if the layers that may grow are as wide as a config's limits, or as their input."""
-    chosen = [layer for layer in layers if config.layers is None or layer.layer in config.layers]
+    indices = config.chosen_layers
+    chosen = [layer for layer in layers if indices is None or layer.layer in indices]
     for name, role in (("qk", "key"), ("v", "value")):
         limit, dims = getattr(config, f"max_{name}_head_dim"), getattr(config, f"{name}_dims")
         width = min((layer.width_of(role) for layer in chosen), default=0)
@@ -248,7 +253,7 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
     """The attention modules that a config chooses; a ValueError names the fix if one cannot grow as it says."""
     if torch.is_inference_mode_enabled():
         raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
-    chosen = layers_of(model, config.layers)
+    chosen = layers_of(model, config.chosen_layers)
     for attention in chosen:
         for name, parameter in attention.module.named_parameters():
             # Old weights of an offloaded module come from elsewhere for each call.

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel
-from transformers.integrations import PeftAdapterMixin
-from transformers.utils import cached_file, find_adapter_config_file
+from transformers.integrations.peft import PeftAdapterMixin
+from transformers.utils.hub import cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..growable.growths import GROWN_TYPE, GROWTH, GROWTH_FILE, load_growth_of_adapter, save_growth_beside
 from ..growable.models import patch_model
@@ -53,7 +54,8 @@ def _loads_growth(stock: Callable) -> Callable:
         if source is not None and _has_growth(source, options):
             place = str(Path(options.pop("subfolder", ""), GROWTH))
             file: Any = cached_file(source, GROWTH_FILE, subfolder=place, **options)
-            base = patch_model(self.get_base_model() if isinstance(self, PeftModel) else self)
+            base: Any = self.get_base_model() if isinstance(self, PeftModel) else self
+            patch_model(base)
             others = getattr(self, "peft_config", {}).keys() - {given.get("adapter_name") or "default"}
             is_trainable = given.get("is_trainable", False)
             load_growth_of_adapter(self, base, Path(file).parent, is_trainable, alone=not others)
@@ -71,7 +73,8 @@ def _has_growth(source: Any, options: dict[str, Any]) -> bool:
 
 
 # Without these entries, as in a process that has not imported this, peft stops at the type.
-PEFT_TYPE_TO_CONFIG_MAPPING.update({f"{GROWN_TYPE}{t.value}": c for t, c in PEFT_TYPE_TO_CONFIG_MAPPING.items()})
+_configs: dict[Any, Any] = PEFT_TYPE_TO_CONFIG_MAPPING
+_configs.update({f"{GROWN_TYPE}{peft_type.value}": config for peft_type, config in list(_configs.items())})
 PeftModel.save_pretrained = _saves_growth(PeftModel.save_pretrained)
 PeftModel.load_adapter = _loads_growth(PeftModel.load_adapter)
 PeftAdapterMixin.load_adapter = _loads_growth(PeftAdapterMixin.load_adapter)

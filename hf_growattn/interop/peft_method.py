@@ -196,7 +196,7 @@ class GrowAttnModel(BaseTuner):
         refuse_sharded(model, [], but_fsdp2=True)
         patch_model(model)
         try:
-            chosen = layers_of(model, map(int, peft_config.dims) if peft_config.dims else peft_config.layers)
+            chosen = layers_of(model, map(int, peft_config.dims) if peft_config.dims else peft_config.chosen_layers)
             if peft_config.budget is not None and peft_config.dims is None:
                 with _base_alone(model):
                     peft_config.dims = _evenly(chosen, peft_config, model.num_parameters())
@@ -264,7 +264,8 @@ class GrowAttnModel(BaseTuner):
                 in_proj, out_proj = (state_dict.get(f"{place}{side}_proj.{name}.weight") for side in ("in", "out"))
                 if in_proj is not None:
                     sizes[attention] = dims_by_size(attention.shape, in_proj, out_proj)
-            own = {attention: self.peft_config[name].dims_at(attention.layer) for attention in sizes}
+            config = cast(GrowAttnConfig, self.peft_config[name])
+            own = {attention: config.dims_at(attention.layer) for attention in sizes}
             if sizes != own:
                 self.load_found(name, {attention: attention.make_new_dims(*dims) for attention, dims in sizes.items()})
         super()._load_from_state_dict(state_dict, prefix, *args)
