@@ -34,20 +34,24 @@ def fingerprint(model: nn.Module, state_dict: dict[str, Tensor] | None = None, p
             if linear_sizes(inside) is None or getattr(child, "merged", False):
                 continue
             with align_module_device(inside):
-                if not is_plain(inside):
-                    kind, read = type(inside).__name__, _computed_entries(inside)
+                if is_plain(inside):
+                    weight = inside.weight if state_dict is None else state_dict.get(names[inside.weight])
+                    kind, read = "", None if weight is None else _entries(inside, full_tensor(weight))
                 else:
-                    weight = (state_dict or {}).get(names.get(inside.weight, ""), inside.weight)
-                    weight = full_tensor(weight)
-                    kind, read = "", weight.T if isinstance(inside, Conv1D) else weight
-                    read = read[_spread(read.shape[0], read.device), _spread(read.shape[1], read.device)]
-            if not read.is_meta:
+                    kind, read = type(inside).__name__, _computed_entries(inside)
+            if read is not None and not read.is_meta:
                 found[f"{attention.name}.{name}"] = kind, read.float().tolist()
     return found
 
 
 def _spread(size: int, device: torch.device) -> Tensor:
     return torch.arange(_ENTRIES, device=device) * size // _ENTRIES
+
+
+def _entries(module: Any, weight: Tensor) -> Tensor:
+    """Entries of a weight that lie all over its inputs and outputs."""
+    by_output = weight.T if isinstance(module, Conv1D) else weight
+    return by_output[_spread(by_output.shape[0], weight.device), _spread(by_output.shape[1], weight.device)]
 
 
 def _computed_entries(module: Any) -> Tensor:
