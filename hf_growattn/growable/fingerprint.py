@@ -35,7 +35,7 @@ def fingerprint(model: nn.Module, state_dict: dict[str, Tensor] | None = None, p
                 continue
             with align_module_device(inside):
                 if is_plain(inside):
-                    weight = inside.weight if state_dict is None else state_dict.get(names[inside.weight])
+                    weight = inside.weight if state_dict is None else state_dict.get(names.get(inside.weight, ""))
                     kind, read = "", None if weight is None else _entries(inside, full_tensor(weight))
                 else:
                     kind, read = type(inside).__name__, _computed_entries(inside)
@@ -49,16 +49,20 @@ def _spread(size: int, device: torch.device) -> Tensor:
 
 
 def _entries(module: Any, weight: Tensor) -> Tensor:
-    """Entries of a weight that lie all over its inputs and outputs."""
+    """Entries of a weight (outputs, inputs), from its first corner to its last."""
     by_output = weight.T if isinstance(module, Conv1D) else weight
     return by_output[_spread(by_output.shape[0], weight.device), _spread(by_output.shape[1], weight.device)]
 
 
-def _computed_entries(module: Any) -> Tensor:
+def _computed_entries(module: Any) -> Tensor | None:
     """The same entries of a quantized projection: of its answers to some unit vectors."""
     inputs, outputs = linear_sizes(module)
-    questions = torch.eye(inputs)[_spread(inputs, torch.device("cpu"))]
-    computed = answers(module, questions)
+    questions = torch.zeros(_ENTRIES, inputs)
+    questions[range(_ENTRIES), _spread(inputs, questions.device)] = 1.0
+    try:
+        computed = answers(module, questions)
+    except Exception:  # of a kernel that wants another device or other sizes: nothing is known of these weights then
+        return None
     return computed[range(_ENTRIES), _spread(outputs, computed.device)]
 
 
