@@ -113,7 +113,7 @@ def test_adapters_of_another_growth_are_refused_next_to_others(saved, tmp_path):
     other.save_pretrained(tmp_path)
     assert not (tmp_path / "growth").exists()
     before = logits(other)
-    with pytest.raises(ValueError, match="Other adapters of this model were trained without.*a model of its own"):
+    with pytest.raises(ValueError, match=r"Other adapters of this model were trained without.*a model of its own"):
         other.load_adapter(saved[0] / "adapters", "other")
     assert torch.equal(logits(other), before) and not dims_of(other)
 
