@@ -1,4 +1,4 @@
-"""Models that people change by hand: layers dropped or repeated, weights pruned or parametrized, foreign caches."""
+"""Models that people change by hand: layers dropped, repeated or added, weights pruned or parametrized."""
 
 import copy
 
@@ -107,23 +107,22 @@ def test_a_student_with_fewer_layers(name, tmp_path):
     assert torch.equal(by_config(tokens()).logits, by_argument(tokens()).logits)
 
 
+def test_weights_that_torch_computes_stay_where_they_are():
+    model = patch_model(build("llama-2"))
+    parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
+    prune.l1_unstructured(model.model.layers[1].self_attn.v_proj, "weight", 0.3)
+    layer = attentions(model)[0]
+    expected = layer.weight_of("key").clone()
+    layer.module.k_proj = nn.Sequential(layer.module.k_proj)  # read by what it computes
+    torch.testing.assert_close(layer.weight_of("key"), expected)  # fp32
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(BATCHES).keep().kept
+
+
 @pytest.mark.parametrize("name", ["llama-2", "gpt2-2"])
 def test_what_reads_any_config_reads_a_grown_one(name, tmp_path):
     """Trainer reads that of a checkpoint which it resumes."""
     grown(name).save_pretrained(tmp_path)
     assert PreTrainedConfig.from_json_file(tmp_path / "config.json").transformers_version
-
-
-def test_weights_that_torch_computes_are_named():
-    model = patch_model(build("llama-2"))
-    parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
-    prune.l1_unstructured(model.model.layers[1].self_attn.v_proj, "weight", 0.3)
-    for config in (GrowthConfig(qk_dims=1, update_existing=True), GrowthConfig(v_dims=1, method="refactor")):
-        with pytest.raises(
-            ValueError, match=r"_proj of layer \d computes its weight.*remove_parametrizations or prune"
-        ):
-            Grower(model, config).find(BATCHES).keep()
-    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(BATCHES).keep().kept
 
 
 def test_a_base_model_with_a_config_of_its_own_is_told_of_the_growth(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 from families import build
-from peft import PeftType
+from peft import PeftModel, PeftType
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch.distributed.fsdp import _flat_param
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +40,7 @@ OWNERS = {
     "PreTrainedConfig": PreTrainedConfig,
     "Module": torch.nn.Linear(1, 1)._replicate_for_data_parallel(),
     "OptimizedModule": torch.compile(torch.nn.Identity()),
+    "PeftModel": PeftModel,
     "PeftType": PeftType,
     "BaseTuner": BaseTuner,
     "BaseTunerLayer": BaseTunerLayer,

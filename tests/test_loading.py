@@ -91,7 +91,7 @@ def test_accelerate_resumes_after_a_growth(tmp_path):
     again = Accelerator(cpu=True)
     model, optimizer, _ = fresh("llama-2")
     model, optimizer = again.prepare(model, optimizer)
-    load_growth(model, tmp_path / "growth", optimizer)
+    load_growth(model, tmp_path / "growth", optimizer, strict=False)  # the trained weights follow
     again.load_state(tmp_path / "state")
     assert_is(model, optimizer.optimizer, after)
 

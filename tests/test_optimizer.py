@@ -269,7 +269,10 @@ def test_an_optimizer_that_was_not_passed_is_told_of_once():
         step(model, [optimizer], lm_batches()[0])
         assert Grower(model, CONFIG, optimizer).find(lm_batches()).keep().kept  # one that was passed
         step(model, [optimizer], lm_batches()[0])
-        assert Grower(model, CONFIG).find(lm_batches()).keep().kept  # one that is made afterwards
+    with pytest.warns(UserWarning, match="AdamW steps without the new dims"):  # at once, since it has stepped
+        assert Grower(model, CONFIG).find(lm_batches()).keep().kept
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one is made afterwards
         step(model, [torch.optim.AdamW(model.parameters(), lr=LR)], lm_batches()[0])
 
 

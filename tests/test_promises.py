@@ -331,11 +331,3 @@ def test_pickled_weights_are_not_read(tmp_path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match=r"model\.safetensors"):
         type(model).from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("name, known", [("input_ids", 97), ("labels", 97)])
-def test_the_first_token_that_a_model_does_not_know_is_refused(name, known):
-    batches = lm_batches(2)
-    batches[1][name][0, 0] = known
-    with pytest.raises(ValueError, match=f"Batch 1 has {name} from .* to {known}, and .* go from 0 to {known - 1}"):
-        Grower(patch_model(build("llama-2")), CONFIG).find(batches)

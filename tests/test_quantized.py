@@ -5,12 +5,21 @@ import copy
 import pytest
 import torch
 from conftest import data_path, real_batches
-from families import build, lm_batches
+from families import add_dims, build, lm_batches
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.bitnet import AutoBitLinear
 
-from hf_growattn import Grower, GrowthConfig, attention_views, export_model, patch_model, unpatch_model
+from hf_growattn import (
+    Grower,
+    GrowthConfig,
+    attention_views,
+    export_model,
+    load_growth,
+    patch_model,
+    save_growth,
+    unpatch_model,
+)
 from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.growable.attention import attentions
 
@@ -316,3 +325,17 @@ def test_a_state_dict_of_a_quantized_model_leaves_its_layers_as_they_are(kind, f
     before, sizes = logits(model), repr(model)
     model.load_state_dict(copy.deepcopy(model.state_dict()), strict=False)
     assert repr(model) == sizes and torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_growth_knows_its_base_quantized_or_not(kind, folders, tmp_path):
+    load = KINDS[kind][0]
+    model, stock = patch_model(load(folders / "stock")), AutoModelForCausalLM.from_pretrained(folders / "stock")
+    add_dims(attentions(model)[0], 2, 2)
+    save_growth(model, tmp_path)
+    load_growth(patch_model(load(folders / "stock")), tmp_path)
+    other = patch_model(AutoModelForCausalLM.from_config(stock.config))
+    with pytest.raises(ValueError, match="a base with other weights"):
+        load_growth(other, tmp_path)
+    if kind != "BitNet":  # which computes with half of each weight here
+        load_growth(patch_model(stock), tmp_path)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..model.compat import auto_mappings, has_own_adapters, registered_class
@@ -16,12 +16,13 @@ from ..model.configuration import auto_map, growable_config_class
 from ..model.families import dims_of, find_attentions, find_obstacle, growable_configs, sync_config
 from ..model.hooks import remove_extra
 from ..model.modeling import WideModelMixin, class_by_name
-from ..model.new_dims import ExtraDims
+from ..model.new_dims import ExtraDims, HeadShape
 from .attention import attentions
 from .folders import loading, replacing
-from .growths import Dims, save_growth_beside, set_dims
+from .growth_files import save_growth_beside
+from .growths import Dims, check_kind, set_dims
 from .registration import register_peft_method
-from .training_state import refuse_sharded
+from .training_state import refuse_sharded, watch_optimizers
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -97,12 +98,17 @@ def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims:
         start, end, shape = f"{place}extra.growths.", ".in_proj.weight", attention.shape
         for growth in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
             out_proj = state.get(f"{start}{growth}.out_proj.weight")
-            v_dims = 0 if out_proj is None else out_proj.shape[1] // shape.num_heads
-            rows = state[f"{start}{growth}{end}"].shape[0] - v_dims * shape.num_key_value_heads
-            qk_dims = rows // (shape.num_heads + shape.num_key_value_heads)
             if is_whole or out_proj is not None:
-                found.setdefault(str(attention.layer), {})[growth] = [qk_dims, v_dims]
+                dims = dims_by_size(shape, state[f"{start}{growth}{end}"], out_proj)
+                found.setdefault(str(attention.layer), {})[growth] = dims
     return found
+
+
+def dims_by_size(shape: HeadShape, in_proj: Tensor, out_proj: Tensor | None) -> list[int]:
+    """The dims of queries and keys, and of values, that the weights of new dims are for."""
+    v_dims = 0 if out_proj is None else out_proj.shape[1] // shape.num_heads
+    rows = in_proj.shape[0] - v_dims * shape.num_key_value_heads
+    return [rows // (shape.num_heads + shape.num_key_value_heads), v_dims]
 
 
 def _stock_entries(attention: nn.Module) -> Iterator[str]:
@@ -138,6 +144,8 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
             checkpoint. The model is as it was then.
     """
     register_peft_method()  # which may have been imported since
+    watch_optimizers()
+    check_kind(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"patch_model needs a transformers model, not {type(model).__name__}. Pass the model inside the wrapper: "
@@ -215,9 +223,13 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
         The same object. A model that is not patched is returned as it is.
 
     Raises:
-        ValueError: a layer has grown, and `drop_growth` is not set.
+        TypeError: it is no model.
+        ValueError: a layer has grown, and `drop_growth` is not set; or the patched model is inside of what was passed.
     """
+    check_kind(model)
     if not isinstance(model, GrowableModelMixin):
+        if any(isinstance(module, GrowableModelMixin) for module in model.modules()):
+            raise ValueError(f"The patched model is inside this {type(model).__name__}: unpatch_model(that).")
         return model
     extras = [
         (module, extra) for module in model.modules() if isinstance(extra := module._modules.get("extra"), ExtraDims)

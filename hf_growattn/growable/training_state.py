@@ -21,6 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..model.compat import SHARDING_MARKS, rebuild_ddp
 
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_is_watching = False
+
 
 def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers in one optimizer, a list or tuple of them, or None, each without accelerate's wrapper."""
@@ -115,11 +118,19 @@ def remove_parameters(optimizers: list[torch.optim.Optimizer], gone: Iterable[nn
             del optimizer.state[parameter]
 
 
+def watch_optimizers() -> None:
+    """From the first call on, note which optimizers step: a growth can then tell at once that it leaves one out."""
+    global _is_watching
+    if not _is_watching:
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _stepped.add(optimizer))
+    _is_watching = True
+
+
 def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
-    """Let the next step of an optimizer that trains the model, but not the new dims, warn once."""
+    """Warn that an optimizer trains the model without its new dims: now if it has stepped, otherwise when it steps."""
     watched, references, done = weakref.ref(model), [weakref.ref(parameter) for parameter in new], False
 
-    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def look(optimizer: torch.optim.Optimizer, args: Any = None, kwargs: Any = None) -> None:
         nonlocal done  # hooks cannot be removed while they run
         model = watched()
         if done or model is None:
@@ -136,7 +147,10 @@ def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
                 stacklevel=2,
             )
 
-    register_optimizer_step_pre_hook(look)
+    for optimizer in list(_stepped):
+        look(optimizer)
+    if not done:
+        register_optimizer_step_pre_hook(look)
 
 
 def rank() -> int:
