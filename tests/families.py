@@ -183,12 +183,12 @@ def add_dims(attention, qk_dims: int = 0, v_dims: int = 0, roles=("query", "key"
     return part
 
 
-def wide(model, qk_dims: int = 4, v_dims: int = 0, layers=slice(None), auto_class=AutoModelForCausalLM, **options):
-    """A patched model, built if it is named, with new dims drawn at random in some layers; its config knows them."""
-    model = build(model, auto_class, **options) if isinstance(model, str) else model
-    for attention in attentions(patch_model(model))[layers]:
+def wide(model, qk_dims: int = 4, v_dims: int = 0, auto_class=AutoModelForCausalLM, **options):
+    """A patched model, built if it is named, with new dims drawn at random in every layer; its config knows them."""
+    model = build(model, auto_class) if isinstance(model, str) else model
+    for attention in attentions(patch_model(model)):
         if qk_dims or v_dims:
-            add_dims(attention, qk_dims, v_dims)
+            add_dims(attention, qk_dims, v_dims, **options)
     sync_config(model)
     return model
 

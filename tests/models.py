@@ -1,6 +1,6 @@
 """Every kind of model in one table: how to build a tiny stock one, what is special about it, and batches for its loss.
 
-A line of `MECHANISMS` is a causal LM of `families.py` or of `every_type.py`. Encoders, encoder-decoders, image and speech
+A line of `MECHANISMS` is a causal LM of `families.py` or `every_type.py`. Encoders, encoder-decoders, image and speech
 models, and models around a language model come from tables of their own.
 """
 

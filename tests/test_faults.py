@@ -128,6 +128,14 @@ def test_a_save_where_no_file_may_grow(tmp_path):
             assert contents(tmp_path) == before
 
 
+def test_a_damaged_checkpoint_in_a_subfolder_is_told_of(tmp_path):
+    model = wide("llama-2")
+    model.save_pretrained(tmp_path / "inner", max_shard_size="20kB")
+    (tmp_path / "inner" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is not an index of weights\. Copy, download or save it again"):
+        type(model).from_pretrained(tmp_path, subfolder="inner")
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_one_batch_that_is_not_finite(value):
     """One number of one token of one sequence: the error says which batch to leave out, and training goes on."""

@@ -52,16 +52,6 @@ def test_new_dims_train_and_the_rest_stays(name, held):
         assert_frozen(model, before)
 
 
-def test_an_optimizer_made_afterwards_trains_the_new_dims_alone():
-    model = patch_model(build("llama-2")).requires_grad_(False)
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    assert Grower(model, CONFIG).find(lm_batches()).keep().kept
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert {*trained} == {*extra_parameters(model)}
-    train(model, [torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.5)], lm_batches(2))
-    assert_frozen(model, before)
-
-
 def test_frozen_old_dims_can_follow_nothing():
     """What growth finds beside them is what `old_dims_train=False` finds; True overrides."""
     found = {}
@@ -108,3 +98,10 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
         assert torch.equal(offloaded(**batch).logits, logits)
     with pytest.raises(ValueError, match=r"extra.growths.growth_1.in_proj.weight of layer 1 is on the meta device"):
         Grower(offloaded, CONFIG).find(lm_batches(4)).keep()
+
+
+def test_a_frozen_bias_is_not_rewritten():
+    model = patch_model(build("llama-5-bias"))
+    attentions(model)[0].module.q_proj.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="q_proj of layer 0 is frozen"):
+        Grower(model, GrowthConfig(qk_dims=2, update_existing=True)).find(lm_batches(4))

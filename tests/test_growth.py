@@ -1,6 +1,5 @@
 """`Grower`: what it promises, what it reports, and that nothing is lost on failure."""
 
-import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -33,7 +32,7 @@ def loss_of(model, batches) -> float:
         return mean_loss(Objective(model), batches)
 
 
-def everything(model, batches, kinds=(QK, V), dims=4):
+def everything(model, batches, kinds, dims=4):
     """A trial of the best directions, held or not, and the loss without them."""
     objective = Objective(model)
     with evaluation_mode(model):
@@ -53,21 +52,9 @@ def test_first_order_is_right_in_fp64(variant, kinds):
         for expected in (1e-4, 3e-5):  # Llama's norms round to fp32, so smaller changes drown
             trial.set_steps([expected / slope] * count)
             measured = before - loss_of(model, batches)
-            print(f"{variant}: expected {expected}, measured {measured / expected:.5f} of it")
             assert measured == pytest.approx(expected, rel=0.01)
         trial.set_steps([0.0] * count)
         assert loss_of(model, batches) == pytest.approx(before, rel=1e-9)
-
-
-def test_first_order_is_right_on_the_real_model(real_llama):
-    batches = [{"input_ids": x, "labels": x} for x in real_batches(8)]
-    trial, before = everything(real_llama, batches, dims=8)
-    expected, slope = 1e-3 * before, sum(candidate.slope for candidate in trial.candidates)
-    with trial.attached():
-        trial.set_steps([expected / slope] * len(trial.candidates))
-        measured = before - loss_of(real_llama, batches)
-    print(f"expected {expected:.6f}, measured {measured:.6f}")
-    assert measured == pytest.approx(expected, rel=0.01)
 
 
 def test_the_real_model_gets_better_on_fresh_text(real_llama):
@@ -75,16 +62,7 @@ def test_the_real_model_gets_better_on_fresh_text(real_llama):
     before = loss_of(real_llama, fresh)
     report = Grower(real_llama, GrowthConfig(qk_dims=8)).grow(real_batches(16))
     after = loss_of(real_llama, fresh)
-    print(f"fresh loss {before:.4f} -> {after:.4f}")
     assert report.kept and after < before - 0.1
-
-
-def test_sketch_and_exact_growth_come_out_alike(real_llama):
-    other, batches = copy.deepcopy(real_llama), real_batches(4)
-    sketched = Grower(real_llama, GrowthConfig(**FIXED, oversampling=16)).grow(batches)
-    exact = Grower(other, GrowthConfig(**FIXED, oversampling=64)).grow(batches)
-    gained = [report.fall for report in (sketched, exact)]
-    assert gained[0] > 0.9 * gained[1]
 
 
 @pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
@@ -98,7 +76,7 @@ def test_growing_is_deterministic(variant):
 def test_layers_and_dims_pick_what_grows(dims):
     model = patch_model(build("llama-5-bias"))
     before = dict(model.named_parameters())
-    report = Grower(model, GrowthConfig(**dims, layers=[3, 1])).find(lm_batches(12)).keep()
+    report = Grower(model, GrowthConfig(**dims, layers=[3, 1, 3])).find(lm_batches(12)).keep()
     assert report.kept
     assert [layer.layer for layer in report.layers] == [layer for layer in (3, 1) for _ in dims]
     qk, v = dims.get("qk_dims", 0), dims.get("v_dims", 0)
@@ -238,12 +216,18 @@ def test_what_is_found_is_kept_or_dropped():
     assert same(fingerprint(model, optimizer), before)
     assert first.report.fall > 0 and [*first.new_dims] == attentions(model)
     assert not first.drop().kept and not first.new_dims
+    for end in (first.keep, first.drop):
+        with pytest.raises(RuntimeError, match="This growth was dropped"):
+            end()
     assert same(fingerprint(model, optimizer), before)
     found, trial = second.new_dims, second._trial
     trial.attach()
     tried = loss_of(model, lm_batches())
     trial.detach()
     report = second.keep()
+    for end in (second.keep, second.drop):
+        with pytest.raises(RuntimeError, match="This growth was kept"):
+            end()
     assert report.kept and [a.extra.growths["growth_1"] for a in attentions(model)] == [*found.values()]
     assert loss_of(model, lm_batches()) == pytest.approx(tried, rel=1e-5)  # it is what was tried
     third = grower.find(lm_batches()).keep()
@@ -251,6 +235,33 @@ def test_what_is_found_is_kept_or_dropped():
     assert third.layers[0].width == (20, 24) and third.loss_before == pytest.approx(tried, rel=1e-5)
     assert len(extra_parameters(model)) == 2 * 3 * 5
     assert {name for name, _ in model.named_parameters() if ".extra." not in name} == names
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("update_existing", [True, False])
+def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
+    model = patch_model(build("llama-2")).train(training)
+    config = GrowthConfig(qk_dims=2, v_dims=2, update_existing=update_existing)
+    assert Grower(model, config).find(lm_batches(4)).keep().kept
+    assert {module.training for module in model.modules()} == {training}
+
+
+@pytest.mark.parametrize("former", [0, 3])
+def test_a_limit_and_a_multiple_hold_together(former):
+    attention = attentions(patch_model(build("llama-2")))[0]
+    if former:
+        attention.add_new_dims("growth_1", former, 0)
+    width = attention.width_of("query")
+    dims = GrowthConfig(qk_dims=20, max_qk_head_dim=width + 13, multiple_of=8).most_dims(attention, QK)
+    assert 0 < dims <= 13 and (width + dims) % 8 == 0
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_the_first_token_that_a_model_does_not_know_is_refused(name):
+    batches = lm_batches(2)
+    batches[1][name][0, 0] = 97
+    with pytest.raises(ValueError, match=f"Batch 1 has {name} from .* to 97, and .* go from 0 to 96"):
+        Grower(patch_model(build("llama-2")), GrowthConfig(**FIXED)).find(batches)
 
 
 @pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
@@ -283,46 +294,6 @@ def _fail_at(call, error):
         return set_trial(*args)
 
     return maybe
-
-
-@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
-def test_bf16_models_grow(variant):
-    model = patch_model(build(variant, dtype=torch.bfloat16))
-    report = Grower(model, GrowthConfig(qk_dims=4)).find(lm_batches()).keep()
-    assert report.kept and {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-def test_training_goes_on_from_the_growth():
-    model = patch_model(build("llama-2"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    batches, losses = lm_batches(), []
-    for step in range(12):
-        if step == 6:
-            report = Grower(model, GrowthConfig(qk_dims=4), optimizer).find(batches).keep()
-        loss = sum(model(**batch).loss for batch in batches) / len(batches)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert report.kept and losses[6] < losses[5]
-    assert losses[-1] < losses[6]
-
-
-def test_accelerate_with_one_process():
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    model = patch_model(build("llama-2"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    report = Grower(model, GrowthConfig(qk_dims=4), optimizer).find(lm_batches()).keep()
-    assert report.kept
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in model.parameters()}
-    accelerator.backward(model(**lm_batches()[0]).loss)
-    optimizer.step()
 
 
 @pytest.mark.parametrize("in_place", [False, True])
