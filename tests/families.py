@@ -223,3 +223,12 @@ def same(one, other) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
+
+
+def in_training(variant: str):
+    """A patched model in training, and its optimizer with a state."""
+    model = patch_model(build(variant)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**lm_batches()[0]).loss.backward()
+    optimizer.step()
+    return model, optimizer

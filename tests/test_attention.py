@@ -1,8 +1,5 @@
 """The forward of grown layers under every way that transformers calls it."""
 
-import copy
-import pickle
-
 import peft
 import pytest
 import torch
@@ -17,7 +14,6 @@ from transformers import (
     GPT2LMHeadModel,
 )
 from transformers.generation import ContinuousBatchingConfig
-from transformers.integrations.executorch import convert_and_export_with_cache
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -151,20 +147,6 @@ def test_exports_to_one_graph(variant, strict):
     torch.testing.assert_close(exported.module()(input_ids=tokens(), use_cache=False).logits, model(tokens()).logits)
 
 
-@pytest.mark.parametrize("qk_dims, v_dims", [(0, 0), (3, 0), (0, 3)])
-def test_export_with_a_cache_that_has_one_width(qk_dims, v_dims):
-    model = widened("llama-2", qk_dims, v_dims)
-    options = dict(cache_implementation="static", cache_config={"batch_size": 1, "max_cache_len": 8})
-    model.generation_config = GenerationConfig(use_cache=True, max_length=8, **options)
-    if qk_dims or v_dims:
-        with pytest.raises(Exception, match=r"16.*19|19.*16"):  # never a wrong answer
-            convert_and_export_with_cache(model)
-    else:
-        exported = convert_and_export_with_cache(model).module()
-        logits = exported(input_ids=torch.tensor([[5]]), cache_position=torch.tensor([0]))
-        torch.testing.assert_close(logits, model(torch.tensor([[5]])).logits)
-
-
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_output_attentions_and_hidden_states(variant):
     options = dict(output_attentions=True, output_hidden_states=True)
@@ -177,24 +159,6 @@ def test_output_attentions_and_hidden_states(variant):
     grown = widened(variant, attention="eager")(tokens(), output_attentions=True)
     assert len(grown.attentions) == stock.config.num_hidden_layers
     torch.testing.assert_close(grown.attentions[0].sum(-1), torch.ones(3, stock.config.num_attention_heads, 17))
-
-
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_hooks_copies_and_pickles_survive_patching(variant):
-    model = build(variant)
-    calls = []
-    module = next(m for m in model.modules() if "Attention" in type(m).__name__)
-    module.register_forward_hook(lambda *args: calls.append("attention"))
-    patch_model(model)
-    assert module in [attention.module for attention in attentions(model)]
-    expected = model(tokens()).logits
-    assert calls == ["attention"]
-    module._forward_hooks.clear()
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(tokens()).logits, expected)
-        add_dims(attentions(twin)[0], 4)
-        assert not torch.equal(twin(tokens()).logits, expected)
-        assert torch.equal(model(tokens()).logits, expected) and attentions(model)[0].width_of("query") == 16
 
 
 def test_a_forward_of_others_around_the_stock_one_stays_and_grows():

@@ -27,19 +27,9 @@ def traces(model) -> dict:
     }
 
 
-def stock(name: str, attention: str | None = None):
-    """A stock model, unless the installed transformers cannot run it."""
-    model = build(name, attention)
-    try:
-        outputs(model, batches(name, 1)[0])
-    except AttributeError as error:  # 5.24 asks Llama 4's outputs for a field that they do not have
-        pytest.skip(f"stock {name} fails here: {error}")
-    return model
-
-
 @pytest.mark.parametrize("name, attention", BY_ATTENTION)
 def test_patching_and_new_dims_without_effect_change_no_bit_and_come_off(name, attention):
-    model, given = stock(name, attention), batches(name, 2)
+    model, given = build(name, attention), batches(name, 2)
     before, parameters = [outputs(model, batch) for batch in given], dict(model.named_parameters())
     left, dumped = traces(model), model.config.to_json_string()
     assert patch_model(model) is patch_model(model) is model
@@ -65,7 +55,7 @@ def test_patching_and_new_dims_without_effect_change_no_bit_and_come_off(name, a
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_grows_and_travels_and_generates(name, tmp_path, caplog):
-    stock(name).save_pretrained(tmp_path / "stock")  # some families convert their weights when they are loaded
+    build(name).save_pretrained(tmp_path / "stock")  # some families convert their weights when they are loaded
     model, given = patch_model(type(build(name)).from_pretrained(tmp_path / "stock").eval()), batches(name)
     other, before = copy.deepcopy(model), outputs(model, given[0])
     assert Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).find(given).keep().kept

@@ -15,10 +15,10 @@ import pytest
 import torch
 import transformers
 from conftest import LONG
-from families import build, fingerprint, lm_batches, same, wide
+from families import fingerprint, in_training, lm_batches, same, wide
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, export_model, patch_model
+from hf_growattn import Grower, GrowthConfig, export_model
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
 CHANGES = ("os.", "shutil.", "ctypes.dlsym")  # of the disk, among the events that Python audits; and opening to write
@@ -139,10 +139,7 @@ def test_a_damaged_checkpoint_in_a_subfolder_is_told_of(tmp_path):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_one_batch_that_is_not_finite(value):
     """One number of one token of one sequence: the error says which batch to leave out, and training goes on."""
-    model = patch_model(build("llama-2")).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(**lm_batches()[0]).loss.backward()
-    optimizer.step()
+    model, optimizer = in_training("llama-2")
     embedded = [
         {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach(), "labels": batch["input_ids"]}
         for batch in lm_batches()

@@ -4,7 +4,6 @@ import pytest
 import torch
 from families import build, lm_batches
 from optimizers import OPTIMIZERS
-from test_trainer import trainer
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model
@@ -64,19 +63,6 @@ def test_frozen_old_dims_can_follow_nothing():
     some = [layer.gain for layer in Grower(model, CONFIG).measure(lm_batches(16)).layers]
     same = [one == other for one, other in zip(some, found[True])]
     assert same == [(layer, kind) == (1, 0) for layer in range(len(attentions(model))) for kind in range(2)]
-
-
-def test_trainer_grows_a_frozen_base_and_resumes(tmp_path, kept_by_word):
-    losses = []
-    for resumed in (None, str(tmp_path / "checkpoint-4")):
-        model, before = frozen()
-        options = dict(save_strategy="steps", save_steps=4, weight_decay=0.1, lr_scheduler_type="cosine")
-        run = trainer(tmp_path, dict(steps=[2]), model=model, **options)
-        run.train(resume_from_checkpoint=resumed)
-        losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
-        assert_frozen(model, before)
-        assert extra_parameters(model)
-    assert losses[0] == losses[1]
 
 
 def test_weights_that_accelerate_keeps_elsewhere(tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import real_batches
-from families import build, fingerprint, lm_batches, same
+from families import build, fingerprint, in_training, lm_batches, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import growth
@@ -148,10 +148,7 @@ def test_each_kind_finds_its_own_step():
 
 @pytest.mark.parametrize("variant", ["llama-2", "llama-5-bias", "gpt2-2"])
 def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
-    model = patch_model(build(variant)).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(**lm_batches()[0]).loss.backward()
-    optimizer.step()
+    model, optimizer = in_training(variant)
     before = fingerprint(model, optimizer)
     logits = model.eval()(**lm_batches()[0]).logits
     model.train()
@@ -181,10 +178,7 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
 )
 def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, monkeypatch):
     room = growth if hasattr(growth, phase) and phase != "add_new_parameters" else growths
-    model = patch_model(build("llama-5-bias")).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(**lm_batches()[0]).loss.backward()
-    optimizer.step()
+    model, optimizer = in_training("llama-5-bias")
     before = fingerprint(model, optimizer)
     original = getattr(room, phase)
 
@@ -266,10 +260,7 @@ def test_the_first_token_that_a_model_does_not_know_is_refused(name):
 
 @pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
 def test_measure_says_what_grow_would_do_and_leaves_everything_as_it_was(variant):
-    model = patch_model(build(variant)).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(**lm_batches()[0]).loss.backward()
-    optimizer.step()
+    model, optimizer = in_training(variant)
     grower = Grower(model, GrowthConfig(budget=0.1), optimizer)
     before = fingerprint(model, optimizer)
     measured = grower.measure(lm_batches(24))

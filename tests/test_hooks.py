@@ -3,9 +3,7 @@
 import copy
 import importlib
 import pickle
-import subprocess
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import peft
@@ -201,49 +199,6 @@ def test_replicas_of_a_model_take_their_own_shares():
 
         replica = replicate(model)
         assert torch.equal(replica(inputs).logits, expected)
-
-
-CLASSES = """
-    from torch import nn
-    from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel
-
-    class OwnConfig(LlamaConfig):
-        model_type = "own_llama"
-
-    class Tagger(LlamaPreTrainedModel):
-        config_class = OwnConfig
-
-        def __init__(self, config):
-            super().__init__(config)
-            self.model, self.head = LlamaModel(config), nn.Linear(config.hidden_size, 3)
-            self.post_init()
-
-        def forward(self, input_ids=None, **kwargs):
-            return self.head(self.model(input_ids).last_hidden_state)
-"""
-
-
-def test_a_pickle_of_ones_own_class_loads_in_another_process(tmp_path, monkeypatch):
-    (tmp_path / "tagger.py").write_text(textwrap.dedent(CLASSES))
-    monkeypatch.syspath_prepend(tmp_path)
-    tagger = importlib.import_module("tagger")
-    size = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    model = grown(tagger.Tagger(tagger.OwnConfig(**size)).eval())
-    expected = model(tokens())
-    torch.save(model, tmp_path / "model.pt")
-    torch.save(tokens(), tmp_path / "tokens.pt")
-    code = f"""
-        import sys, torch
-        sys.path.insert(0, {str(tmp_path)!r})
-        model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
-        with torch.no_grad():
-            torch.save(model(torch.load({str(tmp_path / "tokens.pt")!r})), {str(tmp_path / "found.pt")!r})
-        print(type(model).__name__, type(model.config).__name__, model.config.extra_dims["0"])
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert done.stdout.split(maxsplit=2) == ["GrowAttnTagger", "GrowAttnOwnConfig", "{'growth_1': [3, 2]}\n"]
-    torch.testing.assert_close(torch.load(tmp_path / "found.pt"), expected)
-    assert type(pickle.loads(pickle.dumps(model))) is type(model)
 
 
 def test_a_parent_that_calls_forward_itself_is_found_out():

@@ -68,22 +68,3 @@ def test_types_whose_hub_names_another_tokenizer_are_known_by_our_name(monkeypat
 def test_pipelines_accept_it(caplog):
     pipeline("text-generation", patch_model(build("llama-2")), tokenizer=word_tokenizer(), device="cpu")
     assert "is not supported" not in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # peft reads it
-@pytest.mark.parametrize("targets", ["all-linear", None])
-@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2", "gemma3", "phi3", "opt"])
-def test_lora_finds_the_same_maps(variant, targets):
-    peft = pytest.importorskip("peft")
-
-    def adapted(model):
-        lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
-        return {name: tuple(p.shape) for name, p in lora.named_parameters() if "lora_" in name}
-
-    try:
-        stock = adapted(build(variant))
-    except ValueError as error:  # peft has no default targets for this type
-        with pytest.raises(ValueError, match=str(error)[:40]):
-            adapted(patch_model(build(variant)))
-    else:
-        assert adapted(patch_model(build(variant))) == stock

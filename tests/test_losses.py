@@ -20,8 +20,6 @@ from transformers import (
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.growths import origin_of
 
-LORA = dict(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-
 
 class Uneven(Rows):
     """Rows of which some labels count not, each row another number of them."""
@@ -103,19 +101,6 @@ def test_a_checkpoint_and_its_code_train_on_smoothed_losses_of_stock(tmp_path):
     assert float(done.stdout.split()[-1]) == stock
     trainer = Trainer(loaded, arguments)
     assert trainer.compute_loss(loaded, {"input_ids": rows, "labels": rows.clone()}).item() == stock
-
-
-@pytest.mark.parametrize("options", ["label smoothing", "own loss"])
-def test_under_lora_patched_trains_on_the_losses_of_stock(tmp_path, options):
-    options = OPTIONS[options]
-    peft = pytest.importorskip("peft")
-
-    def adapted(model):
-        set_seed(1)
-        return peft.get_peft_model(model, peft.LoraConfig(**LORA))
-
-    stock = losses(adapted(build("llama-2")), tmp_path, **options)
-    assert losses(adapted(patch_model(build("llama-2"))), tmp_path, **options) == stock
 
 
 def test_new_dims_of_peft_train_on_shifted_labels(tmp_path):

@@ -1,12 +1,9 @@
 """Growth under mixed and low precision, activation checkpointing and torch.compile."""
 
-import itertools
-
 import pytest
 import torch
-from compared import ComparedGrower, sketched
+from compared import sketched
 from families import add_dims, build, lm_batches
-from torch._dynamo.testing import CompileCounter
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
@@ -82,6 +79,7 @@ def test_fp16_with_a_gradient_scaler(variant):
     train(model, optimizer, autocast(torch.float16), scaler)
     scale = scaler.get_scale()
     with torch.autocast("cpu", torch.float16):
+        model(**lm_batches(1)[0])  # the region keeps its casts of the weights
         report = Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
     assert report.kept and scaler.get_scale() == scale
     assert all(map(torch.isfinite, torch.tensor(train(model, optimizer, autocast(torch.float16), scaler))))
@@ -98,24 +96,6 @@ def test_gradients_that_fp16_would_lose_or_that_overflow_are_measured(divisor):
     for one, other in zip(full.layers, half.layers):
         assert other.gain == pytest.approx(one.gain, rel=0.05)
     assert divisor < 1 or full.layers[0].gain < 1e-4
-
-
-def test_compiled_code_is_made_anew_once_for_each_growth():
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    model = patch_model(build("llama-2")).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    compiled = torch.compile(model, backend=counter)
-    identity = torch.amp.GradScaler("cpu", enabled=False)
-    frames = []
-    for _ in range(2):
-        train(compiled, optimizer, autocast(torch.bfloat16), identity)
-        frames.append(counter.frame_count)
-        assert ComparedGrower(compiled, GrowthConfig(qk_dims=1), optimizer).find(lm_batches()).keep().kept
-    train(compiled, optimizer, autocast(torch.bfloat16), identity)
-    frames.append(counter.frame_count)
-    assert [later - earlier for earlier, later in itertools.pairwise(frames)] == [frames[0]] * 2
-    torch._dynamo.reset()
 
 
 def test_inputs_that_nearly_depend_on_each_other_give_no_direction_of_rounding():

@@ -160,25 +160,6 @@ def test_a_prebuilt_optimizer_follows_a_resumed_checkpoint_that_the_trainer_find
         assert attentions(model)[0].width_of("query") == 17
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
-def test_lora_is_resumed_with_the_growth_of_its_base(tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    def adapted(model):
-        torch.manual_seed(1)
-        return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False))
-
-    options = dict(save_strategy="steps", save_steps=4)
-    run, again = (
-        trainer(tmp_path, dict(steps=[2]), adapted(patch_model(build("llama-2"))), **options) for _ in range(2)
-    )
-    run.train()
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert attentions(again.model)[0].width_of("query") == 17
-    losses, unbroken = ([e["loss"] for e in r.state.log_history if "loss" in e] for r in (again, run))
-    assert losses == unbroken
-
-
 def test_a_plateau_of_several_evaluation_sets_is_that_of_the_first_and_a_loss_that_is_not_the_lowest():
     schedule, state = Schedule(at="plateau"), TrainerState(max_steps=9)
     assert not schedule.is_due(state)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import real_batches, real_model
 from families import FAMILIES, LLAMA, VARIANTS, add_dims, build, tokens, wide
-from rebuilt import rebuild_output, window_of
+from rebuilt import rebuild_output
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, BloomConfig, BloomModel, LlamaConfig
 
@@ -253,19 +253,6 @@ def test_normalized_queries_and_keys_have_no_pattern_but_messages(variant):
     with pytest.raises(ValueError, match=r"Layer 0 normalizes its queries .* have no pattern"):
         view.pattern(0)
     assert view.message(0).shape[1] == view.module.config.hidden_size
-
-
-@pytest.mark.parametrize("variant", ["mistral", "qwen2"])
-def test_a_window_is_a_mask(variant):
-    for view, *(inputs, expected) in recorded(build(variant, dtype=torch.float64), input_ids=tokens(2, 12)):
-        width = window_of(view.attention)
-        assert width in (None, 6)
-        if width is None:
-            assert_close(rebuild_output(view, inputs), expected, **ROTATED)
-            continue
-        mask = torch.full((1, 1, 12, 12), -torch.inf, dtype=torch.float64).tril(-6)
-        assert_close(rebuild_output(view, inputs, attention_mask=mask), expected, **ROTATED)
-        assert_close(rebuild_output(view, inputs[:, :6]), expected[:, :6], **ROTATED)
 
 
 def test_unknown_and_partial_models_are_refused():
