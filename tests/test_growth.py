@@ -1,5 +1,6 @@
 """`Grower`: what it promises, what it reports, and that nothing is lost on failure."""
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -285,6 +286,20 @@ def _fail_at(call, error):
         return set_trial(*args)
 
     return maybe
+
+
+def test_many_growths_leave_no_tensor_behind():
+    """Training needs a weight, its gradient, two moments of its size and the number of the step."""
+    model, optimizer = in_training("llama-2")
+    grower, beside = Grower(model, GrowthConfig(qk_dims=1, v_dims=1, oversampling=4), optimizer), []
+    for _ in range(4):
+        assert grower.find(lm_batches(4)).keep().kept
+        model(**lm_batches()[0]).loss.backward()
+        optimizer.step()
+        gc.collect()
+        alive = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+        beside.append(len(alive) - 5 * len([*model.parameters()]))
+    assert len({*beside[1:]}) == 1, beside
 
 
 @pytest.mark.parametrize("in_place", [False, True])
