@@ -111,6 +111,16 @@ def test_a_save_killed_at_any_step(size, tmp_path):
     assert {0, 1} <= set(found)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "20kB"}])
+def test_a_config_replaces_the_former_one_when_its_weights_are_there(options, tmp_path, monkeypatch):
+    """Until then the former checkpoint loads from there, should the process be killed."""
+    moved, move = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: (moved.append(paths[1].name), move(*paths)))
+    wide("llama-2").save_pretrained(tmp_path / "model", **options)
+    index = ["model.safetensors.index.json"] if options else []
+    assert moved[-1 - len(index) :] == [*index, "config.json"] and len(moved) > 2
+
+
 def test_a_save_where_no_file_may_grow(tmp_path):
     """The kernel refuses to write on: an OSError that names the place, and nothing has changed."""
     model = wide("llama-2", 9)

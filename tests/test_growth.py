@@ -238,7 +238,8 @@ def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
     model = patch_model(build("llama-2")).train(training)
     config = GrowthConfig(qk_dims=2, v_dims=2, update_existing=update_existing)
     assert Grower(model, config).find(lm_batches(4)).keep().kept
-    assert {module.training for module in model.modules()} == {training}
+    parts = [part for attention in attentions(model) for part in attention.growths.values()]
+    assert {module.training for part in parts for module in part.modules()} == {training}
 
 
 @pytest.mark.parametrize("former", [0, 3])
