@@ -9,7 +9,7 @@ import torch
 import transformers
 from encoders import build as build_encoder
 from every_type import build as build_type
-from families import add_dims, build, lm_batches, tokens
+from families import build, lm_batches, tokens, wide
 from safetensors.torch import load_file, save_file
 from test_saving import grown as saved
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -23,11 +23,7 @@ BUILD = {"bert": build_encoder, "vit": build_encoder, "gemma4_text": build_type,
 
 
 def grown(name: str):
-    model = patch_model(BUILD.get(name, build)(name))
-    for attention in attentions(model):
-        add_dims(attention, 3, 2)
-    sync_config(model)
-    return model
+    return wide(BUILD.get(name, build)(name), 3, 2)
 
 
 @pytest.mark.parametrize("name", BUILD)

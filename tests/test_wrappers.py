@@ -30,16 +30,6 @@ GROWTH = GrowthConfig(qk_dims=2, v_dims=2)
 BERT = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_hidden_layers=2)
 
 
-def stock(name: str):
-    """A tiny model, unless the installed transformers cannot run it."""
-    model = build(name)
-    try:
-        model(**batch(name))
-    except AttributeError as error:  # 5.24 asks Llama 4's outputs for a field that they do not have
-        pytest.skip(f"stock {name} fails here: {error}")
-    return model
-
-
 @torch.no_grad()
 def logits(model, name: str) -> torch.Tensor:
     return model.eval()(**batch(name)).logits
@@ -54,30 +44,30 @@ def shared_configs(model) -> list[int]:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_it_is_trained_with_images_and_grown_and_reloaded(name, tmp_path, kept_by_word):
-    model = stock(name)
-    before, configs = logits(model, name), shared_configs(model)
-    assert torch.equal(logits(patch_model(model), name), before)
+def test_configs_that_are_one_object_stay_one(name, tmp_path):
+    model = build(name)
+    configs = shared_configs(model)
+    assert shared_configs(patch_model(model)) == configs
+    model.save_pretrained(tmp_path)
+    assert shared_configs(type(model).from_pretrained(tmp_path)) == configs
+    assert shared_configs(unpatch_model(model)) == configs
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+def test_its_language_model_grows_in_a_training_with_images(name, tmp_path, kept_by_word):
+    model = patch_model(build(name))
+    configs = shared_configs(model)
     arguments = TrainingArguments(
-        str(tmp_path / "run"), max_steps=10, per_device_train_batch_size=1, learning_rate=1e-3, report_to=[]
+        str(tmp_path), max_steps=6, per_device_train_batch_size=1, learning_rate=1e-3, report_to=[]
     )
     rows = [batch(name, seed=seed % 4) for seed in range(8)]
     trainer = Trainer(model, arguments, train_dataset=rows, data_collator=lambda given: given[0])
-    callback = GrowthCallback(trainer, GROWTH, steps=[8], batches=8)
+    callback = GrowthCallback(trainer, GROWTH, steps=[4], batches=4)
     trainer.add_callback(callback)
     trainer.train()
     assert [report.kept for report in callback.reports] == [True]
     wide = {attention.name for attention in attentions(model) if attention.growths}
-    assert wide and all("language_model" in path or "text_model" in path for path in wide)
-    trainer.save_model(str(tmp_path / "grown"))
-    loaded = type(model).from_pretrained(tmp_path / "grown")
-    assert torch.equal(logits(loaded, name), logits(model, name))
-    assert shared_configs(model) == shared_configs(loaded) == configs
-    prompt = {key: value for key, value in batch(name).items() if key != "labels"}
-    cached, full = (
-        loaded.generate(**prompt, max_new_tokens=5, do_sample=False, use_cache=use_cache) for use_cache in (True, False)
-    )
-    assert torch.equal(cached, full)
+    assert wide and all("language_model" in path for path in wide)
     assert not hasattr(unpatch_model(model, drop_growth=True).config, "growable_submodels")
     assert shared_configs(model) == configs
 
