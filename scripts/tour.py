@@ -147,13 +147,15 @@ for view in attention_views(model):
 # ## Measure before you spend
 #
 # Some batches show where width is missing. Starvation, the gradient out of reach, is the share of it that training the
-# present weights cannot realize. New dims are tried on batches kept out of their computation, then removed again.
+# present weights cannot realize; for queries and keys that rotate it is not known. New dims are tried on batches kept
+# out of their computation, then removed again.
 
 # %%
 growth_batches = list(itertools.islice(batches, 24))
 measured = Grower(model, GrowthConfig(qk_dims=4, v_dims=4)).measure(growth_batches)
 for layer in measured.layers:
-    print(f"Layer {layer.layer}, {layer.kind}: gradient out of reach {layer.out_of_reach:.2f}.")
+    if layer.out_of_reach is not None:
+        print(f"Layer {layer.layer}, {layer.kind}: gradient out of reach {layer.out_of_reach:.2f}.")
 print(f"With 4 new dims everywhere the loss falls by {measured.fall:.4f} ± {measured.error:.4f} on those batches.")
 
 # %% [markdown]

@@ -92,6 +92,21 @@ def test_layers_that_do_nothing_yet_grow_with_the_others(zero):
     Grower(model, GrowthConfig(qk_dims=1, v_dims=1)).find(BATCHES).keep()
 
 
+@pytest.mark.parametrize("name", ["llama-5-bias", "gpt2-2"])
+def test_a_student_with_fewer_layers(name, tmp_path):
+    """By a config that is copied, or by an argument of `from_pretrained`: it has the new dims of its layers."""
+    teacher = grown(name)
+    teacher.save_pretrained(tmp_path)
+    by_argument = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1)
+    config = copy.deepcopy(teacher.config)
+    config.num_hidden_layers = 1
+    by_config = AutoModelForCausalLM.from_config(config).eval()
+    assert by_config.config.extra_dims == by_argument.config.extra_dims == {"0": {"growth_1": [1, 2]}}
+    assert len(teacher.config.extra_dims) > 1
+    assert not by_config.load_state_dict(teacher.state_dict(), strict=False).missing_keys
+    assert torch.equal(by_config(tokens()).logits, by_argument(tokens()).logits)
+
+
 def test_weights_that_torch_computes_stay_where_they_are():
     model = patch_model(build("llama-2"))
     parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)

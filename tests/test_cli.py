@@ -17,14 +17,13 @@ from families import VOCABULARY, add_dims, build, lm_batches, save_with_text, to
 from test_saving import contents
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, Method, patch_model
 from hf_growattn.cli.commands import COMMANDS, _format_race
 from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.cli.measuring import training_code
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.growable.attention import attentions
-from hf_growattn.training.comparison import Race, Run
-from hf_growattn.training.methods import METHODS, prepare_model
+from hf_growattn.report.comparison import RaceResult, Run
 
 # What is no file of options: its text, and what is said of it.
 YAML = {
@@ -146,26 +145,19 @@ def test_race_prints_code_that_trains_by_the_winner(given, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("winner", ["lora", "growth", "both"])
-def test_the_code_of_a_race_trains_as_many_weights_as_its_run(winner, given, tmp_path):
+@pytest.mark.parametrize("winner", ["lora", "growth", "mix"])
+def test_the_code_of_a_race_trains_by_the_winner(winner, given, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_growattn.training.methods.share_of_new_dims", lambda width: 0.1)
     recipe = read_recipe("race", [str(given / "model"), "d", "--max_length", "16"])
-    weights = {}
-    for method in ("lora", winner):
-        model = patch_model(AutoModelForCausalLM.from_pretrained(given / "model"))
-        trained, _ = prepare_model(model, METHODS[method], 6, lm_batches(4), 0)
-        weights[method] = trained.num_parameters(only_trainable=True)
-    runs = [Run("lora", 1e-3, 4, 0, [1.0], [1], weights["lora"], 8)]
-    runs += [Run(winner, 1e-3, 4, 0, [0.5], [1], weights[winner], 8)] * (winner != "lora")
-    race = Race(4, Run("start", 0.0, 0, 0, [9.0], [1], 0, 8), runs, rank=6, width=4000)
-    assert race.winner == winner
+    start = Run("start", 0.0, 0, 0, [9.0, 9.0], 0, 8)
+    result = RaceResult(4, start, {}, method=Method(winner, 5000, 1e-3, growth_batches=4))
     short = f'"{tmp_path}", max_steps=2, use_cpu=True, bf16=False, report_to=[]'
     names = {"batches": lm_batches(4), "rows": Dataset.from_dict({"input_ids": tokens(16, 12).tolist()})}
-    exec(training_code(race, recipe).replace('"DIR"', short), names)
+    exec(training_code(result, recipe).replace('"DIR"', short), names)
     trainer = names["trainer"]
     assert trainer.state.global_step == 2
-    assert trainer.model.num_parameters(only_trainable=True) == weights[winner]
-    rates = {group["initial_lr"] for group in trainer.optimizer.param_groups if group["params"]}
-    assert rates == ({1e-3, 3.3e-5} if winner == "both" else {1e-3})  # new dims next to LoRA take a thirtieth
+    rates = {group["initial_lr"] for group in trainer.optimizer.param_groups}
+    assert rates == ({1e-3, 1e-4} if winner == "mix" else {1e-3})
 
 
 def test_errors_name_the_fix(given, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from optimizers import OPTIMIZERS
 from test_trainer import trainer
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_model, save_growth
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters
 
@@ -108,3 +108,15 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
         assert torch.equal(offloaded(**batch).logits, logits)
     with pytest.raises(ValueError, match=r"extra.growths.growth_1.in_proj.weight of layer 1 is on the meta device"):
         Grower(offloaded, CONFIG).find(lm_batches(4)).keep()
+    save_growth(offloaded, tmp_path / "growth")
+    base = patch_model(build("llama-2"))
+    load_growth(base, tmp_path / "growth")
+    assert torch.equal(base(**batch).logits, logits)
+    for action in (
+        lambda: export_model(offloaded, tmp_path / "stock"),
+        lambda: load_growth(offloaded, tmp_path / "growth"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"on the meta device, where offloading leaves it: load the model into memory"
+        ):
+            action()

@@ -1,6 +1,7 @@
 """Grown checkpoints of several kinds of models: stock classes warn of them, and a growth travels alone."""
 
 import logging
+import os
 import shutil
 
 import pytest
@@ -53,6 +54,10 @@ def test_a_growth_is_saved_and_loaded_alone(tmp_path):
     load_growth(other, tmp_path, strict=False)
     assert other.config.extra_dims == model.config.extra_dims
     load_growth(patch_model(build("llama-5-bias", dtype=torch.bfloat16)), tmp_path)  # rounding makes no other base
+    (tmp_path / "growth.safetensors").unlink()
+    os.mkfifo(tmp_path / "growth.safetensors")  # opening a pipe waits for a writer
+    with pytest.raises(ValueError, match=r"damaged growth: growth.safetensors is not an ordinary file"):
+        load_growth(fresh, tmp_path)
 
 
 def test_growths_load_in_the_order_in_which_they_grew(tmp_path):

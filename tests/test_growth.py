@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compared import exact_directions
 from conftest import real_batches
 from families import build, lm_batches
 
@@ -16,7 +17,6 @@ from hf_growattn.growable import growths
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.growable.growths import cache_bytes, extra_parameters
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
-from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss, mean_over_ranks
 
@@ -70,6 +70,20 @@ def everything(model, batches, kinds=(QK, V), dims=4):
         bottlenecks, losses = compute_moments(objective, attentions(model), list(kinds), batches, 0.05)
         directions = exact_directions(objective, bottlenecks, (batches[0::2], batches[1::2]), dims=dims)
     return Trial([Candidate(found, dims, torch.ones(dims)) for found in directions]), mean_over_ranks(losses)
+
+
+def test_a_kind_without_a_step_is_not_added_next_to_one_that_has_one():
+    class OfPatterns(Grower):
+        def search_steps(self, session, trial):
+            steps = super().search_steps(session, trial)
+            return [step * (each.bottleneck.kind is QK) for each, step in zip(trial.candidates, steps)]
+
+    model = patch_model(build("llama-2"))
+    report = OfPatterns(model, GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches(4)).keep()
+    now = {(each.layer, kind.name): each.width_of(kind.shared) for each in attentions(model) for kind in (QK, V)}
+    assert now == {(layer.layer, layer.kind): layer.width[1] for layer in report.layers}
+    assert {layer.width for layer in report.layers} == {(16, 18), (16, 16)}
+    assert report.added_parameters == sum(weight.numel() for weight in extra_parameters(model))
 
 
 @pytest.mark.parametrize("kinds", [(QK,), (V,), (QK, V)], ids=lambda k: k[-1].name + str(len(k)))

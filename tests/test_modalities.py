@@ -108,4 +108,4 @@ def test_cross_attention_is_measured_by_both_of_its_inputs():
     }
     for root, states in sides.items():
         states = torch.cat((states, torch.ones(len(states), 1)), -1)
-        torch.testing.assert_close(root @ root, states.T @ states / len(states), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(root.mT @ root, states.T @ states / len(states), rtol=1e-3, atol=1e-3)

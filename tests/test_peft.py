@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from compared import column_basis, exact_directions
 from families import build, lm_batches
 from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,6 @@ import hf_growattn.measure.functional as F
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
-from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")
@@ -118,12 +118,12 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         assert under_lora.out_of_reach == pytest.approx(plain_one.out_of_reach, rel=1e-3)
         torch.testing.assert_close(under_lora.in_sample, plain_one.in_sample, rtol=1e-3, atol=0)
-        basis = F.column_basis(plain_one.bottleneck.whitened_factors()[1])
+        basis = column_basis(plain_one.bottleneck.whitened_factors()[1])
         assert (basis.mT @ under_lora.v).abs().max() < 1e-3  # beyond the old dims, adapters and all
         layer = under_lora.bottleneck.attention
         bare = F.join_bias(layer.weight_of("value"), layer.bias_of("value"))
         if under_lora.bottleneck.kind is V:
-            basis = F.column_basis(under_lora.bottleneck.roots.shared_root @ bare)
+            basis = column_basis(under_lora.bottleneck.roots.shared_root @ bare)
             assert (basis.mT @ under_lora.v).abs().max() > 0.01  # not beyond those of the bare weights
 
 

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from compared import directions_from_products
 from families import build, lm_batches, tokens, word_tokenizer
 from transformers import (
     AutoConfig,
@@ -102,8 +103,8 @@ def test_inputs_that_nearly_depend_on_each_other_give_no_direction_of_rounding()
     matrix, clean = torch.randn(1, 12, 20), torch.randn(1, 20, 3)
     twice = torch.cat((clean, clean + 1e-6 * torch.randn_like(clean)), -1)
     noise = 1e-6 * torch.randn(1, 12, 6)  # as passes in fp32 leave
-    _, expected, *_ = F.directions_from_products(clean, matrix @ clean, 3)
-    _, found, *_ = F.directions_from_products(twice, matrix @ twice + noise, 6)
+    _, expected, *_ = directions_from_products(clean, matrix @ clean, 3)
+    _, found, *_ = directions_from_products(twice, matrix @ twice + noise, 6)
     torch.testing.assert_close(found[..., :3], expected, rtol=1e-3, atol=1e-3)
     assert (found[..., 3:] < 1e-3 * expected[..., :1]).all()
 

@@ -13,7 +13,7 @@ from hf_growattn.grow import growth as growing
 from hf_growattn.growable import growths
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters
-from hf_growattn.measure.halves import HalvedBatches
+from hf_growattn.measure.passes import HalvedBatches
 from hf_growattn.report import words
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)

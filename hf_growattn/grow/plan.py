@@ -1,7 +1,8 @@
 """What to grow: `GrowthConfig`, what it needs of model and batches, how a budget is spent, and the report of it."""
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import cache_bytes, growable_model
+from ..growable.projections import is_adapted
 from ..growable.training_state import is_distributed
 from ..measure import functional as F
 from ..measure.bottlenecks import KINDS, QK, Kind
@@ -97,7 +99,7 @@ class GrowthConfig(AddedDims):
         max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
         multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
         method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
-            factors of the stepped product, for position-free heads.
+            factors of the product after a step of both, for position-free heads.
         update_existing: take the steepest step of the existing weights too. This and "refactor" write old weights: they
             must be plain, and neither frozen nor under adapters. Neither bought anything on a small GPT-2.
         old_dims_train: that training will move the old dims too, itself or by adapters, so that new ones need not do
@@ -237,6 +239,31 @@ def model_to_grow(model: nn.Module) -> PreTrainedModel:
                 "grow the model before get_peft_model, which prefix tuning does not allow."
             )
     return growable_model(model)
+
+
+@contextlib.contextmanager
+def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
+    """Raise a ValueError in a loss whose reference is the model itself under other adapters: that would grow too."""
+    adapted = [module for module in model.modules() if is_adapted(module)]
+
+    def active(module: Any) -> tuple:
+        return module.disable_adapters, *module.active_adapters
+
+    before = [active(module) for module in adapted]
+
+    def check(*_) -> None:
+        if [active(module) for module in adapted] != before:
+            raise ValueError(
+                "The loss compares the model with itself under other adapters or none, and growth would change both: "
+                "new dims go into the base. Compute the reference before (in TRL precompute_ref_log_probs=True), or "
+                "give it a model of its own."
+            )
+
+    handle = attentions(model)[0].module.register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[GrowableAttention]:

@@ -106,6 +106,11 @@ def quantization(module: nn.Module) -> str | None:
     return f"{how}. Load the model without quantization."
 
 
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a model, or what is in it, was loaded quantized."""
+    return any(getattr(module, "is_quantized", False) for module in model.modules())
+
+
 def is_plain(projection: Any) -> bool:
     """Whether the weight of a projection, adapters apart, holds the numbers that it computes with."""
     inside = base_layer(projection)

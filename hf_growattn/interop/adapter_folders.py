@@ -16,7 +16,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from ..growable.growths import GROWN_TYPE, GROWTH, GROWTH_FILE, load_growth_of_adapter, save_growth_beside
+from ..growable.growth_files import GROWN_TYPE, GROWTH, GROWTH_FILE, load_growth_of_adapter, save_growth_beside
 from ..growable.models import patch_model
 
 _HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")

@@ -13,15 +13,8 @@ from transformers import AutoConfig, Trainer, TrainerCallback
 
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, layers_to_grow
-from ..growable.growths import (
-    GROWTH,
-    GROWTH_FILE,
-    extra_parameters,
-    growable_model,
-    is_grown,
-    load_growth,
-    set_dims,
-)
+from ..growable.growth_files import GROWTH, GROWTH_FILE, load_growth
+from ..growable.growths import extra_parameters, growable_model, is_grown, set_dims
 from ..growable.projections import is_adapted
 from ..growable.training_state import add_new_parameters, bare_optimizers
 from ..model.configuration import CODE_FOLDER

@@ -174,7 +174,7 @@ class Records(Task):
 
     def budget(self, model: nn.Module) -> int:
         """Weights of LoRA on all linear layers, read-in and head among them."""
-        return self.rank * weights_of_rank_one(model)
+        return self.rank * weights_of_rank_one(model, {})
 
     def measure(self, model: nn.Module, seed: int) -> dict[str, float]:
         """The loss, and the share of rows that get the right label; numbers that are kept of a row given."""

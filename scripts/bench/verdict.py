@@ -41,7 +41,7 @@ def losses_of(model, rows: torch.Tensor) -> torch.Tensor:
 
 
 def grow(model, batches: torch.Tensor, fresh: torch.Tensor) -> tuple[GrowthReport, float, float]:
-    """Find new dims and keep them by word: the report, the mean fall of the loss of fresh rows, and its error at 95 %."""
+    """Find new dims and keep them by word: the report, and the mean fall of the loss of fresh rows with its error."""
     before = losses_of(model, fresh)
     growth = Grower(model, GrowthConfig(budget=BUDGET)).find(batches)
     report = growth.report

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import send_to_device
 from datasets import Dataset, load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
@@ -28,6 +27,7 @@ BUDGET = 0.02  # of the model's weights, unless the options say
 _LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _FEWEST = 20  # rows: with fewer, neither training nor measuring means anything
 _HELD_OUT = 128  # rows at most
+_COMPARED_ON = 256  # rows at most, of those held out or of a test split
 
 
 @dataclass
@@ -104,22 +104,28 @@ def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
 
 
 class Prepared(NamedTuple):
-    """Rows as the model reads them, and what SFTTrainer needs to train on them."""
+    """Rows as the model reads them, to train on and held-out ones, and what makes batches of them."""
 
     train: Dataset
-    test: Any  # held-out rows; None for a trainer that measures nothing
+    test: Dataset
     collate: Callable[[list[dict]], dict]
-    tokenizer: Any
     training: SFTConfig
 
     def draw_batches(self, count: int, seed: int) -> list[dict]:
-        """Batches from all over the rows to train on, two at least, on the device of the training."""
-        size = self.training.per_device_train_batch_size
-        drawn: list[Any] = list(first_rows(self.train, count * size, seed))
-        size = min(size, -(-len(drawn) // 2) or 1)
-        batches: list[Any] = [self.collate(drawn[start : start + size]) for start in range(0, len(drawn), size)]
-        moved: Any = send_to_device(batches, self.training.device)
-        return moved
+        """Batches from all over the rows to train on, of an optimizer step each; two at least."""
+        size = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
+        drawn = first_rows(self.train, count * size, seed)
+        return self._batches(drawn, min(size, -(-len(drawn) // 2) or 1))
+
+    def held_out_batches(self) -> list[dict]:
+        """Batches of held-out rows, small enough to be many: the error of a race is that over them."""
+        rows = first_rows(self.test, _COMPARED_ON, seed=0)
+        return self._batches(rows, max(min(self.training.per_device_eval_batch_size, len(rows) // _FEWEST), 1))
+
+    def _batches(self, rows: Dataset, size: int) -> list[dict]:
+        listed: list[Any] = list(rows)
+        batches = [self.collate(listed[start : start + size]) for start in range(0, len(listed), size)]
+        return [{name: value for name, value in batch.items() if torch.is_tensor(value)} for batch in batches]
 
 
 def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTConfig) -> Prepared:
@@ -127,21 +133,21 @@ def prepare_rows(train: Dataset, test: Dataset | None, tokenizer, training: SFTC
     config = LlamaConfig(vocab_size=3, hidden_size=2, intermediate_size=1, num_attention_heads=1, num_hidden_layers=1)
     trainer = SFTTrainer(
         LlamaForCausalLM(config),
-        without_training(training),
+        _without_training(training),
         train_dataset=train,
         eval_dataset=test,
         processing_class=copy.deepcopy(tokenizer),
     )
     rows = _drop_unpredicted(trainer.train_dataset)
     if test is not None:
-        return Prepared(rows, _drop_unpredicted(trainer.eval_dataset), trainer.data_collator, tokenizer, training)
+        return Prepared(rows, _drop_unpredicted(trainer.eval_dataset), trainer.data_collator, training)
     if len(rows) < _FEWEST:
         raise ValueError(
             f"The data give {len(rows)} rows of at most {training.max_length} tokens, too few to hold any out. Add "
             f"data, or choose a shorter --max_length: at least {_FEWEST} rows are needed."
         )
     parts = rows.train_test_split(min(max(len(rows) // 10, 8), _HELD_OUT), seed=training.seed)
-    return Prepared(parts["train"], parts["test"], trainer.data_collator, tokenizer, training)
+    return Prepared(parts["train"], parts["test"], trainer.data_collator, training)
 
 
 def _drop_unpredicted(rows: Any) -> Dataset:
@@ -149,7 +155,7 @@ def _drop_unpredicted(rows: Any) -> Dataset:
     return rows.filter(lambda row: any(label != -100 for label in row["labels"][1:]))
 
 
-def without_training(training: SFTConfig) -> SFTConfig:
+def _without_training(training: SFTConfig) -> SFTConfig:
     """Options of a training for a trainer that never trains."""
     options = copy.copy(training)
     options.eval_strategy, options.report_to, options.push_to_hub = "no", [], False
