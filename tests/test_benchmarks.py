@@ -18,7 +18,7 @@ from hf_growattn.growable.growths import cache_bytes
 
 BENCH = ROOT / "scripts" / "bench"
 # Timings and real tables; then also a causal LM from a folder.
-SHORT = ("growth_cost", "overhead", "gpu", "matching", *["real_model"] * LONG)
+SHORT = ("growth_cost", "overhead", "gpu", "matching", *["real_model", "records"] * LONG)
 BOOK = PhoneBook(
     steps=3, growth_batches=2, hidden=16, head_dim=2, names=16, numbers=4, few=(2,), many=4, pretraining=2, pairs=8,
     dims=2, asked=(2,), held_out=4,

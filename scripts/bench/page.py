@@ -33,7 +33,7 @@ only shows within a minute that they run. `python scripts/bench/page.py` writes 
 ranges over the seeds unless said otherwise.
 """
 # One line for each page, in the order of the README.
-PAGES = ("verdict", "real_model", "matching", "races", "overhead", "gpu", "growth_cost")
+PAGES = ("verdict", "real_model", "matching", "records", "races", "overhead", "gpu", "growth_cost")
 VERDICTS = ("reached", "missed", "undecided")
 AIMS = "## Aims"
 AIMS_HEAD = ["aim", "measured", "verdict"]
