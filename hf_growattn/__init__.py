@@ -23,20 +23,23 @@ _PLACES = {
     "GrowthCallback": "training.callback",
     "GrowthConfig": "grow.plan",
     "GrowthReport": "report.report",
+    "Method": "training.methods",
     "AttentionLayout": "growable.projections",
     "attention_views": "measure.views",
     "export_model": "interop.export",
     "initialize_growattn_weights": "interop.peft_method",
-    "load_growth": "growable.growths",
+    "load_growth": "growable.growth_files",
     "patch_model": "growable.models",
+    "race": "training.race",
     "register_architecture": "growable.projections",
-    "save_growth": "growable.growths",
+    "save_growth": "growable.growth_files",
     "save_report": "report.pages",
     "unpatch_model": "growable.models",
     "write_card": "interop.cards",
 }
 # Of these, `from hf_growattn import *` takes all but those that need peft.
-__all__ = [name for name, place in _PLACES.items() if place != "interop.peft_method"]
+_NEED_PEFT = ("interop.peft_method", "training.methods", "training.race")
+__all__ = [name for name, place in _PLACES.items() if place not in _NEED_PEFT]
 
 
 def __getattr__(name: str):

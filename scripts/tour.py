@@ -40,7 +40,6 @@ from hf_growattn import (
     attention_views,
     export_model,
     initialize_growattn_weights,
-    load_growth,
     patch_model,
     save_report,
     write_card,
@@ -304,8 +303,8 @@ print(f"Merged, a {type(merged).__name__} of {merged.num_parameters():,} paramet
 # ## LoRA and growth together
 #
 # LoRA moves the present weights, and growth adds new ones; both train next to a frozen base. One `save_pretrained`
-# keeps them, and `load_growth` puts the new weights back: the folder `growth` holds them alone. Here `find` and `keep`
-# keep them by word, whether they hold or not.
+# keeps them, and peft loads them together: the folder `growth` holds the new weights alone. Here `find` and `keep` keep
+# them by word, whether they hold or not.
 
 # %%
 lora = LoraConfig(r=4, target_modules="all-linear")
@@ -319,10 +318,7 @@ for batch in growth_batches:
     adapters.step()
     adapters.zero_grad()
 both.eval().save_pretrained(output / "both")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # peft says that the base grew; the next line but one loads that
-    once_more = PeftModel.from_pretrained(patch_model(copy.deepcopy(narrow)), output / "both").eval()
-load_growth(once_more, output / "both" / "growth")
+once_more = PeftModel.from_pretrained(copy.deepcopy(narrow), output / "both").eval()
 size = (output / "both" / "growth" / "growth.safetensors").stat().st_size
 with torch.no_grad():
     same = torch.equal(once_more(sample).logits, both(sample).logits)

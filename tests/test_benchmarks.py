@@ -17,9 +17,8 @@ from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import cache_bytes
 
 BENCH = ROOT / "scripts" / "bench"
-# A task from nothing, timings, and real tables; then also read-in vectors, a causal LM from a folder, and an encoder.
-SHORT = ("recall_map", "growth_cost", "overhead", "gpu", "matching", "matching_races")
-SHORT += ("in_context_regression", "real_model", "encoder") if LONG else ()
+# Timings and real tables; then also a causal LM from a folder.
+SHORT = ("growth_cost", "overhead", "gpu", "matching", *["real_model", "records"] * LONG)
 BOOK = PhoneBook(
     steps=3, growth_batches=2, hidden=16, head_dim=2, names=16, numbers=4, few=(2,), many=4, pretraining=2, pairs=8,
     dims=2, asked=(2,), held_out=4,
@@ -208,10 +207,10 @@ def test_a_page_keeps_its_aims_and_a_line_for_each_run(tmp_path):
     reach = page.Reach("at most 3", "4", "missed")
     made = page.Page("Title", "Claim.", page.table(["a"], [[1]]), "Text.", lambda plt: plt.figure(), [reach])
     rows = [{"seed": seed, "curve": [[0, seed / 3]]} for seed in range(4)]
-    page.publish("recall", made, {"rows": rows, "task": asdict(BOOK)}, [0], tmp_path, 60.0)
-    text = (tmp_path / "recall.md").read_text()
+    page.publish("real_model", made, {"rows": rows, "task": asdict(BOOK)}, [0], tmp_path, 60.0)
+    text = (tmp_path / "real_model.md").read_text()
     assert page.aims_of(text) == ["| at most 3 | 4 | missed |"] and text.startswith("# Title\n\nClaim.\n\n| a |")
-    lines = (tmp_path / "recall.json").read_text().splitlines()
+    lines = (tmp_path / "real_model.json").read_text().splitlines()
     assert all(any(json.dumps(row) in line for line in lines) for row in rows)
     with pytest.raises(ValueError, match="perhaps"):
         page.Reach("aim", "measured", "perhaps")

@@ -8,9 +8,9 @@ import pytest
 from families import build, word_tokenizer
 from trl import SFTConfig, SFTTrainer
 
+from hf_growattn.cli.data import load_data, prepare_rows, read_rows
 from hf_growattn.cli.measuring import prepare_growth
 from hf_growattn.cli.options import read_recipe
-from hf_growattn.training.data import load_data, prepare_rows, read_rows
 
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16 --budget 0.05".split()
 TEMPLATE = (

@@ -26,23 +26,6 @@ def given(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("bos", [None, 1])
-def test_blocks_predict_each_token_once(bos):
-    ids = list(range(10, 40))
-    blocks = evaluate.cut_blocks(ids, 8, bos)
-    predicted = [token for block in blocks for token in block[1:]]
-    assert predicted == (ids if bos else ids[1:])
-    assert {block[0] for block in blocks} == ({1} if bos else {*ids[::7][: len(blocks)]})
-    assert max(map(len, blocks)) == 8
-
-
-def test_the_error_of_equal_blocks_is_that_of_a_mean():
-    nats = torch.tensor([4.0, 6.0, 11.0], dtype=torch.float64)
-    mean, error = evaluate.estimate_mean(nats, torch.full((3,), 2.0, dtype=torch.float64))
-    assert mean == pytest.approx(3.5)  # of 2, 3 and 5.5 nats a token, weighted alike
-    assert error == pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 2.0**2) / 2 / 3))
-
-
 def test_the_scores_are_those_of_the_loss_whatever_the_batch():
     model = build("llama-2")
     blocks = evaluate.cut_blocks([2 + 5 * index % (VOCABULARY - 2) for index in range(30)], 8)

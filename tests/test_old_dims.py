@@ -235,18 +235,6 @@ def test_an_exception_leaves_everything_as_it_was(way, phase, error, monkeypatch
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
-def test_adapters_keep_the_weights_they_were_trained_for(way):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        patch_model(build("gpt2-2")), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
-    )
-    before = fingerprint(model.get_base_model())
-    with pytest.raises(ValueError, match=r"rewrites existing weights, and c_attn of layer 0 carries.*merge_and_unload"):
-        grow(model, qk_dims=2, **way)
-    assert same(fingerprint(model.get_base_model()), before)
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_weights_that_cannot_be_written_are_refused(way):
     model = patch_model(build("gpt2-2"))
     attentions(model)[1].module.c_proj.requires_grad_(False)

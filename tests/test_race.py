@@ -1,290 +1,305 @@
-"""The race: its rule on made-up runs, and one real race of a tiny model."""
+"""The race: its rule on made-up runs, and races of a model that reads vectors, and of one that reads text."""
 
-import copy
-import dataclasses
 import json
 import math
-from pathlib import Path
+import re
+import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
-from families import build, save_with_text, word_tokenizer
-from trl import SFTConfig
+from conftest import ROOT
+from families import save_with_text
+from torch import nn
+from torch.nn.functional import cross_entropy, pad
+from tqdm.auto import tqdm
+from transformers import LlamaConfig, LlamaModel
 
-from hf_growattn import patch_model
+from hf_growattn import Method, race
 from hf_growattn.cli.measuring import prepare_growth, race_recipe
 from hf_growattn.cli.options import read_recipe
+from hf_growattn.report.comparison import RaceResult, Run, compare_runs
 from hf_growattn.training import race as module
-from hf_growattn.training.comparison import Race, Run, compare_runs, compete
-from hf_growattn.training.data import prepare_rows
-from hf_growattn.training.options import RaceOptions
 
-STEPS = 8
-# TRL itself sets it
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+FEATURES, ROWS = 16, 8
+OPTIONS = {"budget": 10, "modules_to_save": [], "growth_batches": 16}
 
 
-def run_of(method: str, nats: list[float], seed: int = 0, rate: float = 1e-2, steps: int = STEPS) -> Run:
-    return Run(method, rate, steps, seed, nats, [2] * len(nats), 10, 20)
+class Matcher(nn.Module):
+    """Names the row of which the last one is a copy; each head compares two of the sixteen features."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = dict(hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4, head_dim=2)
+        ends = dict(bos_token_id=None, eos_token_id=None)
+        self.body, self.head = LlamaModel(LlamaConfig(vocab_size=2, **sizes, **ends)), nn.Linear(32, ROWS)
+        attention, mlp = self.body.layers[0].self_attn, self.body.layers[0].mlp
+        with torch.no_grad():
+            for part in (self.head, mlp.down_proj, *attention.children()):
+                part.weight.zero_()
+            for index in range(ROWS):
+                attention.q_proj.weight[index, index] = attention.k_proj.weight[index, index] = 2.0
+                attention.v_proj.weight[index, FEATURES + index] = 3.0
+                attention.o_proj.weight[FEATURES + ROWS + index, index] = 3.0
+                self.head.weight[index, FEATURES + ROWS + index] = 1.0
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """(batch, rows, features and names) -> (batch, names)."""
+        places = torch.zeros(rows.shape[:2], dtype=torch.long)
+        states = self.body(
+            inputs_embeds=pad(rows, (0, ROWS)), position_ids=places, attention_mask=torch.ones_like(places)
+        )
+        return self.head(states.last_hidden_state[:, -1])
 
 
-def race_of(lora: list[list[float]], growth: list[list[float]]) -> Race:
-    """A race of made-up losses: for each seed the nats of every row, which has two tokens."""
-    race = Race(STEPS, run_of("start", [9.0] * len(lora[0]), steps=0))
-    for name, seeds in (("lora", lora), ("growth", growth)):
-        race.runs += [run_of(name, nats, seed) for seed, nats in enumerate(seeds)]
-    return race
+def loss(model, batch):
+    return cross_entropy(model(batch[0]), batch[1])
 
 
-ROWS = [4.0, 5.0, 6.0, 7.0]
+def to_match(count: int, seed: int) -> list[tuple]:
+    """Batches of rows with names, and of a copy of one, to be named."""
+    generator, batches = torch.Generator().manual_seed(seed), []
+    for _ in range(count):
+        rows = torch.randn(32, ROWS, FEATURES, generator=generator)
+        names = torch.randint(ROWS, (32,), generator=generator)
+        asked = pad(rows[torch.arange(32), names], (0, ROWS))
+        given = torch.cat([rows, torch.eye(ROWS).expand(32, ROWS, ROWS)], -1)
+        batches.append((torch.cat([given, asked[:, None]], 1), names))
+    return batches
 
 
-def lower(by: list[float]) -> list[float]:
-    return [nats - 2 * less for nats, less in zip(ROWS, by)]
+def to_classify(count: int, seed: int) -> list[tuple]:
+    """The same rows; the class is a function of the last one."""
+    classes = torch.randn(FEATURES, ROWS, generator=torch.Generator().manual_seed(9))
+    return [(rows, (rows[:, -1, :FEATURES] @ classes).argmax(-1)) for rows, _ in to_match(count, seed)]
 
 
-@pytest.mark.parametrize(
-    "by, winner, sentence",
-    [
-        ([0.10, 0.11, 0.10, 0.11], "growth", "growth wins: it is 0.1"),
-        ([0.009, 0.008, 0.009, 0.008], "lora", "lower, but must lead by more than 0.01"),
-        ([0.9, -0.7, 0.8, -0.7], "lora", "two standard errors"),
-        ([-0.10, -0.11, -0.10, -0.11], "lora", "higher"),
-    ],
-)
-def test_growth_wins_by_a_margin_and_two_errors(by, winner, sentence):
-    race = race_of([ROWS], [lower(by)])
-    assert race.winner == winner
-    assert sentence in race.verdict and race.verdict in str(race)
+def hold(batches=to_match, make_model=Matcher, train=2, held_out=3, loss=loss, **options) -> RaceResult:
+    """A short race on batches drawn from two seeds."""
+    usual = dict(budget=0.4, steps=8, seeds=1, growth_batches=8, modules_to_save=["head"])
+    return race(make_model, batches(40, train), batches(8, held_out), loss, **usual | options)
 
 
-def test_a_diverged_training_loses():
-    """It has no losses of rows, and nothing of it is invalid JSON."""
-    race = Race(STEPS, run_of("start", ROWS, steps=0), [run_of("lora", ROWS), diverged_run("growth")])
-    assert race.winner == "lora" and "diverged" in race.verdict and "inf" in race.table()
-    json.dumps(race.figures(), allow_nan=False)
-    race.runs = [diverged_run("lora"), run_of("growth", ROWS)]
-    assert race.winner == "growth" and "diverged" in race.verdict
-    race.runs = [diverged_run("lora"), diverged_run("growth")]
-    assert race.winner == "lora"
+@pytest.mark.parametrize("batches, winner", [(to_match, "growth"), (to_classify, "lora")])
+def test_growth_wins_where_rows_are_matched_and_lora_where_they_are_classified(batches, winner):
+    result = hold(batches, steps=40)
+    assert result.winner == winner, result
+    model, groups = result.method.prepare(Matcher(), batches(40, 2), loss)
+    held = [p for group in groups for p in group["params"]]
+    assert {*held} == {p for p in model.parameters() if p.requires_grad} and len({*held}) == len(held)
+    assert sum(p.numel() for p in held) == result.runs_of(winner)[0].weights + 33 * ROWS  # and the head
+    assert {group["lr"] for group in groups} == {result.rates[winner]}
 
 
-def diverged_run(method: str) -> Run:
-    return dataclasses.replace(run_of(method, ROWS), nats=[])
+def test_the_lines_of_the_readme_race_a_module_of_the_users_own():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "race(" in block)
+    given = [[{"vectors": rows, "classes": names} for rows, names in to_match(*drawn)] for drawn in ((20, 2), (4, 3))]
+    names = {"MyModel": Matcher, "train_batches": given[0], "held_out_batches": given[1]}
+    short = "budget=0.4, steps=8, growth_batches=8"
+    assert "budget=0.02, steps=400" in code
+    exec(code.replace("budget=0.02, steps=400", short), names)
+    names["loss"](names["model"], given[0][0]).backward()
+    names["optimizer"].step()
 
 
-def test_runs_are_paired_by_row_and_seed():
-    """What rows and seeds have in common is no error; a seed that one of the two lacks does not count."""
-    own = [run_of("growth", [1.0, 7.0], 0), run_of("growth", [3.0, 9.0], 1), run_of("growth", [0.0, 0.0], 2)]
-    other = [run_of("lora", [2.0, 8.0], 0), run_of("lora", [4.0, 10.0], 1)]
-    assert compare_runs(own, other) == (0.5, 0.0)
-    mean, error = compare_runs(own[:1], [run_of("lora", [2.0, 10.0], 0)])
-    assert mean == 1.0 and error == pytest.approx(math.sqrt(2 * (1 + 1)) / 4)
-    mean, error = compare_runs(own[:2], [other[0], run_of("lora", [6.0, 12.0], 1)])
-    assert mean == 1.0 and error == pytest.approx(0.5)
+def test_every_row_trains_equally_many_weights_or_says_why():
+    result = hold(budget=0.8, methods=("lora", "growth", "mix", "random", "all", "all_growth"), seeds=2)
+    weights = {run.method: run.weights for run in result.runs}
+    assert {*weights} == {"lora", "growth", "mix", "random", "all", "all_growth"} and not result.missing
+    budget, text = result.options["budget"], result.table()
+    assert weights["lora"] == budget and weights["random"] == weights["growth"] < weights["all"] < weights["all_growth"]
+    for name in ("growth", "mix", "random"):
+        is_said = f"trains {weights[name]:,} of {budget:,} weights" in text
+        assert is_said == (weights[name] < 0.97 * budget) and weights[name] <= budget
+    seeds = {name: len(result.runs_of(name)) for name in weights}
+    assert seeds["lora"] == seeds["random"] == seeds["all"] == seeds[result.challenger] == 2
+    assert result.runs_of("growth")[0].cache > result.start.cache == result.runs_of("lora")[0].cache
 
 
-@pytest.mark.parametrize("best, tried", [(4.0, [0.1, 1.0, 3.0]), (0.9, [0.1, 1.0, 3.0]), (0.0, [0.1, 1.0, 0.1 / 3])])
-def test_learning_rates_go_beyond_the_best_end(best, tried):
-    """And a second call, which has all runs, trains nothing."""
-    asked = []
-
-    def train(method, rate, steps, seed):
-        asked.append((method, rate, steps, seed))
-        return run_of(method, [abs(rate - best), 1.0], seed, rate, steps)
-
-    race = Race(STEPS, run_of("start", [9.0, 9.0], steps=0))
-    for _ in range(2):
-        compete(race, train, ["lora", "growth", "both"], [0.1, 1.0], seeds=3)
-    for method in ("lora", "growth", "both"):
-        short = [rate for name, rate, steps, _ in asked if (name, steps) == (method, 2)]
-        assert short == tried
-    assert race.rates["lora"] == min(tried, key=lambda rate: abs(rate - best))
-    further = [(name, seed) for name, _, steps, seed in asked if steps == STEPS and seed]
-    assert further == [("lora", 1), ("growth", 1), ("lora", 2), ("growth", 2)]
+def test_a_method_that_cannot_be_had_is_named_with_its_reason():
+    text = str(hold(budget=1))
+    assert (
+        "Not trained: 1/3 growth, 2/3 LoRA, since the budget is a single rank of LoRA, which cannot be shared" in text
+    )
+    batches = [(x[:, -1, :FEATURES], y) for x, y in to_classify(40, 2)]
+    result = race(lambda: nn.Sequential(nn.Linear(FEATURES, 8)), batches, batches[:4], loss, steps=4, seeds=1)
+    assert result.winner == "lora" and "Sequential has no transformers model in it" in result.missing["growth"]
+    assert "neither growth nor a mix" in result.verdict and json.dumps(result.figures(), allow_nan=False)
 
 
-def test_without_growth_lora_wins():
-    def train(method, rate, steps, seed):
-        return None if method != "lora" else run_of(method, ROWS, seed, rate, steps)
-
-    race = Race(STEPS, run_of("start", ROWS, steps=0))
-    compete(race, train, ["lora", "growth"], [0.1, 1.0], seeds=2)
-    assert race.winner == "lora" and "no growth" in race.verdict
-    json.dumps(race.figures(), allow_nan=False)
-
-
-def given_rows(first: int = 0) -> Dataset:
-    """Sequences in which each token has one successor."""
-    rows = []
-    for row in range(64):
-        ids = [2 + (first + row) % 95]
-        while len(ids) < 12:
-            ids.append(2 + 5 * ids[-1] % 95)
-        rows.append(ids)
-    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+def test_what_always_trains_trains_in_every_method():
+    model = Matcher()
+    for name in ("lora", "growth", "mix", "random"):
+        trained, groups = Method(name, 0.8, 1.0, ["head"], 8).prepare(Matcher(), to_match(8, 2), loss)
+        optimizer = torch.optim.SGD(groups)
+        loss(trained, to_match(1, 5)[0]).backward()
+        optimizer.step()
+        assert not torch.equal(trained.state_dict()[saved_head(trained)], model.head.weight), name
+    with pytest.raises(ValueError, match="no module 'heads'"):
+        hold(modules_to_save=["heads"])
 
 
-def hold(folder: Path, model=None, rows=None, seeds=1, steps=STEPS, budget=0.2, **options) -> Race:
-    """Hold a race in a folder."""
-    how = dict(max_length=16, per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to=[])
-    training = SFTConfig(str(folder), **how | options)
-    model = model or build("llama-2")
-    rows = rows or given_rows()
-    prepared = prepare_rows(rows, None, word_tokenizer(), training)
-    return module.run_race(lambda: patch_model(copy.deepcopy(model)), prepared, RaceOptions(budget, 4, steps, seeds))
+def saved_head(model: nn.Module) -> str:
+    names = [name for name in model.state_dict() if name.endswith(("head.weight", "modules_to_save.default.weight"))]
+    return names[-1]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished race: its folder and result."""
     folder = tmp_path_factory.mktemp("race") / "out"
-    return folder, hold(folder)
+    return folder, hold(output=folder)
 
 
-@pytest.fixture
-def untrained(monkeypatch):
-    """Fail if anything trains."""
-
-    def refuse(*args):
-        raise AssertionError("this run is in the file")
-
-    monkeypatch.setattr(module._Trainings, "train", refuse)
-
-
-def test_a_race_leaves_its_runs(finished):
-    folder, race = finished
-    assert [path.name for path in folder.iterdir()] == ["race.jsonl"]
-    assert json.loads(json.dumps(race.figures(), allow_nan=False))["winner"] == race.winner
-    weights = {run.method: run.weights for run in race.runs}
-    assert {*weights} == {"lora", "growth", "both"} and max(weights.values()) == weights["lora"]
-    assert all(race.runs_of(method)[0].loss < race.start.loss for method in weights)
-
-
-def test_the_given_model_does_not_change(tmp_path, monkeypatch):
-    model = build("llama-2")
-    before = copy.deepcopy(model.state_dict())
-    monkeypatch.setattr(module, "compete", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        hold(tmp_path, model)
-    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
-    assert type(model).__name__ == "LlamaForCausalLM" and all(weight.requires_grad for weight in model.parameters())
-
-
-def test_the_same_call_trains_nothing_again(finished, untrained):
-    folder, race = finished
-    kept = (folder / "race.jsonl").read_text()
-    assert str(hold(folder)) == str(race) and (folder / "race.jsonl").read_text() == kept
-
-
-def copied(folder: Path, to: Path, lines: int) -> Path:
-    """A folder with the first runs of a race."""
+def copied(folder, to, runs: int):
+    """A folder with the first runs of a race, after its identity and the start."""
     to.mkdir()
-    kept = (folder / "race.jsonl").read_text().splitlines(keepends=True)
-    (to / "race.jsonl").write_text("".join(kept[:lines]))
+    lines = (folder / "race.jsonl").read_text().splitlines(keepends=True)
+    (to / "race.jsonl").write_text("".join(lines[: 2 + runs]))
     return to
 
 
-def test_a_killed_race_continues(finished, tmp_path):
-    """The last line is half-written; the run is trained again, with the same result."""
-    folder, race = finished
-    killed = copied(folder, tmp_path / "killed", lines=2 + len(race.runs) - 2)
+def test_the_same_call_continues_a_killed_race_and_trains_nothing_twice(finished, tmp_path, monkeypatch):
+    folder, result = finished
+    kept = (folder / "race.jsonl").read_text()
+    killed = copied(folder, tmp_path / "killed", len(result.runs) - 1)
     with (killed / "race.jsonl").open("a") as file:
         file.write('{"method": "lo')
-    assert str(hold(killed)) == str(race)
-    assert (killed / "race.jsonl").read_text() == (folder / "race.jsonl").read_text()
-
-
-def test_a_diverged_run_is_kept(finished, tmp_path, monkeypatch):
-    """The last run of the race, of which nothing is trained again."""
-    folder, race = finished
-    runs = len(race.runs)
-    diverged = copied(folder, tmp_path / "diverged", lines=2 + runs - 1)
-
-    def diverge(*args, reduction="mean", **options):
-        losses = cross_entropy(*args, reduction=reduction, **options)
-        return losses * math.nan if reduction == "none" else losses  # of rows
-
-    cross_entropy = torch.nn.functional.cross_entropy
-    monkeypatch.setattr(torch.nn.functional, "cross_entropy", diverge)
-    race = hold(diverged)
-    assert len(race.runs) == runs and [run.loss == math.inf for run in race.runs] == [False] * (runs - 1) + [True]
-    assert str(hold(diverged)) == str(race)
-    for line in (diverged / "race.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)  # of NaN and Infinity
-
-
-def test_a_finished_race_takes_more_seeds(finished, tmp_path):
-    folder, race = finished
-    longer = copied(folder, tmp_path / "longer", lines=1000)
-    more = hold(longer, seeds=2)
+    assert str(hold(output=killed)) == str(result) and (killed / "race.jsonl").read_text() == kept
+    more = hold(output=killed, seeds=2)
     assert [run.seed for run in more.runs_of("lora")] == [run.seed for run in more.runs_of(more.challenger)] == [0, 1]
-    assert more.runs[: len(race.runs)] == race.runs
+    monkeypatch.setattr(module._Trainings, "train", lambda *_: pytest.fail("this run is in the file"))
+    assert str(hold(output=folder)) == str(result) and (folder / "race.jsonl").read_text() == kept
+    result.save(tmp_path)
+    assert json.loads((tmp_path / "race.json").read_text())["winner"] == result.winner
 
 
-def other_weights() -> dict:
-    model = build("llama-2")
-    torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight)
-    return {"model": model}
+def other_model() -> nn.Module:
+    model = Matcher()
+    nn.init.zeros_(model.head.weight)
+    return model
 
 
 @pytest.mark.parametrize(
-    "other, named",
+    "named, other",
     [
-        (other_weights, "model"),
-        (lambda: {"rows": given_rows(first=1)}, "train_dataset"),
-        (lambda: {"weight_decay": 0.1}, "weight_decay"),
-        (lambda: {"per_device_train_batch_size": 2}, "per_device_train_batch_size"),
-        (lambda: {"steps": 12}, "steps"),
-        (lambda: {"budget": 0.5}, "budget"),
+        ("model", {"make_model": other_model}),
+        ("train_batches", {"train": 4}),
+        ("held_out_batches", {"held_out": 4}),
+        ("loss", {"loss": lambda model, batch: 2 * loss(model, batch)}),
+        ("steps", {"steps": 12}),
+        ("budget", {"budget": 0.8}),
     ],
 )
-def test_another_race_is_refused_by_name(other, named, finished, untrained):
+def test_another_race_is_refused_by_name(named, other, finished, monkeypatch):
     folder, _ = finished
     kept = (folder / "race.jsonl").read_text()
+    monkeypatch.setattr(module._Trainings, "train", lambda *_: pytest.fail("a run of another race"))
     with pytest.raises(ValueError, match=rf"holds a race with another .*\b{named}\b.*Name a new folder"):
-        hold(folder, **other())
+        hold(output=folder, **other)
     assert (folder / "race.jsonl").read_text() == kept
 
 
-def test_ctrl_c_leaves_the_table(finished, tmp_path, monkeypatch, capsys):
-    folder, _ = finished
-    stopped = copied(folder, tmp_path / "stopped", lines=6)  # the start, and all of LoRA
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module._Trainings, "train", interrupt)
-    with pytest.raises(KeyboardInterrupt, match="the same command continues in"):
-        hold(stopped)
-    assert "LoRA on all linear layers" in capsys.readouterr().out
+def test_ctrl_c_says_where_runs_are_kept(finished, tmp_path, monkeypatch):
+    stopped = copied(finished[0], tmp_path / "stopped", runs=4)  # all of LoRA
+    monkeypatch.setattr(module._Trainings, "train", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt, match=rf"continues in {stopped}(.|\n)*LoRA on all linear layers"):
+        hold(output=stopped)
 
 
-def test_rank_one_is_not_shared(tmp_path, monkeypatch, capsys):
+def test_a_diverged_run_is_kept_and_loses(tmp_path):
+    diverges = hold(loss=lambda model, batch: loss(model, batch) / (1 - model.training), output=tmp_path)
+    assert all(run.loss == math.inf for run in diverges.runs) and diverges.winner == "lora"
+    for line in (tmp_path / "race.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # of NaN and Infinity
+
+
+@pytest.mark.parametrize("options", [{"steps": 3}, {"seeds": 0}, {"batches": lambda *_: to_match(1, 0)}])
+def test_numbers_out_of_range_are_refused(options):
+    with pytest.raises(ValueError, match="at least 4 steps, 1 seed, 2 batches"):
+        hold(**options)
+
+
+def run_of(method: str, losses: list[float], seed: int = 0, rate: float = 1e-2, steps: int = 8) -> Run:
+    return Run(method, rate, steps, seed, losses, 10, 20)
+
+
+GIVEN = [2.0, 2.5, 3.0, 3.5]
+
+
+@pytest.mark.parametrize(
+    "by, winner, sentence",
+    [
+        ([0.10, 0.11, 0.10, 0.11], "growth", "growth wins: its held-out loss is 0.1"),
+        ([0.009, 0.008, 0.009, 0.008], "lora", "lower, but must be lower by more than 0.01"),
+        ([0.9, -0.7, 0.8, -0.7], "lora", "two standard errors"),
+        ([-0.10, -0.11, -0.10, -0.11], "lora", "higher"),
+    ],
+)
+def test_growth_wins_by_a_margin_and_two_errors(by, winner, sentence):
+    result = RaceResult(8, run_of("start", [9.0] * 4), OPTIONS)
+    result.runs = [run_of("lora", GIVEN), run_of("growth", [loss - less for loss, less in zip(GIVEN, by)])]
+    assert result.winner == winner
+    assert sentence in result.verdict and result.verdict in str(result)
+
+
+def test_a_lead_is_paired_by_seed_and_batch():
+    own = [run_of("growth", [0.0, 4.0], 0), run_of("growth", [1.0, 5.0], 1), run_of("growth", [0.0, 0.0], 2)]
+    assert compare_runs(own, [run_of("lora", [1.0, 5.0], 0), run_of("lora", [2.0, 6.0], 1)]) == (1.0, 0.0)
+    mean, error = compare_runs(own[:1], [run_of("lora", [1.0, 7.0], 0)])
+    assert mean == 2.0 and error == pytest.approx(1.0)
+    mean, error = compare_runs(own[:2], [run_of("lora", [1.0, 5.0], 0), run_of("lora", [4.0, 8.0], 1)])
+    assert mean == 2.0 and error == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("best, tried", [(4.0, [0.5, 1.5, 4.5]), (0.9, [0.5, 1.5, 0.5 / 3]), (1.4, [0.5, 1.5, 4.5])])
+def test_learning_rates_go_beyond_the_better_end(best, tried):
+    """And a second pass, which has all runs, trains nothing."""
     asked = []
-    monkeypatch.setattr(module, "compete", lambda race, train, methods, *_: asked.extend(methods) or interrupt_race())
-    with pytest.raises(KeyboardInterrupt):
-        hold(tmp_path, budget=1)
-    assert asked == ["lora", "growth"] and "race of lora, growth takes" in capsys.readouterr().out
+
+    def train(name, rate, steps, seed):
+        asked.append((name, rate, steps, seed))
+        return run_of(name, [abs(rate - best), 1.0], seed, rate, steps)
+
+    result = RaceResult(8, run_of("start", [9.0, 9.0], steps=0), OPTIONS)
+    trainings = SimpleNamespace(width=1, train=train, bar=tqdm(disable=True))
+    for _ in range(2):
+        module._compete(result, trainings, ["lora", "growth", "mix"], seeds=3)
+    for name in ("lora", "growth", "mix"):
+        assert [rate for method, rate, steps, _ in asked if (method, steps) == (name, 2)] == tried
+    assert result.rates["lora"] == min(tried, key=lambda rate: abs(rate - best))
+    further = [(name, seed) for name, _, steps, seed in asked if steps == 8 and seed]
+    assert further == [("lora", 1), ("growth", 1), ("lora", 2), ("growth", 2)]
 
 
-def interrupt_race():
-    raise KeyboardInterrupt
+def test_epochs_go_on_in_another_order_and_seeds_differ():
+    trainings = module._Trainings(Matcher, [torch.full((2,), i) for i in range(5)], [], lambda *_: 0.0, 1, OPTIONS)
+    order = {seed: [int(batch[0]) for batch in trainings._order(seed, 12)] for seed in (0, 1)}
+    assert order[0][:5] == [0, 1, 2, 3, 4] != order[1][:5] and order[0][5:10] != [0, 1, 2, 3, 4]
+    assert all(sorted(each[:5]) == sorted(each[5:10]) == [0, 1, 2, 3, 4] for each in order.values())
 
 
-@pytest.mark.parametrize("name, value", [("steps", 0), ("seeds", 0)])
-def test_numbers_out_of_range_are_refused(name, value, tmp_path):
-    with pytest.raises(ValueError, match="at least 4 steps and 1 seed"):
-        hold(tmp_path, **{name: value})
+def test_each_seed_begins_with_other_batches_and_adapters():
+    trainings = module._Trainings(Matcher, to_match(20, 2), to_match(2, 3), loss, 0.8, OPTIONS | {"growth_batches": 4})
+    method = Method("mix", 0.8, growth_batches=4)
+    starts = []
+    for seed in (0, 0, 1):
+        model, _ = trainings._prepare(method, seed)
+        starts.append({name: value.clone() for name, value in model.state_dict().items()})
+        trainings._prepared = () if len(starts) == 1 else trainings._prepared
+    (drawn,) = [name for name in starts[0] if name.endswith("q_proj.lora_A.default.weight")]
+    grown = next(name for name in starts[0] if "extra.growths" in name)
+    for name in (drawn, grown):
+        assert torch.equal(starts[0][name], starts[1][name]) and not starts[0][name].equal(starts[2][name]), name
 
 
-def test_a_race_of_the_methods_that_train_quantized_models(tmp_path):
+def test_a_race_of_a_quantized_model(tmp_path):
     pytest.importorskip("bitsandbytes")
     save_with_text(tmp_path, words=1200, variant="smollm3")  # in multiples of 64, as 4 bits want it on CPUs
     words = [str(tmp_path / "model"), str(tmp_path / "text.txt"), "-o", str(tmp_path / "race"), "--load_in_4bit"]
     words += "--steps 8 --seeds 1 --budget 0.1 --growth_batches 4 --max_length 16".split()
-    race = race_recipe(read_recipe("race", words))
-    assert race.runs_of("growth")[0].cache > race.runs_of("lora")[0].cache
-    with pytest.raises(ValueError, match="quantized"):  # weights that are do not grow by themselves
-        prepare_growth(read_recipe("measure", [*words[:2], "--load_in_4bit", "--max_length", "16"]))
+    result = race_recipe(read_recipe("race", words))
+    assert result.runs_of("growth")[0].cache > result.runs_of("lora")[0].cache, result
+    grower, batches = prepare_growth(read_recipe("measure", [*words[:2], "--load_in_4bit", "--max_length", "16"]))
+    assert grower.check(batches[:2]) > 0

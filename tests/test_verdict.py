@@ -152,21 +152,3 @@ def test_an_interrupt_amid_keep_leaves_nothing_grown(place, way, monkeypatch):
     assert same(fingerprint(model, optimizer), before) and model.config.name_or_path == "someone/base"
     assert growth.keep().kept and model.config.extra_dims and model.config.name_or_path == ""
     assert {*extra_parameters(model)} <= {p for group in optimizer.param_groups for p in group["params"]}
-
-
-def test_an_interrupt_after_it_leaves_everything_grown(monkeypatch):
-    model = patch_model(build("llama-2"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    growth = Grower(model, CONFIG, optimizer).find(lm_batches(8))
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(growths, "after_change", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        growth.keep()
-    assert [(a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(18, 18)] * 2
-    assert model.config.extra_dims and len(extra_parameters(model)) > 0
-    assert {p for group in optimizer.param_groups for p in group["params"]} == {*model.parameters()}
-    with pytest.raises(RuntimeError, match="This growth was kept"):
-        growth.keep()

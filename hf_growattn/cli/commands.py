@@ -84,8 +84,8 @@ def run_inspect(options: argparse.Namespace) -> Result:
 def run_measure(recipe: Any) -> Result:
     """Measure where width holds the model back on your data.
 
-    A growth is tried on the loss that SFTTrainer would train, then taken back. Nothing is changed or written. This does
-    not compare growth with LoRA: race does.
+    A growth is tried on the loss of the model, then taken back. Nothing is changed or written. This does not compare
+    growth with LoRA: race does.
     """
     from ..report.words import report_text, wrap_line
     from .measuring import prepare_growth
@@ -98,23 +98,23 @@ def run_measure(recipe: Any) -> Result:
 
 
 def run_race(recipe: Any) -> Result:
-    """Find out whether growth beats LoRA on your data.
+    """Race LoRA against wider heads on your text; for other data and losses, use hf_growattn.race in Python.
 
     LoRA on all linear layers, growth, and a third of growth with LoRA train for a short while: the same number of
-    weights on the same rows, each with the best of a few learning rates. Growth wins if it leads by more than 0.01 nats
-    a token and by more than two standard errors; otherwise LoRA does, which costs nothing at inference. The output
-    keeps every run as it ends, so the same command continues after an interruption.
+    weights on the same batches, each with the best of a few learning rates. Growth or the mix wins if it leads by more
+    than 0.01 nats a token and by more than two standard errors; otherwise LoRA does, which costs nothing at inference.
+    The output keeps every run as it ends, so the same command continues after an interruption.
     """
     output = recipe.training.output_dir
     if not Path(output, "race.jsonl").exists():
         check_new_folder(output)
-    from ..training.methods import METHODS
+    from ..report.comparison import TITLES
     from .measuring import race_recipe, training_code
 
-    race = race_recipe(recipe)
-    code = training_code(race, recipe)
-    text = f"{race}\nTo train by the winner, {METHODS[race.winner].title}:\n\n{code}"
-    return Result(race.figures(), text, NOTHING if race.winner == "lora" else 0)
+    result = race_recipe(recipe)
+    code = training_code(result, recipe)
+    text = f"{result}\nTo train by the winner, {TITLES[result.winner]}:\n\n{code}"
+    return Result(result.figures(), text, NOTHING if result.winner == "lora" else 0)
 
 
 def run_export(options: argparse.Namespace) -> Result:

@@ -2,14 +2,13 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..training.options import GrowthOptions, RaceOptions, UsageError, option
 
 DATA = "DATA..."  # what the commands that read data are given after the model
 _NAMES = {
@@ -19,9 +18,9 @@ _NAMES = {
     "FOLDER": "a grown checkpoint",
 }
 _TRL = (
-    "TRL reads the data, so all options of its ScriptArguments, SFTConfig and ModelConfig work, too, such as "
-    "--max_length, --per_device_train_batch_size, --learning_rate and --dataset_text_field. --config FILE reads "
-    "options from YAML."
+    "TRL reads the data, so the options of its ScriptArguments, SFTConfig and ModelConfig that say how to read data, "
+    "make batches and load the model work, too, such as --max_length, --per_device_train_batch_size, "
+    "--dataset_text_field and --load_in_4bit. --config FILE reads options from YAML."
 )
 _ABOUT = "Find out whether the attention of a language model is too narrow for your data, and widen it there."
 _END = (
@@ -29,6 +28,41 @@ _END = (
     "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 no growth helps, or none won; 130 "
     "interrupted, nothing is half-written."
 )
+
+
+class UsageError(ValueError):
+    """A command line that cannot be read; the message names the fix."""
+
+
+def option(help: str, default: Any = None, *aliases: str) -> Any:
+    """A field of options; no percent signs in help: argparse would fill them in."""
+    return field(default=default, metadata={"help": help, "aliases": aliases})
+
+
+@dataclass
+class BudgetOptions:
+    """How much to add, by a growth or by LoRA."""
+
+    budget: float | None = option(
+        "the most weights to add, as a share of the model's weights or as a number (default: 0.02)"
+    )
+    growth_batches: int = option("how many training batches to measure on, on each device", 16)
+
+
+@dataclass
+class GrowthOptions(BudgetOptions):
+    """What one growth adds."""
+
+    qk_dims: int = option("instead of a budget: dims to add to every head's queries and keys", 0)
+    v_dims: int = option("instead of a budget: dims to add to every head's values", 0)
+
+
+@dataclass
+class RaceOptions(BudgetOptions):
+    """How long and how often a race trains."""
+
+    steps: int = option("steps of each training; learning rates are tried for a quarter of them", 100)
+    seeds: int = option("how often LoRA and its best challenger train, each time on batches in another order", 2)
 
 
 @dataclass
@@ -75,8 +109,9 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
         raise ImportError("TRL reads the data: pip install 'hf_growattn[trl]'.")
     from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl.trainer.model_config import ModelConfig
+    from yaml import YAMLError
 
-    from ..training.data import Recipe, Training
+    from .data import Recipe, Training
 
     groups = [OPTIONS[command][1][-1], ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
     parser = TrlParser(groups, allow_abbrev=False, usage=f"growattn {command} MODEL {DATA} [options]")
@@ -85,10 +120,14 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
     options = list(words[len(names) :])
     try:
         growth, script, training, model, mixture = parser.parse_args_and_config(options)
-    except OSError as error:  # no YAML file
-        raise UsageError(f"{error}.") from error
+    except (OSError, TypeError, YAMLError) as error:  # no YAML file, or one with something else in it
+        raise UsageError(f"--config cannot be read: {' '.join(str(error).split())}.") from error
     except ValueError as error:
         raise UsageError(f"{error}. Name MODEL and DATA first, then the options.") from error
+    for item in fields(growth):  # what YAML says is not parsed as words are
+        value = getattr(growth, item.name)
+        if type(value) not in ((int, float, type(None)) if item.default is None else (type(item.default),)):
+            raise UsageError(f"{item.name} must be a number such as {item.default or 0.02}, and is {value!r:.80}.")
     model.model_name_or_path = names[0] if names else model.model_name_or_path
     datasets = names[1:] or [script.dataset_name] * bool(script.dataset_name)
     if not model.model_name_or_path or not (datasets or mixture.datasets):

@@ -25,6 +25,7 @@ from ..growable.training_state import (
 from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
 from ..measure.directions import Directions, passes_over, sketched_directions
+from ..measure.interrupts import HeldInterrupts
 from ..measure.passes import (
     ROUNDING,
     HalvedBatches,
@@ -94,12 +95,16 @@ class Growth:
     def keep(self) -> GrowthReport:
         """Make the new dims a part of the model that trains, in the optimizer's groups, too; returns the report.
 
-        They need not hold; where no step lowers the loss, they change nothing yet. After an exception, or an interrupt,
-        model and optimizers are as they were.
+        They need not hold; where no step lowers the loss, they change nothing yet. After an exception model and
+        optimizers are as they were. Ctrl-C waits until all is done.
 
         Raises:
             RuntimeError: the growth was kept or dropped before.
         """
+        with HeldInterrupts():
+            return self._keep()
+
+    def _keep(self) -> GrowthReport:
         trial, model = self._open_trial(), growable_model(self._wrapped)
         if not any(candidate.changes_model for candidate in trial.candidates):  # a budget may have bought nothing
             self._finish("kept, with nothing in it")
@@ -173,9 +178,8 @@ class Grower:
 
     def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, loss=None):
         if not isinstance(config, GrowthConfig):
-            raise TypeError(
-                f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given {config!r}."
-            )
+            given = type(config).__name__
+            raise TypeError(f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given a {given}.")
         if not (loss is None or callable(loss)):
             raise TypeError(f"loss must be a function of model and batch, and is {loss!r}.")
         self.optimizers = bare_optimizers(optimizer)
@@ -188,7 +192,7 @@ class Grower:
         """Find the best new dims that hold on unseen batches, and the steps that lower the loss most.
 
         Nothing changes: model, optimizer, gradients, training modes, `requires_grad` flags and the random state are as
-        they were, after an exception, too.
+        they were, after an exception, too. Ctrl-C waits for the end of a batch.
 
         Args:
             batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids` (batch, tokens), which are
@@ -254,8 +258,9 @@ class Grower:
             )
         old_dims_train = self._old_dims_train(layers)
         with (
+            HeldInterrupts() as interrupts,
             tqdm(desc="growth: measuring", disable=True if rank() > 0 else None, leave=False) as bar,
-            lowering(self.loss, self.model, self.wrapped, bar.update) as objective,
+            lowering(self.loss, self.model, self.wrapped, lambda n: (bar.update(n), interrupts.check())) as objective,
             adapters_stay(self.model),
             preserved_state(self.wrapped, self.optimizers),
         ):

@@ -10,7 +10,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-MARGIN = 0.01  # nats a token: a smaller lead does not count
 KINDS = {"qk": "queries and keys", "v": "values"}
 COLUMNS = ("layer", "kind", "width", "gradient out of reach", "share of gain")
 _TERMINAL = 80  # columns

@@ -1,4 +1,4 @@
-"""Growth inside a training: the callback for Trainer, fine-tuning, and the race that says what is worth training.
+"""Growth inside a training: the callback for Trainer, the ways to train by few weights, and the race between them.
 
 May import `interop` and all below it.
 """

@@ -1,54 +1,166 @@
-"""The ways to train a few weights next to a frozen base, which a race compares."""
+"""`Method`: a way to train a model by few weights next to a frozen base. Races compare several of them."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from statistics import mode
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.optim import Optimizer
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from trl.trainer.sft_trainer import SFTTrainer
 
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, weights_of
-from ..growable.projections import keep_unpacked
+from ..growable.attention import GrowableAttention
+from ..growable.growths import extra_parameters, growable_model
+from ..growable.models import GrowableModelMixin, patch_model
+from ..growable.projections import is_quantized, keep_unpacked
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
-from ..report.report import GrowthReport
-from .data import Prepared, without_training
-from .recording import loss_of
+from ..model.families import linear_sizes
+from ..model.new_dims import NewDims
+from ..report.comparison import TITLES
 
-RATES = (0.5, 1.5)  # learning rates that a race tries, times `hidden_size`: wider models take smaller steps
+GROWING, ALL_WEIGHTS = ("growth", "mix", "random", "all_growth"), ("all", "all_growth")
+_SHARES_OF_LORA = {"lora": 1.0, "mix": 2 / 3}  # of the budget; growth gets the rest
+
+
+def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss that a transformers model returns for a dict with labels."""
+    return model(**batch).loss
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to spend a budget of weights."""
+    """A way to train: what is added to a model, what trains, and how fast.
 
-    title: str
-    lora: float  # share of the budget for LoRA on all linear layers; by the rest, attention grows before the training
+    Attributes:
+        name: "lora": LoRA on all linear layers; "growth": wider heads; "mix": a third of the budget for growth and two
+            thirds for LoRA; "random": new dims in random directions, in the places and numbers that growth chose;
+            "all": all weights that require gradients; "all_growth": these, and growth.
+        budget: weights to add, as a share of the model's or as a number. It is rounded to a whole rank of LoRA.
+        learning_rate: of AdamW. In a mix of a model that is wider than 64, new dims take smaller steps.
+        modules_to_save: names of modules that train whole, outside of the budget, as peft matches them.
+        growth_batches: how many batches a growth reads.
+    """
 
-    def grown_share(self, width: int) -> float:
-        """The learning rate of the grown dims, divided by that of LoRA in the same model of a `hidden_size`.
+    name: str
+    budget: int | float = 0.02
+    learning_rate: float = 1e-3
+    modules_to_save: Sequence[str] = ()
+    growth_batches: int = 16
 
-        Measured at `hidden_size` 64, 128 and 576 (scripts/bench/results/mix_rates.md); wider models use the last one.
+    def __post_init__(self):
+        if self.name not in TITLES:
+            raise ValueError(f"There is no method {self.name!r}: choose one of {', '.join(TITLES)}.")
+
+    def prepare(self, model: nn.Module, batches: Iterable = (), loss: Callable | None = None) -> tuple[Any, list[dict]]:
+        """Add what the method adds, and freeze what it does not train.
+
+        Args:
+            model: a transformers model or a module with one in it, patched or not; it is changed in place.
+            batches: to train on; a growth reads the first ones of them. LoRA needs none.
+            loss: what to lower, a function of model and batch; by default `model(**batch).loss`.
+
+        Returns:
+            The model to train, of peft where there is LoRA, and groups of parameters with their learning rates, for
+            `torch.optim.AdamW(groups)`.
+
+        Raises:
+            ValueError: this model cannot be trained so; the message says why. It may be changed by then.
         """
-        return min(max((64 / width) ** 1.5, 1 / 30), 1.0) if 0 < self.lora < 1 else 1.0
+        saved = modules_to_train(model, self.modules_to_save)
+        rank, cost = choose_rank(model, self.budget, saved), weights_of_rank_one(model, saved)
+        lora_rank = round(_SHARES_OF_LORA.get(self.name, 0.0) * rank)
+        if self.name == "mix" and lora_rank in (0, rank):
+            raise ValueError("the budget is a single rank of LoRA, which cannot be shared. Choose a larger budget")
+        width, linear, trained = hidden_size(model), [*linear_layers(model, saved)], model
+        if self.name not in ALL_WEIGHTS:
+            model.requires_grad_(False)
+        for module in saved.values():
+            module.requires_grad_(True)
+        if self.name in GROWING:
+            patch_inside(model)
+        if lora_rank:
+            sizes = {"r": lora_rank, "lora_alpha": 2 * lora_rank}
+            lora = LoraConfig(target_modules=linear, modules_to_save=[*saved] or None, **sizes)
+            trained: Any = get_peft_model(model, lora)  # pyright: ignore[reportArgumentType]  # takes any module
+        if self.name in GROWING:
+            device = next(model.parameters()).device
+            read = [send_to_device(copy.copy(batch), device) for batch in islice(batches, self.growth_batches)]
+            trained = self._grow(trained, cost * (rank - lora_rank), read, loss or default_loss)
+        new = extra_parameters(growable_model(trained)) if self.name == "mix" else []
+        new = [p for p in new if p.requires_grad]  # a former growth stays as it is
+        others = [p for p in trained.parameters() if p.requires_grad and not any(p is each for each in new)]
+        rates = [self.learning_rate, self.learning_rate * share_of_new_dims(width)]
+        groups = [{"params": p, "lr": rate, "weight_decay": 0.0} for p, rate in zip([others, new], rates) if p]
+        return trained, groups
+
+    def _grow(self, model: Any, budget: int, batches: list, loss: Callable) -> Any:
+        """Grow by a number of weights, whether that holds or not, and return the model that trains."""
+        if self.name != "mix" and is_quantized(model):  # which Trainer trains by adapters alone
+            config = GrowAttnConfig(budget=budget, modules_to_save=[*self.modules_to_save] or None)
+            model = get_peft_model(model, config)
+            report = initialize_growattn_weights(model, batches, loss=loss)
+        else:
+            # LoRA moves the old dims, too, so the new ones need not do their work.
+            old_dims_train = None if self.name in ALL_WEIGHTS else self.name == "mix"
+            growth = Grower(model, GrowthConfig(budget=budget, old_dims_train=old_dims_train), loss=loss).find(batches)
+            if self.name == "random":
+                point_at_random(growth.new_dims)
+            report = growth.keep()
+        if not report.kept:
+            raise ValueError("growth found no new dims that lower the loss of other batches")
+        return model
 
 
-METHODS = {
-    "lora": Method("LoRA on all linear layers", lora=1),
-    "growth": Method("growth", lora=0),
-    "both": Method("1/3 growth, 2/3 LoRA", lora=2 / 3),
-}
+def modules_to_train(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """The modules whose names end so, as peft matches them; a ValueError if there is none of a name."""
+    found = {name: module for name, module in model.named_modules() if name.endswith(tuple(names))}
+    for wanted in names:
+        if not any(name.endswith(wanted) for name in found):
+            raise ValueError(f"modules_to_save: there is no module {wanted!r} in {type(model).__name__}.")
+    return found
 
 
-def is_quantized(model: nn.Module) -> bool:
-    """Whether a model, or what peft has wrapped, was loaded quantized."""
-    return any(getattr(module, "is_quantized", False) for module in model.modules())
+def linear_layers(model: nn.Module, saved: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The linear layers that LoRA adapts, by name: all but output embeddings and what trains whole."""
+    left_out = {inside for module in saved.values() for inside in module.modules()}
+    left_out |= {each.get_output_embeddings() for each in model.modules() if isinstance(each, PreTrainedModel)}
+    named = model.named_modules()
+    return {name: m for name, m in named if isinstance(m, (nn.Linear, Conv1D)) and m not in left_out}
+
+
+def weights_of_rank_one(model: nn.Module, saved: Mapping[str, nn.Module]) -> int:
+    """The number of weights of LoRA with rank 1 on all linear layers."""
+    one = sum(map(sum, map(linear_sizes, linear_layers(model, saved).values())))
+    if not one:
+        raise ValueError(f"{type(model).__name__} has no linear layers for LoRA.")
+    return one
+
+
+def choose_rank(model: nn.Module, budget: int | float, saved: Mapping[str, nn.Module]) -> int:
+    """The rank of LoRA on all linear layers that comes nearest to a budget, at least 1."""
+    is_whole = isinstance(model, PreTrainedModel)
+    parameters = model.num_parameters() if is_whole else sum(p.numel() for p in model.parameters())
+    return max(round(weights_of(budget, parameters) / weights_of_rank_one(model, saved)), 1)
+
+
+def hidden_size(model: nn.Module) -> int:
+    """The number of features that most linear layers read."""
+    return mode(linear_sizes(layer)[0] for layer in linear_layers(model, {}).values())
+
+
+def share_of_new_dims(width: int) -> float:
+    """The learning rate of new dims divided by that of LoRA in the same model of a `hidden_size`.
+
+    Measured at 64, 128 and 576 on 2026-11-24; wider models use the last one.
+    """
+    return min(max((64 / width) ** 1.5, 1 / 30), 1.0)
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
@@ -57,78 +169,22 @@ def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
     return model if is_quantized(model) else model.to(device)
 
 
-def weights_of_rank_one(model: PreTrainedModel) -> int:
-    """The number of weights of LoRA with rank 1 on all linear layers, as peft means it."""
-    linear = {module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))}
-    linear.discard(model.get_output_embeddings())  # peft leaves it out as well
-    # A quantized weight has the shape of its packed bytes.
-    sizes = ((m.in_features, m.out_features) if isinstance(m, nn.Linear) else m.weight.shape for m in linear)
-    return sum(map(sum, sizes))
+def patch_inside(model: nn.Module) -> None:
+    """Patch the first transformers model in a module, unless one is patched."""
+    inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not inside:
+        raise ValueError(f"{type(model).__name__} has no transformers model in it, whose attention could grow")
+    if not any(isinstance(module, GrowableModelMixin) for module in inside):
+        patch_model(inside[0])
+    growable_model(model)  # which refuses several that are apart
 
 
-def choose_rank(model: PreTrainedModel, budget: int | float) -> int:
-    """The rank of LoRA on all linear layers that comes nearest to a share of the model's weights, or to a number."""
-    return max(round(weights_of(budget, model.num_parameters()) / weights_of_rank_one(model)), 1)
-
-
-def prepare_model(
-    model: PreTrainedModel,
-    method: Method,
-    rank: int,
-    batches: list[dict],
-    seed: int,
-    loss_of: Callable[[nn.Module], Callable] | None = None,
-) -> tuple[nn.Module, GrowthReport | None]:
-    """The patched model to train by a method, changed in place, and the report of its growth.
-
-    LoRA of that rank on all linear layers has as many weights as growth and LoRA share. `loss_of` gives for a model the
-    loss that growth lowers, as `loss` of `Grower`.
-    """
-    own_rank = round(method.lora * rank)
-    weights = (rank - own_rank) * weights_of_rank_one(model)
-    model.requires_grad_(False)
-    torch.manual_seed(seed)
-    if weights and not own_rank and is_quantized(model):  # which Trainer trains by adapters alone
-        adapted = get_peft_model(model, GrowAttnConfig(budget=weights, task_type="CAUSAL_LM"))
-        return adapted, initialize_growattn_weights(adapted, batches, loss=loss_of and loss_of(adapted))
-    trained: nn.Module = model
-    if own_rank:
-        task = "CAUSAL_LM" if model.can_generate() else None  # peft knows no task of a bare encoder
-        lora = LoraConfig(r=own_rank, lora_alpha=2 * own_rank, target_modules="all-linear", task_type=task)
-        trained = get_peft_model(model, lora)
-    if not weights:
-        return trained, None
-    # LoRA moves the old dims too, so the new ones need not do their work.
-    config = GrowthConfig(budget=weights, seed=seed, old_dims_train=own_rank > 0)
-    growth = Grower(trained, config, loss=loss_of and loss_of(trained)).find(batches)
-    return trained, growth.keep()  # whether it holds or not: the race judges on rows of its own
-
-
-def make_trainer(model: Any, rows: Prepared, grown_share: float = 1.0) -> SFTTrainer:
-    """An SFTTrainer on prepared rows; grown dims take `grown_share` of the learning rate."""
-    training = copy.copy(rows.training)
-    training.dataset_kwargs, training.assistant_only_loss = {"skip_prepare_dataset": True}, False  # labels are masked
-    set_seed(training.seed)  # adapters begin alike; TRL 1.14 leaves that to the caller
-    unrounded = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
-    data = {"train_dataset": rows.train, "eval_dataset": rows.test, "processing_class": rows.tokenizer}
-    trainer = SFTTrainer(model, training, **data)
-    for parameter, values in unrounded.items():
-        parameter.data = values  # TRL rounds adapters of quantized models to bf16, which takes large steps to move
-    if grown_share < 1:
-        scale_grown_rates(trainer.create_optimizer(), model, grown_share)
-    return trainer
-
-
-def make_sft_loss(model: nn.Module, rows: Prepared) -> Callable:
-    """The loss that SFTTrainer lowers on prepared rows, for a growth before the training."""
-    return loss_of(make_trainer(model, rows._replace(test=None, training=without_training(rows.training))))
-
-
-def scale_grown_rates(optimizer: Optimizer, model: nn.Module, share: float) -> None:
-    """Give all weights but adapters a share of the learning rate, in groups of their own, before the first step."""
-    adapters = {parameter for name, parameter in model.named_parameters() if "lora_" in name}
-    for group in list(optimizer.param_groups):
-        grown = [parameter for parameter in group["params"] if parameter not in adapters]
-        group["params"] = [parameter for parameter in group["params"] if parameter in adapters]
-        if grown:
-            optimizer.add_param_group(group | {"params": grown, "lr": share * group["lr"]})
+@torch.no_grad()
+def point_at_random(new_dims: dict[GrowableAttention, NewDims]) -> None:
+    """Draw new keys and values as large as the old ones, and let new queries and outputs be zero: nothing changes."""
+    for attention, new in new_dims.items():
+        for parameter in new.parameters():
+            parameter.zero_()
+        for role in ("key", "value"):
+            weight = new.weight_of(role)
+            weight.copy_(torch.randn_like(weight) * attention.weight_of(role).square().mean().sqrt())

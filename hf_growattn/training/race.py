@@ -1,181 +1,274 @@
-"""The race: LoRA, growth and both, trained for a short while on a user's own data."""
+"""The race: LoRA, growth and a mix of both, trained for a short while on a user's own batches and loss."""
 
+import contextlib
 import copy
 import gc
+import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets.fingerprint import Hasher
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply, send_to_device, set_seed
 from torch import nn
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from tqdm.auto import tqdm
+from transformers import get_cosine_schedule_with_warmup
 
-from ..growable.growths import cache_bytes
-from ..report.report import GrowthReport
-from .comparison import SHORT, Race, Run, compete
-from .data import Prepared, first_rows, without_training
-from .methods import METHODS, RATES, choose_rank, make_sft_loss, make_trainer, move_to_device, prepare_model
-from .options import RaceOptions
+from ..growable.growths import cache_bytes, growable_model
+from ..report.comparison import TITLES, RaceResult, Run
+from .methods import (
+    ALL_WEIGHTS,
+    GROWING,
+    Method,
+    choose_rank,
+    default_loss,
+    hidden_size,
+    modules_to_train,
+    move_to_device,
+    patch_inside,
+    weights_of_rank_one,
+)
 
 RUNS = "race.jsonl"
-_HELD_OUT = 256  # rows at most
+SHORT = 4  # how many times shorter the trainings are that choose a learning rate
+RATES = (0.5, 1.5)  # learning rates to try, divided by `hidden_size`: wider models take smaller steps
+_SLOWER = 0.1  # the learning rates of all weights, divided by those of a few new ones
+_WARMUP = 0.1  # of the steps
+
+
+def race(
+    make_model: Callable[[], nn.Module],
+    train_batches: Iterable,
+    held_out_batches: Iterable,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    *,
+    budget: int | float = 0.02,
+    steps: int = 400,
+    seeds: int = 2,
+    modules_to_save: Sequence[str] = (),
+    methods: Sequence[str] = ("lora", "growth", "mix"),
+    growth_batches: int = 16,
+    output: str | Path | None = None,
+) -> RaceResult:
+    """Train by LoRA on all linear layers, by growth, and by a mix, each for a short while, and compare them.
+
+    All train the same number of weights on the same batches in the same order, each with the best of a few learning
+    rates. Growth or the mix wins if it ends lower than LoRA on the held-out batches, by more than 0.01 and by more than
+    two standard errors; otherwise LoRA wins. One process trains, in the precision of the model or of `accelerate`.
+
+    Args:
+        make_model: gives the model anew: one of transformers, or a module with one in it; patched or not.
+        train_batches: dicts for `model(**batch)` with labels, or what `loss` takes, in memory at once. A growth reads
+            the first ones, so no method sees more. Another seed takes them in another order, and so does another epoch.
+        held_out_batches: to compare on, two at least; the error is that over these batches.
+        loss: what to lower, a function of model and batch, the mean of the batch; by default what the model returns.
+        budget: weights to add, as a share of the model's or as a number. It is rounded to a whole rank of LoRA.
+        steps: of a training; learning rates are chosen by trainings of a quarter of them.
+        seeds: with how many LoRA and its best challenger train, and the rows beyond growth and the mix.
+        modules_to_save: names of modules that train whole in every method, outside of the budget.
+        methods: names of `Method`. LoRA always trains; "random", "all" and "all_growth" are rows to compare with.
+        growth_batches: how many batches a growth reads.
+        output: a folder that keeps each run as it ends; the same call continues there.
+
+    Raises:
+        ValueError: a number is out of range, or the folder holds another race.
+    """
+    train, held_out = [*train_batches], [*held_out_batches]
+    if steps < SHORT or min(seeds, len(train) - 1, len(held_out) - 1) < 1:
+        raise ValueError(
+            f"A race takes at least {SHORT} steps, 1 seed, 2 batches to train on and 2 held-out ones; got {steps}, "
+            f"{seeds}, {len(train)} and {len(held_out)}."
+        )
+    for name in methods:
+        Method(name)  # which refuses an unknown one
+    names = ["lora", *(name for name in TITLES if name in methods and name != "lora")]
+    options = {"modules_to_save": [*modules_to_save], "growth_batches": growth_batches}
+    trainings = _Trainings(make_model, train, held_out, loss or default_loss, budget, options)
+    result = trainings.begin(steps, Path(output, RUNS) if output else None)
+    try:
+        with tqdm(desc="race", unit="step", disable=None) as trainings.bar:
+            _compete(result, trainings, names, seeds)
+    except KeyboardInterrupt:
+        kept = (
+            f"the same call continues in {output}, where runs are kept" if output else "without output=, no run is kept"
+        )
+        raise KeyboardInterrupt(f"{kept}.\n{result.table()}") from None
+    result.method = Method(result.winner, learning_rate=result.rates[result.winner], **result.options)
+    return result
+
+
+def _compete(result: RaceResult, trainings: "_Trainings", names: list[str], seeds: int) -> None:
+    """Choose learning rates, train every method with the best one, then some with further seeds."""
+    steps, short, bar = result.steps, result.steps // SHORT, trainings.bar
+    rows = [name for name in names if name not in ("lora", "growth", "mix")]
+    bar.total = len(names) * (3 * short + steps) + (seeds - 1) * (2 + len(rows)) * steps
+
+    def run(name: str, rate: float, steps: int, seed: int) -> Run:
+        for kept in result.runs:
+            if (kept.method, kept.rate, kept.steps, kept.seed) == (name, rate, steps, seed):
+                bar.update(steps)
+                return kept
+        bar.set_postfix_str(TITLES[name])
+        result.runs.append(trainings.train(name, rate, steps, seed))
+        return result.runs[-1]
+
+    for name in names:
+        slower = _SLOWER if name in ALL_WEIGHTS else 1.0
+        try:
+            tried = [run(name, slower * rate / trainings.width, short, 0) for rate in RATES]
+        except ValueError as error:
+            if name == "lora":
+                raise
+            result.missing[name] = str(error).rstrip(".")
+            bar.total -= 3 * short + steps
+            continue
+        best = _best_rate(tried)
+        tried.append(run(name, 3 * best if best == tried[-1].rate else best / 3, short, 0))
+        run(name, _best_rate(tried), steps, 0)
+    finalists = [name for name in ("lora", result.challenger, *rows) if name in result.rates]
+    for seed in range(1, seeds) if len(finalists) > 1 else ():
+        for name in finalists:
+            run(name, result.rates[name], steps, seed)
+
+
+def _best_rate(runs: list[Run]) -> float:
+    return min(runs, key=lambda run: run.loss).rate
 
 
 class _Trainings:
-    """Trains by any method, always on the same rows in the same order, and keeps each run in a file."""
+    """Trains by any method, always on the same batches in the same order, and keeps each run in a file.
 
-    def __init__(self, load_model, rows: Prepared, options: RaceOptions):
-        training: Any = without_training(rows.training)
-        training.save_strategy, training.logging_strategy = "no", "no"
-        training.eval_on_start, training.train_sampling_strategy = False, "sequential"
-        self.rows = rows._replace(test=first_rows(rows.test, _HELD_OUT, seed=0), training=training)
-        self.load_model, self.options = load_model, options
-        self._prepared: tuple = ()  # method, seed, model, report, and the weights that train as they start
-        model = load_model()
-        self.rank = choose_rank(model, options.budget or 0)  # of LoRA with the whole budget
-        self.width = model.config.get_text_config().hidden_size
-        settings, columns = model.config.to_dict() | {"_name_or_path": ""}, ["input_ids", "labels"]
-        identity = training.to_dict() | {
-            "output_dir": "",
-            "model": _hash([settings, *model.state_dict().values()]),
-            "train_dataset": _hash(self.rows.train.with_format("numpy", columns=columns)),
-            "eval_dataset": _hash(self.rows.test.with_format("numpy", columns=columns)),
-            "budget": self.rank,
-            "steps": options.steps,
-            "growth_batches": options.growth_batches,
-        }
-        self.file = Path(rows.training.output_dir or ".", RUNS)
-        runs = self._read_runs(json.loads(json.dumps(identity, default=str)))
-        if not runs:
-            runs = [self._keep(Run("start", 0.0, 0, 0, *measure_rows(model, self.rows), 0, cache_bytes(model)))]
-        self.race = Race(options.steps, runs[0], runs[1:], self.rank, self.width)
+    Attributes:
+        width: the `hidden_size` of the model.
+        bar: counts the steps of all trainings.
+    """
 
-    def _read_runs(self, identity: dict) -> list[Run]:
-        """The runs of an earlier call, after a check that they are of the same race."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        content = self.file.read_bytes() if self.file.exists() else b""
+    bar: tqdm
+
+    def __init__(self, make_model: Callable, train: list, held_out: list, loss: Callable, budget, options: dict):
+        self.accelerator = Accelerator()
+        if self.accelerator.num_processes > 1:
+            raise ValueError("A race runs in one process: start it without torchrun, then train by the winner.")
+        self.make_model, self.loss, self.train_batches, self.held_out_batches = make_model, loss, train, held_out
+        self._prepared: tuple = ()  # method, seed, model, groups, and what changes as it starts
+        self.file: Path | None = None
+        model = self._make_model()
+        saved = modules_to_train(model, options["modules_to_save"])
+        self.options = options | {"budget": choose_rank(model, budget, saved) * weights_of_rank_one(model, saved)}
+        self.saved_weights = sum(p.numel() for p in {p for module in saved.values() for p in module.parameters()})
+        self.width, self.cache, self.losses = hidden_size(model), 0, self.measure(model)
+        contents = {"model": model.state_dict(), "train_batches": train, "held_out_batches": held_out}
+        self.identity = {name: _digest(content) for name, content in contents.items()} | self.options
+        with contextlib.suppress(ValueError):  # the methods that grow say why they cannot
+            patch_inside(model)
+            self.cache = cache_bytes(growable_model(model))
+
+    def begin(self, steps: int, file: Path | None) -> RaceResult:
+        """The race, with the runs that a file keeps of an earlier call, after a check that they are of the same one."""
+        start, identity = Run("start", 0.0, 0, 0, self.losses, 0, self.cache), {"steps": steps, **self.identity}
+        result, self.file = RaceResult(steps, start, self.options), file
+        if file is None:
+            return result
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = file.read_bytes() if file.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]  # a killed process may leave half a line
-        if not whole:
-            self.file.write_text(json.dumps(identity) + "\n")
-            return []
-        kept, *runs = map(json.loads, whole.splitlines())
-        different = [name for name in identity | kept if identity.get(name) != kept.get(name)]
+        if whole.count(b"\n") < 2:
+            file.write_text(json.dumps(identity) + "\n")
+            self._keep(start)
+            return result
+        kept, first, *runs = map(json.loads, whole.splitlines())
+        different = [name for name in identity if identity[name] != kept.get(name)]
+        if not different and not torch.allclose(torch.tensor(first["losses"]), torch.tensor(self.losses)):
+            different = ["loss"]
         if different:
             raise ValueError(
-                f"{self.file.parent} holds a race with another {', '.join(different)}. Name a new folder, or go on "
-                "with the same model, data and options."
+                f"{file.parent} holds a race with another {', '.join(different)}. Name a new folder, or go on with "
+                "the same model, batches and options."
             )
-        os.truncate(self.file, len(whole))
-        return [Run(**run) for run in runs]
+        os.truncate(file, len(whole))
+        result.runs = [Run(**run) for run in runs]
+        return result
 
     def _keep(self, run: Run) -> Run:
-        with self.file.open("a") as file:
-            file.write(json.dumps(vars(run), allow_nan=False) + "\n")
+        if self.file:
+            with self.file.open("a") as file:
+                file.write(json.dumps(vars(run), allow_nan=False) + "\n")
         return run
 
-    def train(self, method: str, rate: float, steps: int, seed: int) -> Run | None:
-        """Train, measure, and keep the run; None if nothing grew."""
-        model, report = self._prepare(method, seed)
-        if report and not report.kept:
-            return None
-        training = copy.copy(self.rows.training)
-        training.learning_rate, training.max_steps, training.seed = rate, steps, seed
-        rows_of_a_step = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        train = first_rows(self.rows.train, steps * rows_of_a_step, seed)
-        rows = self.rows._replace(train=train, test=None, training=training)
-        trainer = make_trainer(model, rows, METHODS[method].grown_share(self.width))
-        trainer.train()
-        with trainer.compute_loss_context_manager():
-            nats, counts = measure_rows(model, self.rows)
-        cache = report.cache_bytes[1] if report else cache_bytes(model)  # adapters of growth widen it once merged
-        weights = model.num_parameters(only_trainable=True)
-        run = self._keep(Run(method, rate, steps, seed, nats, counts, weights, cache))
-        print(f"{METHODS[method].title}, learning rate {rate:.2g}, {steps} steps, seed {seed}: {run.loss:.4f}")
-        return run
+    def _make_model(self) -> nn.Module:
+        set_seed(0)  # a new head begins alike
+        return move_to_device(self.make_model(), self.accelerator.device)
 
-    def _prepare(self, method: str, seed: int) -> tuple[Any, GrowthReport | None]:
-        """The model as a method starts from it, grown once for all learning rates, and the report of its growth."""
-        if self._prepared[:2] != (method, seed):
+    def _order(self, seed: int, steps: int) -> list:
+        """The batches of a training, step by step."""
+        count, order = len(self.train_batches), []
+        for epoch in range(math.ceil(steps / count)):
+            generator = torch.Generator().manual_seed(1000 * epoch + seed)
+            order += torch.randperm(count, generator=generator).tolist() if epoch + seed else range(count)
+        return [self.train_batches[number] for number in order[:steps]]
+
+    def _prepare(self, method: Method, seed: int) -> tuple[Any, list[dict]]:
+        """The model as a method starts from it, grown once for all learning rates, with rates of 1."""
+        if self._prepared[:2] != (method.name, seed):
             self._prepared = ()
-            gc.collect()  # a Trainer refers to itself, and holds the last model
-            patched: Any = move_to_device(self.load_model(), self.rows.training.device)
-            batches = self.rows.draw_batches(self.options.growth_batches, seed)
-            loss_of = partial(make_sft_loss, rows=self.rows)
-            model, report = prepare_model(patched, METHODS[method], self.rank, batches, seed, loss_of)
-            start = {weight: weight.detach().clone() for weight in model.parameters() if weight.requires_grad}
-            self._prepared = method, seed, model, report, start
-        *_, model, report, start = self._prepared
+            gc.collect()
+            model = self._make_model()
+            set_seed(seed)
+            model, groups = method.prepare(model, self._order(seed, method.growth_batches), self.loss)
+            changing = [*(p for group in groups for p in group["params"]), *model.buffers()]
+            start = [(tensor, tensor.detach().clone()) for tensor in changing]
+            self._prepared = method.name, seed, model, groups, start
+        *_, model, groups, start = self._prepared
         with torch.no_grad():
-            for weight, value in start.items():
-                weight.copy_(value)
-        return model, report
+            for tensor, value in start:
+                tensor.copy_(value)
+        return model, groups
+
+    def train(self, name: str, rate: float, steps: int, seed: int) -> Run:
+        """Train, measure, and keep the run; a ValueError if the method cannot be had."""
+        method, accelerator = Method(name, learning_rate=1.0, **self.options), self.accelerator
+        model, groups = self._prepare(method, seed)
+        set_seed(seed)
+        weights = [p for group in groups for p in group["params"]]
+        optimizer = accelerator.prepare(torch.optim.AdamW([group | {"lr": rate * group["lr"]} for group in groups]))
+        schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(_WARMUP * steps), steps)
+        model.train()
+        for batch in self._order(seed, steps):
+            with accelerator.autocast():
+                loss = self.loss(model, self._on_device(batch))
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            self.bar.update()
+        accelerator.free_memory()
+        cache = cache_bytes(growable_model(model)) if name in GROWING else self.cache
+        trained = sum(weight.numel() for weight in weights) - self.saved_weights
+        return self._keep(Run(name, rate, steps, seed, self.measure(model), trained, cache))
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> list[float]:
+        """The loss of each held-out batch; none if one is not finite."""
+        model.eval()
+        with self.accelerator.autocast():
+            losses = [float(self.loss(model, self._on_device(batch))) for batch in self.held_out_batches]
+        return losses if all(map(math.isfinite, losses)) else []
+
+    def _on_device(self, batch: Any) -> Any:
+        return send_to_device(copy.copy(batch), self.accelerator.device)  # a copy, of which a loss may take labels out
 
 
-def _hash(values: Iterable) -> str:
-    """A hash of tensors, rows and settings by their content."""
-    hasher = Hasher()
-    for value in values:
-        hasher.update(value)
-    return hasher.hexdigest()
+def _digest(values: Any) -> str:
+    """A digest of all tensors in a container, by their content."""
+    digest = hashlib.sha256()
 
+    def add(tensor: torch.Tensor) -> None:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
-@torch.no_grad()
-def measure_rows(model: nn.Module, rows: Prepared) -> tuple[list[float], list[int]]:
-    """The summed loss of each held-out row in nats, none if one is not finite, and the number of its tokens.
-
-    Rows that the collator packs into one count as one.
-    """
-    training = rows.training
-    move_to_device(model.eval(), training.device)
-    nats: list[float] = []
-    counts: list[int] = []
-    for batch in DataLoader(rows.test, training.per_device_eval_batch_size, collate_fn=rows.collate):
-        inputs = {key: value.to(training.device) for key, value in batch.items() if torch.is_tensor(value)}
-        labels = inputs.pop("labels")[:, 1:]
-        logits = model(**inputs, use_cache=False).logits[:, :-1]
-        predicted = labels != -100
-        losses = torch.zeros(labels.shape, device=labels.device)
-        losses[predicted] = nn.functional.cross_entropy(logits[predicted].float(), labels[predicted], reduction="none")
-        nats += losses.sum(1).tolist()
-        counts += predicted.sum(1).tolist()
-    return nats if math.isfinite(sum(nats)) else [], counts
-
-
-def run_race(load_model: Callable[[], PreTrainedModel], rows: Prepared, options: RaceOptions) -> Race:
-    """Train LoRA on all linear layers, growth, and both, each for a short while, and compare them.
-
-    All train the same number of weights on the same rows in the same order. Growth, or growth with LoRA, wins if it
-    leads by more than 0.01 nats a token and by more than two standard errors; otherwise LoRA wins. Runs are kept in the
-    output folder as they end, and the same call continues there.
-
-    Args:
-        load_model: gives the patched model anew.
-        rows: to train on and to compare on.
-        options: budget, steps of the long trainings, and seeds of LoRA's and its best challenger's.
-
-    Raises:
-        ValueError: there are too few steps, seeds or rows, or the folder holds another race.
-    """
-    steps, seeds = options.steps, options.seeds
-    if steps < SHORT or seeds < 1:
-        raise ValueError(f"A race takes at least {SHORT} steps and 1 seed; got {steps} and {seeds}.")
-    if rows.training.world_size > 1:
-        raise ValueError("A race runs in one process: start it without torchrun, then train by the winner.")
-    trainings = _Trainings(load_model, rows, options)
-    race, rates = trainings.race, [rate / trainings.width for rate in RATES]
-    methods = [name for name in METHODS if name != "both" or trainings.rank > 1]  # a rank cannot be shared
-    total = len(methods) * (3 * (steps // SHORT) + steps) + 2 * (seeds - 1) * steps
-    print(f"A race of {', '.join(methods)} takes {total:,} training steps.")
-    try:
-        compete(race, trainings.train, methods, rates, seeds)
-    except KeyboardInterrupt:
-        print(race.table())
-        kept = f"the same command continues in {rows.training.output_dir}, where runs are kept."
-        raise KeyboardInterrupt(kept) from None
-    return race
+    recursively_apply(add, values)
+    return digest.hexdigest()[:16]

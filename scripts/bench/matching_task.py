@@ -7,14 +7,14 @@ import tables
 import torch
 from harness import TUNING_SEED, Task, pretrained
 from neighbours import (
-    SCALES,
+    at_length_one,
+    best_loss,
     logistic_regression_loss,
     matched_pairs,
-    neighbour_loss,
     neighbour_scores,
     shared_directions,
 )
-from tables import MOST_FEATURES, Table, read_embeddings, read_table
+from tables import EMBEDDINGS, MOST_FEATURES, SENTENCES, Table, read_embeddings, read_table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, pad
 from transformers import EuroBertConfig, EuroBertForTokenClassification
@@ -24,8 +24,7 @@ from hf_growattn.growable.attention import attentions
 from hf_growattn.training.methods import weights_of_rank_one
 
 MATCH, CLASSIFY = "match", "classify"
-EMBEDDINGS = "embeddings"
-NEAREST, LOGISTIC = "nearest neighbours", "logistic regression"
+NEAREST, COSINE, LOGISTIC = "nearest neighbours", "cosine", "logistic regression"
 MOST_CLASSES = 26  # of a synthetic table
 
 
@@ -35,7 +34,7 @@ class Records(Task):
 
     Attributes:
         kind: to "match" a row with the one that it is a corrupted copy of, whose label is its own, or to "classify".
-        table: one of `tables.SOURCES`, or embeddings, for which `encoder` and `pairs` say what is embedded.
+        table: one of `tables.SOURCES`, or embeddings or sentences; `encoder` and `pairs` say what is embedded.
         components: of the table, see `tables.read_table`.
         d, layers: of the model.
         width: of queries, keys and values; there are `d / width` heads.
@@ -80,13 +79,13 @@ class Records(Task):
         return f"{self.kind} {self.table}, {self.features} features, {heads}{given}"
 
     def without_training(self, seed: int) -> dict[str, float]:
-        """Nearest neighbours, and a logistic regression on the rows given."""
+        """Nearest neighbours in a fitted metric and by cosine, and a logistic regression on the rows given."""
         directions = shared_directions(self.pairs_of_rows())
         seen = [self.batch(TUNING_SEED, step) for step in range(self.growth_batches)]
-        scale = min(SCALES, key=lambda scale: neighbour_loss(seen, directions * scale, self.labels))
         batches = list(self.held_out_batches(seed))
         return {
-            NEAREST: neighbour_loss(batches, directions * scale, self.labels),
+            NEAREST: best_loss(seen, batches, directions, self.labels),
+            COSINE: best_loss(at_length_one(seen), at_length_one(batches), torch.eye(self.features), self.labels),
             LOGISTIC: logistic_regression_loss(batches),
         }
 
@@ -101,7 +100,7 @@ class Records(Task):
 
     def split(self, held_out: bool) -> Table:
         """The rows for training, or the others."""
-        if self.table == EMBEDDINGS:
+        if self.encoder:
             return read_embeddings(self.encoder, self.pairs)[held_out]
         return read_table(self.table, self.components)[held_out]
 
@@ -152,7 +151,7 @@ class Records(Task):
             is_known = (labels[..., None] == given[:, None]).any(-1)
             labels = torch.where(is_known, labels, -100)
         queries = table.others[asked]
-        if self.kind == MATCH and self.table != EMBEDDINGS:
+        if self.kind == MATCH and self.table not in (EMBEDDINGS, SENTENCES):
             queries = corrupt(queries, table.features, self.corrupted, generator)
         return {"rows": torch.cat((table.features[shown], queries), 1), "given": given, "labels": labels}
 
@@ -174,7 +173,7 @@ class Records(Task):
 
     def budget(self, model: nn.Module) -> int:
         """Weights of LoRA on all linear layers, read-in and head among them."""
-        return self.rank * weights_of_rank_one(model)
+        return self.rank * weights_of_rank_one(model, {})
 
     def measure(self, model: nn.Module, seed: int) -> dict[str, float]:
         """The loss, and the share of rows that get the right label; numbers that are kept of a row given."""

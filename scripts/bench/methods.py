@@ -8,8 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_growattn import Grower, GrowthConfig
-from hf_growattn.growable.attention import GrowableAttention, attentions
-from hf_growattn.model.new_dims import NewDims
+from hf_growattn.growable.attention import attentions
 from hf_growattn.training import methods as library
 
 ROLES = ("query", "key", "value", "output")
@@ -22,7 +21,7 @@ class Method:
     """What is added to a model, and what trains.
 
     Attributes:
-        library: one of `METHODS` of hf_growattn, exactly as a race trains it; nothing below is needed then.
+        library: the name of a `Method` of hf_growattn, which then adds to the model; nothing below is needed.
         growth: arguments of `GrowthConfig`; without widths, what the adapter leaves of the budget.
         share: of the budget that growth takes.
         random: whether new dims point in random directions, in the places and numbers that growth chose.
@@ -52,7 +51,7 @@ class Method:
     @property
     def grows(self) -> bool:
         """Whether heads get wider."""
-        return self.growth is not None or bool(self.library and library.METHODS[self.library].lora < 1)
+        return self.growth is not None or self.library not in ("", "lora", "all")
 
 
 NOTHING = Method(trains=False, rates=(0.0,))
@@ -121,16 +120,10 @@ def make_optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer | Non
 
 def _add_as_library(model: nn.Module, method: Method, task, batches: list[dict], seed: int, rate: float):
     """As a race of hf_growattn does it."""
-    chosen = library.METHODS[method.library]
-    rank = library.choose_rank(model, task.budget(model))
-    trained, report = library.prepare_model(model, chosen, rank, batches, seed, lambda _: task.loss)
-    optimizer = make_optimizer(trained, rate)
-    if optimizer is not None:
-        library.scale_grown_rates(optimizer, trained, chosen.grown_share(model.config.get_text_config().hidden_size))
-        for group in optimizer.param_groups:
-            group["full_rate"] = group["lr"]
-    figures = {} if report is None else {"grown_weights": report.added_parameters if report.kept else 0}
-    return trained, optimizer, figures
+    torch.manual_seed(seed)
+    chosen = library.Method(method.library, task.budget(model), rate, growth_batches=len(batches))
+    trained, groups = chosen.prepare(model, batches, task.loss)
+    return trained, torch.optim.AdamW([group | {"full_rate": group["lr"]} for group in groups]), {}
 
 
 def _grow(model: nn.Module, method: Method, task, budget: int, batches: list[dict], seed: int, optimizer) -> dict:
@@ -143,34 +136,18 @@ def _grow(model: nn.Module, method: Method, task, budget: int, batches: list[dic
     config = GrowthConfig(seed=seed, **{"old_dims_train": old_dims_train, **options})
     growth = Grower(model, config, optimizer, loss=task.loss).find(batches)
     if method.random:
-        point_at_random(growth.new_dims, seed)
+        torch.manual_seed(seed)
+        library.point_at_random(growth.new_dims)
     report = growth.keep()
     widths = [[attention.width_of("query"), attention.width_of("value")] for attention in attentions(model)]
     return {"grown_weights": report.added_parameters if report.kept else 0, "widths": widths}
 
 
-@torch.no_grad()
-def point_at_random(parts: dict[GrowableAttention, NewDims], seed: int) -> None:
-    """Draw new keys and values as large as the old ones, and let new queries and outputs be zero: nothing changes."""
-    generator = torch.Generator().manual_seed(seed)
-    for attention, part in parts.items():
-        for drawn, zeroed in (("key", "query"), ("value", "output")):
-            new = part.weight_of(drawn)
-            noise = torch.randn(new.shape, generator=generator).to(new)
-            new.copy_(noise * attention.weight_of(drawn).square().mean().sqrt())
-            part.weight_of(zeroed).zero_()
-            for role in (drawn, zeroed):
-                bias = part.bias_of(role)
-                if bias is not None:
-                    bias.zero_()
-
-
 def targets_of(model: nn.Module, method: Method) -> dict[str, nn.Module]:
     """The layers that carry a method's adapter, by name."""
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     if method.targets == ALL_LINEAR:
-        outputs = getattr(model, "get_output_embeddings", lambda: None)()
-        return {name: module for name, module in linear.items() if module is not outputs}
+        return library.linear_layers(model, {})
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     roles = [role for role in method.targets if role in ROLES]
     chosen = {attention.projection_of(role) for attention in attentions(model) for role in roles}
     names = tuple(name for name in method.targets if name not in ROLES)

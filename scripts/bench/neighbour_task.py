@@ -72,7 +72,7 @@ class NextNeighbour(Task):
 
     def budget(self, model: nn.Module) -> int:
         """What LoRA of rank 3 on all linear layers has."""
-        return 3 * weights_of_rank_one(model)
+        return 3 * weights_of_rank_one(model, {})
 
     def measure(self, model: nn.Module, seed: int) -> dict[str, float]:
         """The loss of answers, and the share that is right."""

@@ -1,12 +1,12 @@
-"""Labels for rows without a transformer: nearest neighbours in a metric of the table, and logistic regression."""
+"""Labels for rows without a transformer: a fitted metric's nearest neighbours, cosine, and logistic regression."""
 
 import warnings
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy, normalize, one_hot
 
-SCALES = [2.0**-power for power in range(6)]  # of distances: pairs do not quite differ as Gaussians do
+SCALES = [2.0**power for power in range(-5, 6)]  # of distances: pairs do not quite differ as Gaussians do
 RIDGE = 0.01  # of the mean variance, added where rows that belong together do not differ
 
 
@@ -49,6 +49,17 @@ def neighbour_loss(batches: list[dict], directions: Tensor, labels: int) -> floa
     """The mean loss of those likelihoods."""
     scores = [neighbour_scores(batch, directions, labels) for batch in batches]
     return cross_entropy(torch.cat(scores), torch.cat([batch["labels"].flatten() for batch in batches])).item()
+
+
+def best_loss(seen: list[dict], batches: list[dict], directions: Tensor, labels: int) -> float:
+    """The mean loss on batches, at the scale of distances that is best on those seen."""
+    scale = min(SCALES, key=lambda scale: neighbour_loss(seen, directions * scale, labels))
+    return neighbour_loss(batches, directions * scale, labels)
+
+
+def at_length_one(batches: list[dict]) -> list[dict]:
+    """The same with rows of length 1, whose distances order them as their cosines do."""
+    return [batch | {"rows": normalize(batch["rows"], dim=-1)} for batch in batches]
 
 
 def logistic_regression_loss(batches: list[dict]) -> float:

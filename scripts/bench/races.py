@@ -10,7 +10,6 @@ whether the first result was right. Leads of older pairs, raced by earlier code,
 import argparse
 import hashlib
 import json
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,22 +17,15 @@ from pathlib import Path
 import harness
 import page
 import torch
-from datasets import Dataset
 from harness import Task, collect, digest_of_files, source_of
 from neighbour_task import NextNeighbour
 from recall_task import PhoneBook
 from results import spread
 from text_task import READ, OnText, OnTextNarrow, tiny_llama
-from tokenizers import Tokenizer, models
-from torch.nn.functional import pad
-from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig
 
-from hf_growattn.training.comparison import MARGIN, SURE, Race, compare_runs
-from hf_growattn.training.data import Prepared
-from hf_growattn.training.methods import METHODS, weights_of_rank_one
-from hf_growattn.training.options import RaceOptions
-from hf_growattn.training.race import run_race
+from hf_growattn import race
+from hf_growattn.report.comparison import MARGIN, SURE, TITLES, RaceResult, compare_runs
+from hf_growattn.training.methods import weights_of_rank_one
 
 LONGER = 5  # times as many steps
 RANK = 3  # of LoRA on all linear layers, whose weights are the budget
@@ -64,30 +56,12 @@ class Pair:
         given = {"kind": type(self.task).__name__, "source": source_of(self.task), "files": files, **asdict(self)}
         return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
 
-    def rows(self, tokenizer, **options) -> Prepared:
-        """Rows to train on and held-out ones, and how to train on them: `options` are for SFTConfig."""
-        trained = [self.task.batch(0, step) for step in range(LONGER * self.steps)]
-        size = len(trained[0]["input_ids"])
+    def held_out_batches(self) -> list[dict]:
+        """Batches to compare on, small ones: the error of a race is that over them."""
         if isinstance(self.task, OnText):
-            aside = self.task.tested(0)
-        else:
-            aside = [self.task.batch(1, step) for step in range(-(-self.held_out // size))]
-        training = SFTConfig(per_device_train_batch_size=size, **options)
-        return Prepared(_dataset(trained), _dataset(aside), collate, tokenizer, training)
-
-
-def _dataset(batches: list[dict]) -> Dataset:
-    columns: dict[str, list] = {"input_ids": [], "labels": []}
-    for batch in batches:
-        before = batch["input_ids"].shape[1] - batch["labels"].shape[1]  # a book, which is not asked for
-        columns["input_ids"] += batch["input_ids"].tolist()
-        columns["labels"] += pad(batch["labels"], (before, 0), value=-100).tolist()
-    return Dataset.from_dict(columns)
-
-
-def collate(rows: list[dict]) -> dict:
-    """A batch of rows that are all as long."""
-    return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+            return self.task.tested(0)
+        size = len(self.task.batch(1, 0)["input_ids"])
+        return [self.task.batch(1, step) for step in range(-(-self.held_out // size))]
 
 
 def measure(pair: Pair) -> dict:
@@ -105,26 +79,26 @@ def measure(pair: Pair) -> dict:
     return harness.finite(row | {"seconds": short_seconds, "long_seconds": long_seconds})
 
 
-def lead_of(race: Race, name: str | None) -> tuple[float | None, float | None]:
+def lead_of(result: RaceResult, name: str | None) -> tuple[float | None, float | None]:
     """How much lower a method ends than LoRA, and the standard error; None for both where it found nothing to grow."""
-    runs = race.runs_of(name or "")
-    return compare_runs(runs, race.runs_of("lora")) if runs else (None, None)
+    runs = result.runs_of(name or "")
+    return compare_runs(runs, result.runs_of("lora")) if runs else (None, None)
 
 
-def run(pair: Pair, steps: int) -> tuple[Race, float]:
+def run(pair: Pair, steps: int) -> tuple[RaceResult, float]:
     """A race of some steps, and its processor time."""
-    task = pair.task
-    model = task.model(0)
-    words = {str(word): word for word in range(model.config.vocab_size)}  # the rows are tokens already
-    bare = Tokenizer(models.WordLevel(words, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="0", pad_token="0")
-    began = time.process_time()
-    with tempfile.TemporaryDirectory() as folder:
-        plain = dict(gradient_checkpointing=False, bf16=False, use_cpu=True, report_to=[])
-        rows = pair.rows(tokenizer, output_dir=folder, **plain)
-        options = RaceOptions(RANK * weights_of_rank_one(model), pair.growth_batches, steps, pair.seeds)
-        race = run_race(lambda: task.model(0), rows, options)
-    return race, time.process_time() - began
+    task, began = pair.task, time.process_time()
+    result = race(
+        lambda: task.model(0),
+        [task.batch(0, step) for step in range(steps)],
+        pair.held_out_batches(),
+        task.loss,
+        budget=RANK * weights_of_rank_one(task.model(0), {}),
+        steps=steps,
+        seeds=pair.seeds,
+        growth_batches=pair.growth_batches,
+    )
+    return result, time.process_time() - began
 
 
 def wins(pair: dict) -> bool:
@@ -230,7 +204,7 @@ a phone book, and "nearest of 30 tokens" a search among points.
 
 def outcome(pair: dict) -> list[str]:
     """What a race says and whether it is right, under `OUTCOME`."""
-    title = METHODS[pair["challenger"]].title if pair["challenger"] else "nothing grew"
+    title = TITLES[pair["challenger"]] if pair["challenger"] else "nothing grew"
     leads = [(pair["lead"], pair["error"]), (pair["long"], pair["long_error"])]
     shown = ["" if lead is None else f"{lead:+.3f} ± {error:.3f}" for lead, error in leads]
     return [title, *shown, title if wins(pair) else "LoRA", "right" if is_right(pair) else "wrong"]

@@ -9,19 +9,20 @@ from results import Declared, make_parser, parse
 from text_task import OnText, WordBook, tiny_llama
 from transformers import AutoConfig
 
-from hf_growattn.training.methods import METHODS, RATES
+from hf_growattn.report.comparison import TITLES
+from hf_growattn.training.race import RATES
 
-GROWTH, MIX = METHODS["growth"].title, METHODS["both"].title
+GROWTH, MIX = TITLES["growth"], TITLES["mix"]
 BOOKS = (20, 50, 100)  # entries of phone books
 
 
 def methods(width: int) -> dict[str, Method]:
     """What is compared: the methods of a race at their rates for a `hidden_size`, and two more adapters."""
     rates = tuple(rate / width for rate in RATES)
-    named = {METHODS[name].title: Method(library=name, rates=rates) for name in ("lora", "growth", "both")}
+    named = {TITLES[name]: Method(library=name, rates=rates) for name in ("lora", "growth", "mix")}
     full = tuple(rate / width for rate in (0.1, 0.3))
     return {
-        LORA: named[METHODS["lora"].title],
+        LORA: named[TITLES["lora"]],
         **named,
         "all weights": Method(base=True, rates=full),
         "LoRA on q, k, v, o": Method(adapter="lora", targets=("query", "key", "value", "output"), rates=rates),
@@ -35,7 +36,7 @@ PAGE = Declared(
     text="""Methods train about the number of weights that LoRA of rank 3 on all linear layers has, but for
 "all weights". LoRA on
 all linear layers, growth and their mix are trained as a race of hf_growattn trains them; the mix has two learning
-rates (mix_rates.md). Phone books have names of two words out of 64 each; "right" is the share of labelled tokens that
+rates. Phone books have names of two words out of 64 each; "right" is the share of labelled tokens that
 are right.""",
     growing=[GROWTH, MIX],
     more={"right": "right", "right after the change": "at_change"},

