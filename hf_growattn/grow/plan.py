@@ -1,8 +1,7 @@
 """What to grow: `GrowthConfig`, what it needs of model and batches, how a budget is spent, and the report of it."""
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import cache_bytes, growable_model
-from ..growable.projections import is_adapted
 from ..growable.training_state import is_distributed
 from ..measure import functional as F
 from ..measure.bottlenecks import KINDS, QK, Kind
@@ -235,31 +233,6 @@ def model_to_grow(model: nn.Module) -> PreTrainedModel:
                 "grow the model before get_peft_model, which prefix tuning does not allow."
             )
     return growable_model(model)
-
-
-@contextlib.contextmanager
-def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
-    """Raise a ValueError in a loss whose reference is the model itself under other adapters: that would grow too."""
-    adapted = [module for module in model.modules() if is_adapted(module)]
-
-    def active(module: Any) -> tuple:
-        return module.disable_adapters, *module.active_adapters
-
-    before = [active(module) for module in adapted]
-
-    def check(*_) -> None:
-        if [active(module) for module in adapted] != before:
-            raise ValueError(
-                "The loss compares the model with itself under other adapters or none, and growth would change both: "
-                "new dims go into the base. Compute the reference before (in TRL precompute_ref_log_probs=True), or "
-                "give it a model of its own."
-            )
-
-    handle = attentions(model)[0].module.register_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[GrowableAttention]:
