@@ -25,7 +25,7 @@ from ..growable.training_state import (
 from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
 from ..measure.directions import Directions, passes_over, sketched_directions
-from ..measure.interrupts import HeldInterrupts
+from ..measure.guards import HeldInterrupts, adapters_stay
 from ..measure.passes import (
     ROUNDING,
     HalvedBatches,
@@ -39,7 +39,6 @@ from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 from .plan import (
     GrowthConfig,
-    adapters_stay,
     all_candidates,
     check_room,
     dims_worth_a_look,

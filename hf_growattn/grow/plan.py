@@ -1,8 +1,7 @@
 """What to grow: `GrowthConfig`, what it needs of model and batches, how a budget is spent, and the report of it."""
 
-import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import cache_bytes, growable_model
-from ..growable.projections import is_adapted
 from ..growable.training_state import is_distributed
 from ..measure import functional as F
 from ..measure.bottlenecks import KINDS, QK, Kind
@@ -70,9 +68,8 @@ class AddedDims:
     @property
     def chosen_layers(self) -> list[int] | None:
         """The indices of the layers; None for every layer."""
-        if self.layers is None or isinstance(self.layers, int):
-            return self.layers if self.layers is None else [self.layers]
-        return [*self.layers]
+        layers = [self.layers] if isinstance(self.layers, int) else self.layers
+        return None if layers is None else [*layers]
 
     @property
     def chosen_kinds(self) -> list[Kind]:
@@ -95,7 +92,7 @@ class GrowthConfig(AddedDims):
     """What to grow, and how to measure. Give `budget`, or fixed widths by `qk_dims` and `v_dims`.
 
     Attributes:
-        qk_dims, v_dims, budget, kinds, layers: see `AddedDims`.
+        qk_dims, v_dims, budget, kinds, layers: see `AddedDims`, also for errors.
         max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
         multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
         method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
@@ -108,9 +105,6 @@ class GrowthConfig(AddedDims):
         ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
         oversampling: probe dims beyond the wanted ones in the sketch, half of them for either half of the batches.
         seed: of the sketch's random inputs.
-
-    Raises:
-        ValueError: an attribute is outside its range, or they contradict each other; the message names the fix.
     """
 
     max_qk_head_dim: int | None = None
@@ -239,31 +233,6 @@ def model_to_grow(model: nn.Module) -> PreTrainedModel:
                 "grow the model before get_peft_model, which prefix tuning does not allow."
             )
     return growable_model(model)
-
-
-@contextlib.contextmanager
-def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
-    """Raise a ValueError in a loss whose reference is the model itself under other adapters: that would grow too."""
-    adapted = [module for module in model.modules() if is_adapted(module)]
-
-    def active(module: Any) -> tuple:
-        return module.disable_adapters, *module.active_adapters
-
-    before = [active(module) for module in adapted]
-
-    def check(*_) -> None:
-        if [active(module) for module in adapted] != before:
-            raise ValueError(
-                "The loss compares the model with itself under other adapters or none, and growth would change both: "
-                "new dims go into the base. Compute the reference before (in TRL precompute_ref_log_probs=True), or "
-                "give it a model of its own."
-            )
-
-    handle = attentions(model)[0].module.register_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def layers_of(model: PreTrainedModel, chosen: Iterable[int] | None) -> list[GrowableAttention]:
