@@ -65,8 +65,8 @@ def test_the_demo_in_a_short_form(forks, tmp_path):
     done = forks.run("scripts/demo.py", "--steps", "8", "--pretraining", "20", "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     out = done.stdout
-    assert "before: loss" in out and "LoRA on all linear layers: loss" in out and "wider heads" in out
-    assert f"the same again: {tmp_path}" in out and (tmp_path / "transformer" / "README.md").is_file()
+    assert "LoRA on all linear layers" in out and " wins: its held-out loss is " in out.replace("\n", " ") or "LoRA wins" in out
+    assert re.search(rf"(\d+%) after training by the winner.\nSaved in {tmp_path}, and loaded from there: \1", out)
 
 
 def test_the_command_lines_of_the_readme_are_true(tmp_path, monkeypatch):
@@ -86,11 +86,9 @@ def test_the_command_lines_of_the_readme_are_true(tmp_path, monkeypatch):
         if program == "growattn":
             done = call(command, *words, *CHANGED.get(command, []))
             assert done.code in (0, 3), (line, done)
-        elif program == "hf":  # what it uploads is there
-            assert (tmp_path / words[1] / "README.md").is_file()
         elif program == "python":
             monkeypatch.setattr("sys.argv", [command, *words, *CHANGED.get(command, [])])
             runpy.run_path(command, run_name="__main__")
         seen.append(command)
-    assert {"inspect", "measure", "race", "export", "upload", "scripts/finetune.py", "scripts/evaluate.py"} <= {*seen}
+    assert {"inspect", "measure", "race", "export", "scripts/finetune.py"} <= {*seen}
     assert (tmp_path / "stock" / "config.json").exists()
