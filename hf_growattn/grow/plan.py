@@ -68,9 +68,8 @@ class AddedDims:
     @property
     def chosen_layers(self) -> list[int] | None:
         """The indices of the layers; None for every layer."""
-        if self.layers is None or isinstance(self.layers, int):
-            return self.layers if self.layers is None else [self.layers]
-        return [*self.layers]
+        layers = [self.layers] if isinstance(self.layers, int) else self.layers
+        return None if layers is None else [*layers]
 
     @property
     def chosen_kinds(self) -> list[Kind]:
@@ -93,7 +92,7 @@ class GrowthConfig(AddedDims):
     """What to grow, and how to measure. Give `budget`, or fixed widths by `qk_dims` and `v_dims`.
 
     Attributes:
-        qk_dims, v_dims, budget, kinds, layers: see `AddedDims`.
+        qk_dims, v_dims, budget, kinds, layers: see `AddedDims`, also for errors.
         max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
         multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
         method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
@@ -106,9 +105,6 @@ class GrowthConfig(AddedDims):
         ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
         oversampling: probe dims beyond the wanted ones in the sketch, half of them for either half of the batches.
         seed: of the sketch's random inputs.
-
-    Raises:
-        ValueError: an attribute is outside its range, or they contradict each other; the message names the fix.
     """
 
     max_qk_head_dim: int | None = None

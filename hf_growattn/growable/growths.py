@@ -66,7 +66,7 @@ def cache_bytes(model: nn.Module, tried: Mapping[Any, NewDims] | None = None) ->
     numbers = 0
     for attention in (attention for attention in attentions(model) if attention.caches):
         in_use = [] if attention.extra is None else attention.extra.active()  # adapters of peft among them
-        numbers += attention.cached_numbers([*in_use, *([tried[attention]] if attention in (tried or {}) else [])])
+        numbers += attention.cached_numbers([*in_use, *([tried[attention]] if tried and attention in tried else [])])
     return next(model.parameters()).element_size() * numbers
 
 

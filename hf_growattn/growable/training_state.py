@@ -342,7 +342,7 @@ def _watch_distributed_checkpoints() -> None:
 
     They read what a state dict asks for, and a model that has not grown asks for none.
     """
-    from torch.distributed.checkpoint import DefaultLoadPlanner
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     stock = DefaultLoadPlanner.set_up_planner
 

