@@ -42,20 +42,6 @@ def everything(model, batches, kinds, dims=4):
     return Trial([Candidate(found, dims, torch.ones(dims)) for found in directions]), mean_over_ranks(losses)
 
 
-def test_a_kind_without_a_step_is_not_added_next_to_one_that_has_one():
-    class OfPatterns(Grower):
-        def search_steps(self, session, trial):
-            steps = super().search_steps(session, trial)
-            return [step * (each.bottleneck.kind is QK) for each, step in zip(trial.candidates, steps)]
-
-    model = patch_model(build("llama-2"))
-    report = OfPatterns(model, GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches(4)).keep()
-    now = {(each.layer, kind.name): each.width_of(kind.shared) for each in attentions(model) for kind in (QK, V)}
-    assert now == {(layer.layer, layer.kind): layer.width[1] for layer in report.layers}
-    assert {layer.width for layer in report.layers} == {(16, 18), (16, 16)}
-    assert report.added_parameters == sum(weight.numel() for weight in extra_parameters(model))
-
-
 @pytest.mark.parametrize("kinds", [(QK,), (V,), (QK, V)], ids=lambda k: k[-1].name + str(len(k)))
 @pytest.mark.parametrize("variant", ["llama-2", "llama-5-bias", "gpt2-2"])
 def test_first_order_is_right_in_fp64(variant, kinds):
