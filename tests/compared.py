@@ -1,7 +1,7 @@
 """The engine's directions, for tests, and other ways to choose directions: the drafts' own, the plain one, and chance.
 
-The others all look at the whole gradient, so they are for small models; none projects out what the old dims can do. In
-one process only.
+All but the sketch look at the whole gradient, so they are for small models and one process; the others do not project
+out what the old dims can do.
 """
 
 from functools import partial
@@ -13,9 +13,8 @@ from hf_growattn import Grower, GrowthConfig
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.bottlenecks import QK, Bottleneck, V, compute_moments
-from hf_growattn.measure.directions import Directions, beyond_old_dims, shares, sketched_directions, whole_gradients
-from hf_growattn.measure.halves import halves_of
-from hf_growattn.measure.passes import Objective, evaluation_mode
+from hf_growattn.measure.directions import Directions, read_products, shares, sketched_directions
+from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 
 ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
 
@@ -29,8 +28,71 @@ def sketched(model, batches, dims):
 
 def best_directions(whitened: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `dims` best directions `U, sigma, V` of a whitened gradient: (G, g a, p), (G, p), (G, b, p)."""
-    u, sigma, v = F.thin_svd(whitened)
-    return u[..., :dims], sigma[..., :dims], v[..., :dims]
+    u, sigma, vh = torch.linalg.svd(whitened, full_matrices=False)
+    return u[..., :dims], sigma[..., :dims], vh.mT[..., :dims]
+
+
+def directions_from_products(inputs: Tensor, products: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The directions of one matrix, by both steps of the package."""
+    whitening, core = F.core_of_products(inputs, products)
+    return F.directions_from_core(inputs, products, whitening, *F.eigenvectors([core])[0], dims)
+
+
+def column_basis(factors: Tensor) -> Tensor:
+    """An orthonormal basis of the columns, (..., n, k) -> (..., n, k), with zeros for missing directions."""
+    u, sigma, _ = torch.linalg.svd(factors, full_matrices=False)
+    return u * (sigma > sigma[..., :1] * max(factors.shape[-2:]) * torch.finfo(factors.dtype).eps).unsqueeze(-2)
+
+
+def residual(whitened: Tensor, stacked: Tensor, shared: Tensor) -> Tensor:
+    """What the old dims cannot do of `M`, by their whitened factors: `(I - P_a) M (I - P_b)`."""
+    left, right = column_basis(stacked), column_basis(shared)
+    beyond = whitened - left @ (left.mT @ whitened)
+    return beyond - beyond @ right @ right.mT
+
+
+def whole_gradients(
+    objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list[dict], ...]
+) -> list[list[Tensor]]:
+    """The whitened gradient `M` of every bottleneck for each part of the batches, each (G, g a, b)."""
+    inputs = []
+    for bottleneck in bottlenecks:
+        identity = torch.eye(bottleneck.shared_shape[1]).to(bottleneck.like).expand(bottleneck.groups, -1, -1)
+        inputs.append((bottleneck.like.new_zeros(*bottleneck.stacked_shape, 0), identity))
+    return [[whole for whole, _ in own] for own in read_products(objective, bottlenecks, inputs, halves)]
+
+
+def exact_directions(
+    objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list[dict], list[dict]], dims: int
+) -> list[Directions]:
+    """The best directions of the whole gradient, beyond what the old dims can follow, unless those will not train."""
+    found, weights = [], shares(halves)
+    for bottleneck, parts in zip(bottlenecks, whole_gradients(objective, bottlenecks, halves)):
+        beyond, out_of_reach = beyond_old_dims(bottleneck, parts)
+        found.append(
+            _judged(bottleneck, beyond if bottleneck.old_dims_train else parts, None, weights, dims, out_of_reach)
+        )
+    return found
+
+
+def beyond_old_dims(bottleneck: Bottleneck, parts: list[Tensor]) -> tuple[list[Tensor], float | None]:
+    """What the old dims cannot do of each half's whole gradient, (G, g a, b) each, and its share in that."""
+    if not bottleneck.span_is_known:
+        return parts, None
+    first, second = (residual(part, *bottleneck.whitened_factors()) for part in parts)
+    agreed = (parts[0] * parts[1]).sum()
+    share = ((first * second).sum() / agreed).clamp(0, 1).sqrt().item() if agreed > 0 else 0.0
+    return [first, second], share
+
+
+def _judged(bottleneck, parts, targets, weights, dims, out_of_reach) -> Directions:
+    """Directions of both halves and of each, which the other judges; of unwhitened `targets`, where there are some."""
+    solve = partial(_whitened_directions, bottleneck) if targets else best_directions
+    own = [solve(target, dims) for target in targets or parts]
+    both, of_both = (weights[0] * first + weights[1] * second for first, second in (targets or parts, parts))
+    u, sigma, v = solve(both, dims)
+    validated = (_gain(*own[0], parts[1]) + _gain(*own[1], parts[0])) / 2
+    return Directions(bottleneck, u, sigma, v, _gain(u, sigma, v, of_both), validated, out_of_reach, tuple(own))
 
 
 def product_norm(left: Tensor, right: Tensor) -> Tensor:
@@ -87,13 +149,7 @@ def compared_directions(
         if name == "random":
             found.append(_random(bottleneck, dims, generator, out_of_reach))
             continue
-        of_both = weights[0] * parts[0] + weights[1] * parts[1]
-        directions = partial(_whitened_directions, bottleneck)
-        u, sigma, v = directions(weights[0] * target[0] + weights[1] * target[1], dims)
-        own = tuple(directions(part, dims) for part in target)
-        validated = (_gain(*own[0], parts[1]) + _gain(*own[1], parts[0])) / 2
-        in_sample = _gain(u, sigma, v, of_both)
-        found.append(Directions(bottleneck, u, sigma, v, in_sample, validated, out_of_reach, own))
+        found.append(_judged(bottleneck, parts, target, weights, dims, out_of_reach))
     return found
 
 
@@ -103,7 +159,7 @@ def _gain(u: Tensor, sigma: Tensor, v: Tensor, whitened: Tensor) -> Tensor:
 
 
 def _per_head(bottleneck: Bottleneck, stacked: Tensor, whitening: Tensor) -> Tensor:
-    """Apply a root of the stacked side to a stacked matrix, (G, g a, n)."""
+    """Apply a matrix of the stacked side to a stacked matrix, (G, g a, n)."""
     return F.stack_groups(F.apply_root(whitening, F.unstack_groups(stacked, bottleneck.heads)), bottleneck.groups)
 
 
@@ -111,8 +167,13 @@ def _target(name: str, bottleneck: Bottleneck, whitened: Tensor) -> Tensor:
     """What an estimator truncates, (G, g a, b), from the whitened gradient."""
     roots = bottleneck.roots
     if name == "pooled-truncated":
-        return _per_head(bottleneck, whitened, roots.stacked_whitening) @ roots.shared_whitening
-    return _per_head(bottleneck, whitened, roots.stacked_root) @ roots.shared_root
+        return _per_head(bottleneck, whitened, roots.stacked_whitening) @ roots.shared_whitening.mT
+    return _per_head(bottleneck, whitened, transposed(roots.stacked_root)) @ roots.shared_root
+
+
+def transposed(root: Tensor) -> Tensor:
+    """`R^T` of a root, which may be a scalar."""
+    return root.mT if root.dim() else root
 
 
 def _sequence_targets(objective: Objective, bottlenecks: list[Bottleneck], halves, ridge: float) -> list[list[Tensor]]:
@@ -145,7 +206,7 @@ def _whitened_directions(bottleneck: Bottleneck, target: Tensor, dims: int) -> t
     return u / sizes[0].clamp_min(tiny), sigma * (sizes[0] * sizes[1]).squeeze(-2), v / sizes[1].clamp_min(tiny)
 
 
-def _random(bottleneck: Bottleneck, dims: int, generator: torch.Generator, out_of_reach: float) -> Directions:
+def _random(bottleneck: Bottleneck, dims: int, generator: torch.Generator, out_of_reach: float | None) -> Directions:
     like = bottleneck.like
     drawn = torch.randn((*bottleneck.shared_shape, dims), generator=generator, dtype=like.dtype).to(like.device)
     directions = (
@@ -158,17 +219,17 @@ def _random(bottleneck: Bottleneck, dims: int, generator: torch.Generator, out_o
 
 
 def whiten(cross: Tensor, stacked_whitening: Tensor, shared_whitening: Tensor, groups: int) -> Tensor:
-    """Return `M = C_a^(-1/2) T C_b^(-1/2)`, stacked over each group: (H, a, b) -> (G, g a, b).
+    """Return `M = R_a^-T T R_b^-1`, stacked over each group: (H, a, b) -> (G, g a, b).
 
     Args:
         cross: `T` of every head, (H, a, b).
-        stacked_whitening: `C_a^(-1/2)`, (a, a), or a scalar.
-        shared_whitening: `C_b^(-1/2)`, (b, b).
+        stacked_whitening: `R_a^-1`, (a, a), or a scalar.
+        shared_whitening: `R_b^-1`, (b, b).
         groups: number of key/value heads `G`.
 
     Source: draft 000 section 2, with the whitening that its truncation needs.
     """
-    return F.stack_groups(F.apply_root(stacked_whitening, cross) @ shared_whitening, groups)
+    return F.stack_groups(F.apply_root(transposed(stacked_whitening), cross) @ shared_whitening, groups)
 
 
 def logit_variance(head_dim: int, new_dims: int = 0, new_variance: float = 1.0, recompute_scale: bool = False) -> float:

@@ -16,8 +16,8 @@ LONG = bool(os.environ.get("GROWATTN_LONG"))  # what is cut short otherwise in f
 DATA = Path(os.environ.get("GROWATTN_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 # The files that take longest, begun first: with two workers, a long one that begins last would leave the other idle.
-LONGEST = ("sharded", "benchmarks", "training", "attention", "contract", "race", "finetune", "hub", "user_loss")
-LONGEST += ("project", "export", "probe", "losses", "plan", "tour")
+LONGEST = ("sharded", "benchmarks", "training", "families", "native", "export", "race", "finetune", "user_loss")
+LONGEST += ("project", "attention", "probe", "losses", "plan", "tour")
 
 sys.path += [str(ROOT / "scripts" / "bench"), str(ROOT / "scripts")]  # for directions that are there to compare
 torch.set_num_threads(1)  # models this small are slower on more
@@ -38,19 +38,6 @@ def forks(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Show how many cases tests say that they ran, whatever process they ran in."""
-    said = [
-        f"{report.nodeid}: {value}"
-        for report in terminalreporter.stats.get("passed", [])
-        for name, value in report.user_properties
-        if name == "cases"
-    ]
-    if said:
-        terminalreporter.section("cases")
-        terminalreporter.write_line("\n".join(said))
 
 
 class _Deprecations(logging.Handler):

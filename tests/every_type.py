@@ -2,24 +2,22 @@
 
     python tests/every_type.py [TYPE ...]
 
-prints a line for each type, and the counts. Promised is that patching changes no bit, growth lowers the loss, decoding
+prints a line for each type. Promised is that patching changes no bit, growth lowers the loss, decoding
 with a cache equals the full forward, and a reloaded model computes the same to the bit.
 """
 
 import math
-import signal
 import sys
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("growattn"))
-SECONDS = 120  # for a type
 LARGEST = 3e7  # weights: some configs ignore the small values
 VOCABULARY = 97
 
@@ -226,37 +224,15 @@ def check(model_type: str) -> str:
     return f"grows: loss {report.loss_before:.3f}, {report.fall:.3f} ± {report.error:.3f} lower"
 
 
-@contextmanager
-def limited(seconds: int):
-    """Raise a TimeoutError after some seconds."""
-
-    def ring(*_):
-        raise TimeoutError(f"took more than {seconds} s")
-
-    former = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, former)
-
-
 def main() -> None:
-    counts = dict.fromkeys(("grows", "refused", "WRONG", "not built"), 0)
     for model_type in sys.argv[1:] or TYPES:
-        if model_type not in CONFIG_MAPPING:
-            continue
         try:
-            with limited(SECONDS):
-                outcome = check(model_type)
+            outcome = check(model_type)
         except AssertionError as error:
             outcome = f"WRONG: {error}"
         except Exception as error:
             outcome = f"not built: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        counts[outcome.partition(":")[0]] += 1
         print(f"{model_type:24} {outcome}", flush=True)
-    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
 
 
 if __name__ == "__main__":

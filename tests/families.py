@@ -16,6 +16,10 @@ from transformers import (
     GPT2Config,
 )
 
+from hf_growattn import patch_model
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
+
 VOCABULARY = 97
 COMMON = dict(
     vocab_size=VOCABULARY,
@@ -177,3 +181,54 @@ def add_dims(attention, qk_dims: int = 0, v_dims: int = 0, roles=("query", "key"
         for role in roles:
             part.weight_of(role).normal_(std=std)
     return part
+
+
+def wide(model, qk_dims: int = 4, v_dims: int = 0, auto_class=AutoModelForCausalLM, **options):
+    """A patched model, built if it is named, with new dims drawn at random in every layer; its config knows them."""
+    model = build(model, auto_class) if isinstance(model, str) else model
+    for attention in attentions(patch_model(model)):
+        if qk_dims or v_dims:
+            add_dims(attention, qk_dims, v_dims, **options)
+    sync_config(model)
+    return model
+
+
+def fingerprint(model, optimizer=None):
+    """Everything that a failed or refused growth must leave as it was."""
+    state = [] if optimizer is None else [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    if optimizer is not None:
+        state.append(
+            {id(p): {k: (id(v), torch.as_tensor(v).clone()) for k, v in s.items()} for p, s in optimizer.state.items()}
+        )
+    return (
+        {
+            name: (id(p), p.detach().clone(), p.requires_grad, id(p.grad), None if p.grad is None else p.grad.clone())
+            for name, p in model.named_parameters()
+        },
+        [(name, type(m), m.training, [*m._forward_pre_hooks, *m._forward_hooks]) for name, m in model.named_modules()],
+        model.config.to_json_string(),
+        [(a.width_of("query"), a.width_of("value")) for a in attentions(model)],
+        torch.get_rng_state(),
+        state,
+    )
+
+
+def same(one, other) -> bool:
+    """Equal, tensor by tensor and type by type; NaN where NaN is."""
+    if torch.is_tensor(one):
+        is_like = one.shape == other.shape and one.dtype == other.dtype
+        return is_like and torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def in_training(variant: str):
+    """A patched model in training, and its optimizer with a state."""
+    model = patch_model(build(variant)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**lm_batches()[0]).loss.backward()
+    optimizer.step()
+    return model, optimizer

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from families import build, lm_batches, slow_4bit
+from families import build, lm_batches, same, slow_4bit
 from packaging.version import Version
 from peft import PeftModel, get_peft_model
 from torch.distributed.checkpoint.state_dict import (
@@ -110,16 +110,6 @@ def fingerprint(model, optimizer):
     """All weights and optimizer states, whole, with the widths and the identities of what holds them."""
     state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return copy.deepcopy(state), [*map(id, model.parameters())]
-
-
-def same(one, other):
-    if torch.is_tensor(one):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 def a_failure_on_one_rank_is_one_on_all(folder: Path):

@@ -6,31 +6,7 @@ from typing import Any
 import torch
 import transformers
 from families import VOCABULARY
-from transformers import (
-    BartConfig,
-    BeitConfig,
-    BertConfig,
-    Blip2Config,
-    CLIPConfig,
-    DeiTConfig,
-    Dinov2Config,
-    GPT2Config,
-    HubertConfig,
-    M2M100Config,
-    MarianConfig,
-    MBartConfig,
-    MoonshineConfig,
-    PegasusConfig,
-    SiglipConfig,
-    SwinConfig,
-    T5Config,
-    UMT5Config,
-    VisionEncoderDecoderConfig,
-    ViTConfig,
-    ViTMAEConfig,
-    Wav2Vec2Config,
-    WhisperConfig,
-)
+from transformers import AutoConfig
 
 SEQ2SEQ = dict(
     vocab_size=VOCABULARY,
@@ -124,99 +100,56 @@ def choices(seed: int) -> dict:
     return dict(input_ids=words(4, 3, 10, seed=seed), labels=torch.arange(4) % 3)
 
 
-_GPT2 = GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_head=4, n_layer=2, n_positions=64, is_decoder=True)
-_GPT2.add_cross_attention = True
+_GPT2 = dict(vocab_size=VOCABULARY, n_embd=64, n_head=4, n_layer=2, n_positions=64, is_decoder=True)
 _QFORMER = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
 _QFORMER |= dict(encoder_hidden_size=48)
+_SIDES = dict(num_hidden_layers=2, num_attention_heads=4)
 _T5 = dict(vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
 _OPT = dict(model_type="opt", word_embed_proj_dim=64, ffn_dim=64, **TEXT | dict(hidden_size=64))
-# The model class, its config, and what makes a batch of a seed.
-MODELS: dict[str, tuple[str, Any, Callable[[int], dict]]] = {
-    "bart": ("BartForConditionalGeneration", BartConfig(**TRANSLATION), translation),
-    "mbart": ("MBartForConditionalGeneration", MBartConfig(**TRANSLATION), translation),
-    "marian": ("MarianMTModel", MarianConfig(**TRANSLATION), translation),
-    "pegasus": ("PegasusForConditionalGeneration", PegasusConfig(**TRANSLATION), translation),
-    "m2m_100": ("M2M100ForConditionalGeneration", M2M100Config(**TRANSLATION), translation),
-    "t5": ("T5ForConditionalGeneration", T5Config(**_T5), translation),
-    "umt5": ("UMT5ForConditionalGeneration", UMT5Config(**_T5), translation),
-    "whisper": ("WhisperForConditionalGeneration", WhisperConfig(**SPEECH), transcripts),
-    "whisper-encoder": ("WhisperForAudioClassification", WhisperConfig(**SPEECH), labelled_speech),
-    "moonshine": (
-        "MoonshineForConditionalGeneration",
-        MoonshineConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=64,
-            encoder_num_hidden_layers=2,
-            decoder_num_hidden_layers=2,
-            encoder_num_attention_heads=4,
-            decoder_num_attention_heads=4,
-            decoder_start_token_id=1,
-            pad_token_id=0,
-        ),
-        long_waves,
-    ),
-    "wav2vec2": ("Wav2Vec2ForCTC", Wav2Vec2Config(**WAVES), waves),
-    "hubert": ("HubertForCTC", HubertConfig(**WAVES), waves),
-    "vit": ("ViTForImageClassification", ViTConfig(**IMAGES), pictures),
-    "dinov2": ("Dinov2ForImageClassification", Dinov2Config(**IMAGES), pictures),
-    "deit": ("DeiTForImageClassification", DeiTConfig(**IMAGES), pictures),
-    "beit": ("BeitForImageClassification", BeitConfig(**IMAGES), pictures),
-    "swin": (
-        "SwinForImageClassification",
-        SwinConfig(image_size=16, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=2),
-        pictures,
-    ),
-    "siglip": (
-        "SiglipForImageClassification",
-        SiglipConfig(vision_config=IMAGES, text_config=TEXT, num_labels=2),
-        pictures,
-    ),
-    "clip": (
-        "CLIPModel",
-        CLIPConfig(vision_config=IMAGES, text_config=TEXT | dict(eos_token_id=2), projection_dim=24),
-        pictures_with_text,
-    ),
-    "vit_mae": (
-        "ViTMAEForPreTraining",
-        ViTMAEConfig(
-            **IMAGES,
-            decoder_num_attention_heads=2,
-            decoder_hidden_size=32,
-            decoder_num_hidden_layers=1,
-            decoder_intermediate_size=32,
-        ),
-        masked_pictures,
-    ),
-    "vision-encoder-decoder": (
-        "VisionEncoderDecoderModel",
-        VisionEncoderDecoderConfig.from_encoder_decoder_configs(
-            ViTConfig(**IMAGES), _GPT2, decoder_start_token_id=1, pad_token_id=0
-        ),
-        captions,
-    ),
-    "blip-2": (
-        "Blip2ForConditionalGeneration",
-        Blip2Config(
-            vision_config=IMAGES,
-            qformer_config=_QFORMER,
-            text_config=_OPT,
-            num_query_tokens=4,
-            image_token_index=VOCABULARY - 1,
-        ),
-        prompted_captions,
-    ),
-    "bert-answers": ("BertForQuestionAnswering", BertConfig(**TEXT), answers),
-    "bert-choices": ("BertForMultipleChoice", BertConfig(**TEXT), choices),
+_MOONSHINE = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, decoder_start_token_id=1, pad_token_id=0)
+_MOONSHINE |= {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in _SIDES.items()}
+_SWIN = dict(image_size=16, patch_size=2, embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=2)
+_CLIP = dict(vision_config=IMAGES, text_config=TEXT | dict(eos_token_id=2), projection_dim=24)
+_MAE = dict(decoder_num_attention_heads=2, decoder_hidden_size=32, decoder_num_hidden_layers=1)
+_MAE |= IMAGES | dict(decoder_intermediate_size=32)
+_BLIP = dict(vision_config=IMAGES, qformer_config=_QFORMER, text_config=_OPT, num_query_tokens=4)
+_BLIP |= dict(image_token_index=VOCABULARY - 1)
+# The model class, its type, its config, and what makes a batch of a seed.
+MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict]]] = {
+    "bart": ("BartForConditionalGeneration", "bart", TRANSLATION, translation),
+    "m2m_100": ("M2M100ForConditionalGeneration", "m2m_100", TRANSLATION, translation),
+    "t5": ("T5ForConditionalGeneration", "t5", _T5, translation),
+    "umt5": ("UMT5ForConditionalGeneration", "umt5", _T5, translation),
+    "whisper": ("WhisperForConditionalGeneration", "whisper", SPEECH, transcripts),
+    "whisper-encoder": ("WhisperForAudioClassification", "whisper", SPEECH, labelled_speech),
+    "moonshine": ("MoonshineForConditionalGeneration", "moonshine", _MOONSHINE, long_waves),
+    "wav2vec2": ("Wav2Vec2ForCTC", "wav2vec2", WAVES, waves),
+    "beit": ("BeitForImageClassification", "beit", IMAGES, pictures),
+    "swin": ("SwinForImageClassification", "swin", _SWIN, pictures),
+    "clip": ("CLIPModel", "clip", _CLIP, pictures_with_text),
+    "vit_mae": ("ViTMAEForPreTraining", "vit_mae", _MAE, masked_pictures),
+    "vision-encoder-decoder": ("VisionEncoderDecoderModel", "vision-encoder-decoder", {}, captions),
+    "blip-2": ("Blip2ForConditionalGeneration", "blip-2", _BLIP, prompted_captions),
+    "bert-answers": ("BertForQuestionAnswering", "bert", TEXT, answers),
+    "bert-choices": ("BertForMultipleChoice", "bert", TEXT, choices),
 }
+
+
+def _config(name: str):
+    _, model_type, fields, _ = MODELS[name]
+    if model_type != "vision-encoder-decoder":
+        return AutoConfig.for_model(model_type, **fields)
+    sides = AutoConfig.for_model("vit", **IMAGES), AutoConfig.for_model("gpt2", **_GPT2)
+    sides[1].add_cross_attention = True
+    kind = transformers.VisionEncoderDecoderConfig
+    return kind.from_encoder_decoder_configs(*sides, decoder_start_token_id=1, pad_token_id=0)
 
 
 def build(name: str):
     """A stock model in evaluation mode, the same weights at every call, wide enough that attention is not uniform."""
-    class_name, config, _ = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = getattr(transformers, class_name)(config).eval()
+        model = getattr(transformers, MODELS[name][0])(_config(name)).eval()
         for path, parameter in model.named_parameters():
             if parameter.dim() == 2 and "position" not in path:  # sinusoids are not saved
                 torch.nn.init.normal_(parameter, std=0.2)
@@ -225,4 +158,4 @@ def build(name: str):
 
 def batches(name: str, count: int = 4) -> list[dict]:
     """Batches that the model's own loss takes."""
-    return [MODELS[name][2](seed) for seed in range(count)]
+    return [MODELS[name][3](seed) for seed in range(count)]

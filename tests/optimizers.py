@@ -18,34 +18,20 @@ def _muon_and_adamw(parameters, lr=LR):
     return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.0), torch.optim.AdamW(rest, lr=lr, weight_decay=0.0)]
 
 
-# Updates no larger than about the learning rate.
-BOUNDED = {
+OPTIMIZERS = {
     "adam": _one(torch.optim.Adam),
     "adamw": _one(torch.optim.AdamW, weight_decay=0.0, foreach=False),
     "adamw-foreach": _one(torch.optim.AdamW, weight_decay=0.0, foreach=True),
     "adamw-fused": _one(torch.optim.AdamW, weight_decay=0.0, fused=True),
     "adamw-amsgrad": _one(torch.optim.AdamW, weight_decay=0.0, foreach=False, amsgrad=True),
     "nadam": _one(torch.optim.NAdam),
-    "radam": _one(torch.optim.RAdam),
-    "adamax": _one(torch.optim.Adamax),
-}
-# Updates in units of the weights, or of their number.
-SCALED = {
     "adafactor-torch": _one(torch.optim.Adafactor),
-    "adafactor-torch-foreach": _one(torch.optim.Adafactor, foreach=True),
     "adafactor-transformers": _one(Adafactor, relative_step=False),
-    "adafactor-transformers-momentum": _one(Adafactor, relative_step=False, scale_parameter=False, beta1=0.9),
-} | ({"muon": _muon_and_adamw} if hasattr(torch.optim, "Muon") else {})  # from torch 2.9 on
-OTHERS = {
-    "sgd": _one(torch.optim.SGD),
     "sgd-momentum": _one(torch.optim.SGD, momentum=0.9, nesterov=True),
     "rmsprop": _one(torch.optim.RMSprop, momentum=0.9, centered=True),
-    "adagrad": _one(torch.optim.Adagrad),
-    "adadelta": _one(torch.optim.Adadelta, lr=1.0),
-    "rprop": _one(torch.optim.Rprop),
+    "adagrad": _one(torch.optim.Adagrad),  # whose state is there before a step
     "asgd": _one(torch.optim.ASGD),
-}
-OPTIMIZERS = BOUNDED | SCALED | OTHERS
+} | ({"muon": _muon_and_adamw} if hasattr(torch.optim, "Muon") else {})  # from torch 2.9 on
 
 SCHEDULERS = {
     "cosine": lambda o: get_cosine_schedule_with_warmup(o, 2, 12),

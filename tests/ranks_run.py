@@ -5,8 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from families import build, lm_batches
-from test_growth import fingerprint, same
+from families import build, fingerprint, lm_batches, same
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torchrun import leave

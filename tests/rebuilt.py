@@ -39,9 +39,3 @@ def compute_logits(view: AttentionView, head: int, features: Tensor, causal: boo
         keys = features[:, max(-offset, 0) : length - max(offset, 0), : pattern.shape[1]]
         logits.diagonal(-offset, dim1=1, dim2=2).copy_((queries @ pattern.left * (keys @ pattern.right)).sum(-1))
     return logits
-
-
-def window_of(attention) -> int | None:
-    """How many tokens a query sees back to itself; None for all of them."""
-    config = getattr(attention.config, "sliding_window", None)
-    return vars(attention.module).get("sliding_window", config)

@@ -1,6 +1,5 @@
 """Trainings that are cut off, resumed or begun again keep what grew, before them too, and say early what cannot be."""
 
-import json
 import warnings
 from functools import partialmethod
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import dims_of, extra_parameters, save_with_adapters
+from hf_growattn.growable.growths import dims_of, extra_parameters
 from hf_growattn.training.schedule import Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
@@ -62,26 +61,6 @@ def test_lora_on_a_grown_base_keeps_what_the_base_grew_before(how, grown_base, t
         torch.testing.assert_close(one, other, rtol=0, atol=0)  # LoRA froze them
 
 
-def test_a_growth_of_a_former_save_goes_with_a_save_that_has_none(tmp_path):
-    model = adapted(patch_model(build("llama-2")))
-    assert Grower(model, CONFIG).find(lm_batches(2)).keep().kept
-    model.save_pretrained(tmp_path)
-    (tmp_path / "growth" / "theirs.txt").write_text("stays")
-    other = adapted(patch_model(build("llama-2")))
-    save_with_adapters(other)
-    other.save_pretrained(tmp_path)
-    assert [path.name for path in (tmp_path / "growth").iterdir()] == ["theirs.txt"]
-
-
-def test_adapters_on_a_base_that_grew_before_do_not_name_its_stock_checkpoint(tmp_path):
-    build("llama-2").save_pretrained(tmp_path / "stock")
-    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))
-    assert Grower(model, CONFIG).find(lm_batches(2)).keep().kept
-    adapted(model, task_type="CAUSAL_LM").save_pretrained(tmp_path / "adapter")
-    assert {path.name for path in (tmp_path / "adapter").glob("*.safetensors")} == {"adapter_model.safetensors"}
-    assert not json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
-
-
 @pytest.mark.parametrize("part", ["one layer", "queries", "adapters with a copy"])
 def test_a_state_of_a_part_of_the_model_leaves_the_growth(part, tmp_path):
     model = patch_model(build("llama-2"))
@@ -101,19 +80,16 @@ def test_a_state_of_a_part_of_the_model_leaves_the_growth(part, tmp_path):
 
 def test_dims_that_were_not_loaded_are_missed_before_training(tmp_path, kept_by_word):
     """As where a trainer has its own way to load a checkpoint."""
-    options = dict(SAVING, save_only_model=True)
+    options, checkpoint = dict(SAVING, save_only_model=True), str(tmp_path / "checkpoint-4")
     trainer(tmp_path, dict(steps=[2]), adapted(patch_model(build("llama-2"))), **options).train()
     again = trainer(tmp_path, dict(steps=[2]), adapted(patch_model(build("llama-2"))), **options)
-    del again._load_from_checkpoint
+    load, again._load_from_checkpoint = again._load_from_checkpoint, lambda *args, **kwargs: None
     with pytest.raises(
         ValueError, match=r"had grown when it was saved.*load_growth\(model, checkpoint \+ \"/growth\"\)"
     ):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    model = patch_model(build("llama-2"))
-    load_growth(model, str(tmp_path / "checkpoint-4") + "/growth")
-    again = trainer(tmp_path, dict(steps=[2]), adapted(model), **options)
-    del again._load_from_checkpoint
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        again.train(resume_from_checkpoint=checkpoint)
+    again._load_from_checkpoint = load
+    again.train(resume_from_checkpoint=checkpoint)
     assert again.state.global_step == 6 and len(dims_of(again.model)["0"]) == 1
 
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 from every_type import build as build_type
 from families import add_dims, build, build_encoder_decoder, tokens
-from transformers import DynamicCache
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.integrations.executorch import convert_and_export_with_cache
 
-from hf_growattn import patch_model
+from hf_growattn import GrowAttnConfig, export_model, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import cache_bytes
 from hf_growattn.model.hooks import Call, common_width
@@ -85,3 +87,49 @@ def test_cross_attention_reads_what_it_kept(qk_dims, v_dims, attention):
     name = next(name for name in CACHE if name in outputs)
     last = model(source, decoder_input_ids=target[:, -1:], use_cache=True, **{name: outputs[name]}).logits
     torch.testing.assert_close(last[:, 0], full[:, -1], rtol=1e-4, atol=1e-4)  # fp32, other orders of summation
+
+
+@torch.no_grad()
+def test_a_cache_of_other_dims_is_refused_until_it_is_empty():
+    """Of before a growth, and of an adapter that is off; an early one takes its widths anew while it is empty."""
+    base = patch_model(build("llama-2"))
+    model = get_peft_model(base, GrowAttnConfig(qk_dims=3, v_dims=2)).eval()
+    cache = DynamicCache()
+    model(tokens(), cache=cache)
+    with (
+        model.disable_adapter(),
+        pytest.raises(ValueError, match=r"\(19, 19\) wide.*makes them \(16, 16\).*empty cache"),
+    ):
+        model(tokens(), cache=cache)
+    with model.disable_adapter():
+        model(tokens(), cache=(cache := DynamicCache()))
+    with pytest.raises(ValueError, match=r"\(16, 16\) wide.*makes them \(19, 19\).*empty cache"):
+        model(tokens(), cache=cache)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@torch.no_grad()
+def test_static_caches_that_are_made_early(attention):
+    """By the user, or by `generate` for a prefill in chunks."""
+    model = widened(build("llama-2"), qk_dims=3, v_dims=2)
+    model.set_attn_implementation(attention)
+    cache = StaticCache(model.config, max_cache_len=16)
+    cache.early_initialization(2, 2, 16, torch.float32, "cpu")
+    given = dict(max_new_tokens=4, do_sample=False, eos_token_id=None)
+    wanted = model.generate(tokens(2, 8), **given)
+    assert torch.equal(model.generate(tokens(2, 8), cache=cache, **given), wanted)
+    chunked = model.generate(tokens(2, 8), cache_implementation="static", prefill_chunk_size=3, **given)
+    assert torch.equal(chunked, wanted)
+
+
+def test_executorch_is_given_a_stock_model(tmp_path):
+    model = widened(build("llama-2"), qk_dims=3, v_dims=2)
+    stock = AutoModelForCausalLM.from_pretrained(export_model(model, tmp_path).path)
+    for each in (model, stock):
+        each.generation_config.cache_implementation = "static"
+        each.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 16}
+    with pytest.raises(Exception, match=r"write a stock model with hf_growattn\.export_model"):
+        convert_and_export_with_cache(model, tokens(1, 4), torch.arange(4))
+    exported = convert_and_export_with_cache(stock, tokens(1, 4), torch.arange(4)).module()
+    found = exported(input_ids=tokens(1, 4), cache_position=torch.arange(4))
+    torch.testing.assert_close(found, model(tokens(1, 4)).logits, rtol=1e-3, atol=1e-3)  # fp32, padded heads

@@ -1,4 +1,4 @@
-"""Models that people change by hand: layers dropped or repeated, weights pruned or parametrized, foreign caches."""
+"""Models that people change by hand: layers dropped, repeated or added, weights pruned or parametrized."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from families import build, lm_batches, tokens
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_model, save_growth
 from hf_growattn.growable.attention import attentions
@@ -92,10 +92,30 @@ def test_layers_that_do_nothing_yet_grow_with_the_others(zero):
     Grower(model, GrowthConfig(qk_dims=1, v_dims=1)).find(BATCHES).keep()
 
 
-def test_a_checkpoint_without_its_layers_says_the_fix(tmp_path):
-    grown().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"names layer 3, 4.*To drop layers, load the whole model first"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=3)
+@pytest.mark.parametrize("name", ["llama-5-bias", "gpt2-2"])
+def test_a_student_with_fewer_layers(name, tmp_path):
+    """By a config that is copied, or by an argument of `from_pretrained`: it has the new dims of its layers."""
+    teacher = grown(name)
+    teacher.save_pretrained(tmp_path)
+    by_argument = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1)
+    config = copy.deepcopy(teacher.config)
+    config.num_hidden_layers = 1
+    by_config = AutoModelForCausalLM.from_config(config).eval()
+    assert by_config.config.extra_dims == by_argument.config.extra_dims == {"0": {"growth_1": [1, 2]}}
+    assert len(teacher.config.extra_dims) > 1
+    assert not by_config.load_state_dict(teacher.state_dict(), strict=False).missing_keys
+    assert torch.equal(by_config(tokens()).logits, by_argument(tokens()).logits)
+
+
+def test_weights_that_torch_computes_stay_where_they_are():
+    model = patch_model(build("llama-2"))
+    parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
+    prune.l1_unstructured(model.model.layers[1].self_attn.v_proj, "weight", 0.3)
+    layer = attentions(model)[0]
+    expected = layer.weight_of("key").clone()
+    layer.module.k_proj = nn.Sequential(layer.module.k_proj)  # read by what it computes
+    torch.testing.assert_close(layer.weight_of("key"), expected)  # fp32
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(BATCHES).keep().kept
 
 
 @pytest.mark.parametrize("name", ["llama-2", "gpt2-2"])
@@ -103,26 +123,6 @@ def test_what_reads_any_config_reads_a_grown_one(name, tmp_path):
     """Trainer reads that of a checkpoint which it resumes."""
     grown(name).save_pretrained(tmp_path)
     assert PreTrainedConfig.from_json_file(tmp_path / "config.json").transformers_version
-
-
-def test_weights_that_torch_computes_are_named():
-    model = patch_model(build("llama-2"))
-    parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
-    prune.l1_unstructured(model.model.layers[1].self_attn.v_proj, "weight", 0.3)
-    for config in (GrowthConfig(qk_dims=1, update_existing=True), GrowthConfig(v_dims=1, method="refactor")):
-        with pytest.raises(
-            ValueError, match=r"_proj of layer \d computes its weight.*remove_parametrizations or prune"
-        ):
-            Grower(model, config).find(BATCHES).keep()
-    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(BATCHES).keep().kept
-
-
-def test_a_cache_of_before_the_growth_is_refused():
-    model, cache = patch_model(build("llama-2")), DynamicCache()
-    model(tokens(), past_key_values=cache)
-    Grower(model, GrowthConfig(qk_dims=2)).find(BATCHES).keep()
-    with pytest.raises(ValueError, match=r"keys 16 wide.*18 wide.*empty cache"):
-        model(tokens(), past_key_values=cache)
 
 
 def test_a_base_model_with_a_config_of_its_own_is_told_of_the_growth(tmp_path):

@@ -14,6 +14,7 @@ from command import Done, call
 from conftest import ROOT
 from datasets import Dataset
 from families import VOCABULARY, add_dims, build, lm_batches, save_with_text, tokens, word_tokenizer
+from test_saving import contents
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, Method, patch_model
@@ -24,6 +25,18 @@ from hf_growattn.cli.options import read_recipe
 from hf_growattn.growable.attention import attentions
 from hf_growattn.report.comparison import RaceResult, Run
 
+# What is no file of options: its text, and what is said of it.
+YAML = {
+    "list.yaml": ("- 1", "must contain a YAML mapping"),
+    "open.yaml": ("a: [1", "cannot be read: while parsing a flow sequence"),
+    "tab.yaml": ("\tx: 1", "cannot be read: while scanning"),
+    "data.yaml": ("datasets: 3", "cannot be read: 'int' object is not iterable"),
+    "budget.yaml": ("budget: [1]", "budget must be a number such as 0.02, and is [1]"),
+    "batches.yaml": ("growth_batches: {a: 1}", "growth_batches must be a number such as 16, and is {'a': 1}"),
+    "null.yaml": ("growth_batches: null", "growth_batches must be a number such as 16, and is None"),
+    "word.yaml": ("growth_batches: many", "invalid int value: 'many'"),
+    "other.yaml": ("no_such_option: 3", "Unknown arguments from config file"),
+}
 SMALL = "--growth_batches 4 --per_device_train_batch_size 5 --max_length 16".split()
 
 
@@ -161,12 +174,18 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
         ("inspect", "no/such-model"): "Check the name and the network",
         ("measure", "no/such-model", given / "text.txt"): "Check the name and the network",
         ("export", given / "model", "-o", tmp_path / "out"): "which did not grow",
+        ("measure", given / "text.txt", given / "model"): "text.txt is a file, and no model: name",
     }.items():
         assert fix in only_line(call(*options)), options
 
 
 def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "there").write_text("mine")
+    (tmp_path / "a[v2]").mkdir()
+    (tmp_path / "a[v2]" / "mine").write_text("")
+    for name, (text, _) in YAML.items():
+        (tmp_path / name).write_text(text)
+    before = contents(tmp_path)
     for options, fix in {
         "measure m d --grow_steps 5": "not used by the HfArgumentParser: ['--grow_steps', '5']",
         "race m d -o r --qk_dims 2": "'--qk_dims'",
@@ -180,11 +199,13 @@ def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
         "export m --outpt out": "unrecognized arguments: --outpt",
         "measure m d --growth_batches many": "invalid int value: 'many'",
         "exprt": "invalid choice: 'exprt'",
+        f"export m[v2] -o {tmp_path}/a[v2]": "a[v2] exists and is not empty",
+        **{f"measure m d --config {tmp_path}/{name}": fix for name, (_, fix) in YAML.items()},
     }.items():
         done = call(*options.split())
         assert done.code == 2, (options, done)
         assert fix in " ".join(done.err.split()), (options, done.err)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert contents(tmp_path) == before
 
 
 def test_models_that_cannot_take_the_data_are_refused(given, tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import best_directions, logit_variance, product_norm, whiten
+from compared import best_directions, logit_variance, product_norm, residual, whiten
 from hypothesis import given
 from hypothesis import strategies as st
 from test_functional import always, normal, seeds, spd
@@ -145,7 +145,7 @@ def test_000_and_001_moments_are_pooled_and_the_gradient_is_masked():
     roots = F.square_roots(F.moment_sum(x, mask) / mask.sum())
     inverse = torch.linalg.pinv(x[0])
     steps = [steepest(mended, roots, 2), -truncated(inverse @ gradient[0] @ inverse.T, 2), steepest(unmasked, roots, 2)]
-    losses = [loss(0.01 * step / (roots[0] @ step @ roots[0]).norm()) for step in steps]
+    losses = [loss(0.01 * step / (roots[0] @ step @ roots[0].mT).norm()) for step in steps]
     assert losses[0] < loss(0) and losses[0] < min(losses[1:])
 
 
@@ -153,7 +153,7 @@ def test_001_s1_1_the_tangent_step_is_steepest_and_minus_t_w_k_is_not():
     d, k = 6, 2
     roots_a, roots_b = F.square_roots(spd(d, 1.0)), F.square_roots(spd(d, 1.0, seed=2))
     t, w_q, w_k = normal(d, d), normal(d, k, seed=3), normal(d, k, seed=4)
-    m, a, b = roots_a[1] @ t @ roots_b[1], roots_a[0] @ w_q, roots_b[0] @ w_k
+    m, a, b = roots_a[1].mT @ t @ roots_b[1], roots_a[0] @ w_q, roots_b[0] @ w_k
 
     def gain(d_a, d_b):
         """Decrease of the loss by a whitened change of the factors that moves the logits by 1."""
@@ -252,7 +252,7 @@ def dense(layer, new_a, new_b):
 
 
 def in_metric(layer, z):
-    return F.stack_groups(F.apply_root(layer.root_a[0], z), layer.groups) @ layer.root_b[0]
+    return F.stack_groups(F.apply_root(layer.root_a[0], z), layer.groups) @ layer.root_b[0].mT
 
 
 @always
@@ -271,8 +271,7 @@ def test_000_s2_the_step_is_eckart_young_in_the_metric_and_gains_sigma_squared(l
 @always
 @given(layers())
 def test_001_s1_1_the_gradient_splits_into_tangent_and_bottleneck(layer):
-    bases = F.column_basis(layer.stacked), F.column_basis(layer.shared)
-    rest = F.residual(layer.whitened, *bases)
+    rest = residual(layer.whitened, layer.stacked, layer.shared)
     d_a, d_b = normal(*layer.stacked.shape, seed=layer.seed), normal(*layer.shared.shape, seed=layer.seed + 1)
     reached = d_a @ layer.shared.mT + layer.stacked @ d_b.mT
     assert abs((rest * reached).sum()) <= 1e-9 * (1 + rest.norm() * reached.norm())

@@ -1,16 +1,15 @@
-"""Types of causal LMs keep their promises, or are refused by name: here one for each mechanism, with `-m slow` all."""
+"""Types of causal LMs keep their promises, or are refused by name: with `-m slow` all; here one for
+each mechanism that no line of tests/models.py has."""
 
 import pytest
 from every_type import TYPES, check, run_stock
 
 # What is special about the attention of each, and what is to be said of those that cannot grow.
 GROW = {
-    "deepseek_v3": "the cache keeps one latent for all heads",
     "doge": "values are projected once more after the cache",
     "gemma4_text": "the last layers reuse the keys of others; widths differ by layer",
     "glm4": "rotation in pairs",
     "glm_moe_dsa": "a latent, and an indexer that chooses tokens",
-    "gpt_oss": "a sink in each head's softmax",
     "granitemoehybrid": "one layer is a state space model",
     "inkling2_text": "projections that are no linear layers",
     "lfm3": "one layer is a convolution",

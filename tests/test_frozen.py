@@ -4,10 +4,9 @@ import pytest
 import torch
 from families import build, lm_batches
 from optimizers import OPTIMIZERS
-from test_trainer import trainer
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_model, save_growth
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters
 
@@ -52,16 +51,6 @@ def test_new_dims_train_and_the_rest_stays(name, held):
         assert_frozen(model, before)
 
 
-def test_an_optimizer_made_afterwards_trains_the_new_dims_alone():
-    model = patch_model(build("llama-2")).requires_grad_(False)
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    assert Grower(model, CONFIG).find(lm_batches()).keep().kept
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert {*trained} == {*extra_parameters(model)}
-    train(model, [torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.5)], lm_batches(2))
-    assert_frozen(model, before)
-
-
 def test_frozen_old_dims_can_follow_nothing():
     """What growth finds beside them is what `old_dims_train=False` finds; True overrides."""
     found = {}
@@ -74,19 +63,6 @@ def test_frozen_old_dims_can_follow_nothing():
     some = [layer.gain for layer in Grower(model, CONFIG).measure(lm_batches(16)).layers]
     same = [one == other for one, other in zip(some, found[True])]
     assert same == [(layer, kind) == (1, 0) for layer in range(len(attentions(model))) for kind in range(2)]
-
-
-def test_trainer_grows_a_frozen_base_and_resumes(tmp_path, kept_by_word):
-    losses = []
-    for resumed in (None, str(tmp_path / "checkpoint-4")):
-        model, before = frozen()
-        options = dict(save_strategy="steps", save_steps=4, weight_decay=0.1, lr_scheduler_type="cosine")
-        run = trainer(tmp_path, dict(steps=[2]), model=model, **options)
-        run.train(resume_from_checkpoint=resumed)
-        losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
-        assert_frozen(model, before)
-        assert extra_parameters(model)
-    assert losses[0] == losses[1]
 
 
 def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
@@ -108,3 +84,22 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
         assert torch.equal(offloaded(**batch).logits, logits)
     with pytest.raises(ValueError, match=r"extra.growths.growth_1.in_proj.weight of layer 1 is on the meta device"):
         Grower(offloaded, CONFIG).find(lm_batches(4)).keep()
+    save_growth(offloaded, tmp_path / "growth")
+    base = patch_model(build("llama-2"))
+    load_growth(base, tmp_path / "growth")
+    assert torch.equal(base(**batch).logits, logits)
+    for action in (
+        lambda: export_model(offloaded, tmp_path / "stock"),
+        lambda: load_growth(offloaded, tmp_path / "growth"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"on the meta device, where offloading leaves it: load the model into memory"
+        ):
+            action()
+
+
+def test_a_frozen_bias_is_not_rewritten():
+    model = patch_model(build("llama-5-bias"))
+    attentions(model)[0].module.q_proj.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="q_proj of layer 0 is frozen"):
+        Grower(model, GrowthConfig(qk_dims=2, update_existing=True)).find(lm_batches(4))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from compared import best_directions
+from compared import best_directions, column_basis, directions_from_products
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -28,7 +28,7 @@ def normal(*shape, seed=1):
 def test_square_roots_and_ridge():
     moment = F.ridged(spd(6), 0.05)
     root, whitening = F.square_roots(moment)
-    assert_close(root @ root, moment)
+    assert_close(root.mT @ root, moment)
     assert_close(root @ whitening, torch.eye(6, dtype=torch.float64))
     assert_close(moment - spd(6), 0.05 * spd(6).trace() / 6 * torch.eye(6, dtype=torch.float64))
 
@@ -60,23 +60,34 @@ def test_groups_stack_along_the_query_side():
     assert torch.equal(F.unstack_groups(stacked, 6), per_head)
 
 
-def test_column_basis_claims_no_direction_it_lacks():
-    factors = normal(6, 3)
-    factors[:, 2] = factors[:, 0] + factors[:, 1]
-    basis = F.column_basis(factors)
-    assert_close(basis @ basis.T @ factors, factors)
-    assert (basis.T @ basis).trace().round() == 2
-    assert not F.column_basis(torch.zeros(6, 3)).any()
+@pytest.mark.parametrize("dtype, rounding", [(torch.float64, 1e-7), (torch.float32, 1e-3)])
+def test_columns_claim_no_direction_that_they_lack(dtype, rounding):
+    factors, others = normal(2, 6, 3).to(dtype), normal(2, 6, 4, seed=2).to(dtype)
+    factors[1, :, 2] = factors[1, :, 0] + factors[1, :, 1]
+    basis = column_basis(factors)
+    beyond = F.project_out(others, factors, F.column_whitening(factors))
+    assert_close(beyond, others - basis @ (basis.mT @ others), atol=rounding, rtol=0)
+    assert_close(F.orthonormal_columns(factors[0]).mT @ F.orthonormal_columns(factors[0]), torch.eye(3, dtype=dtype))
+    nothing = torch.zeros(6, 3, dtype=dtype)
+    assert torch.equal(F.project_out(others, nothing, F.column_whitening(nothing)), others)
+    assert not F.orthonormal_columns(nothing).any()
+
+
+def test_eigenvectors_of_several_sizes_come_in_one_call_each():
+    matrices = [spd(n, seed=n).expand(2, n, n) for n in (3, 5, 3)]
+    for matrix, (values, vectors) in zip(matrices, F.eigenvectors(matrices)):
+        assert_close(vectors * values.unsqueeze(-2) @ vectors.mT, matrix)
+        assert (values.diff() <= 0).all()
 
 
 def test_directions_from_products_are_exact_on_their_span():
     matrix = normal(1, 12, 9)
     inputs = normal(1, 9, 5, seed=2)
     inputs[..., 4] = inputs[..., 0]  # dependent inputs are dropped, not inverted
-    u, sigma, v, weights = F.directions_from_products(inputs, matrix @ inputs, 3)
+    u, sigma, v, weights = directions_from_products(inputs, matrix @ inputs, 3)
     assert_close((u.mT @ matrix @ v)[0], torch.diag(sigma[0]))
     assert_close(inputs @ weights, v)
-    span = F.column_basis(inputs)
+    span = column_basis(inputs)
     assert_close(sigma, best_directions(matrix @ span @ span.mT, 3)[1])
 
 

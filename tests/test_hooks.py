@@ -3,21 +3,21 @@
 import copy
 import importlib
 import pickle
-import subprocess
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
+import peft
 import pytest
 import torch
 import transformers.models.llama.modeling_llama as modeling
-from families import add_dims, build, lm_batches, tokens
+from accelerate.hooks import ModelHook, add_hook_to_module
+from families import add_dims, build, lm_batches, tokens, wide
+from test_families import traces
 from transformers import AttentionInterface, BertConfig, BertForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
+from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.attention import attentions, set_trial
-from hf_growattn.growable.growths import sync_config
 from hf_growattn.model import hooks
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
@@ -29,35 +29,7 @@ def bert():
 
 
 def grown(model):
-    for attention in attentions(patch_model(model)):
-        add_dims(attention, 3, 2)
-    sync_config(model)
-    return model
-
-
-def traces(model) -> dict:
-    """All that a library could have put on the modules of a model."""
-    hooked = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
-    return {
-        name: (type(module), module.forward.__func__, {*vars(module)}, [len(getattr(module, hook)) for hook in hooked])
-        for name, module in model.named_modules()
-        if "Attention" in type(module).__name__ or "Output" in type(module).__name__
-    }
-
-
-@pytest.mark.parametrize("make", [lambda: build("llama-2"), lambda: build("gpt2-2"), bert])
-def test_an_ungrown_model_has_nothing_of_ours_on_its_attention(make):
-    model = make()
-    before = traces(model)
-    patch_model(model)
-    assert traces(model) == before
-    for attention in attentions(model):
-        add_dims(attention, 1, 1)
-    assert traces(model) != before and {name: kind for name, (kind, *_) in traces(model).items()} == {
-        name: kind for name, (kind, *_) in before.items()
-    }
-    unpatch_model(model, drop_growth=True)
-    assert traces(model) == before
+    return wide(model, 3, 2)
 
 
 @pytest.mark.parametrize("make", [lambda: build("llama-2"), bert])
@@ -128,35 +100,64 @@ def test_an_attention_function_of_ones_own_runs_in_grown_layers():
         del AttentionInterface._global_mapping["own"]
 
 
-def test_a_call_that_an_interrupt_left_behind_changes_nothing():
-    model = patch_model(build("llama-2"))
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_forward_that_ends_early_leaves_nothing_behind(error):
+    """Activations would stay alive, and a model that holds them has no copy."""
+    model = grown(build("llama-2"))
     before = model(tokens()).logits
     attention = attentions(model)[0]
     set_trial(attention, attention.make_new_dims(2, 2))
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
+    def fail(*_):
+        raise error
 
-    handle = attention.module.o_proj.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    handle = attention.module.o_proj.register_forward_pre_hook(fail)
+    with pytest.raises(error):
         model(tokens())
     handle.remove()
     set_trial(attention, None)
-    assert torch.equal(model(tokens()).logits, before)
-    add_dims(attention, 2, 2)
+    if error is not KeyboardInterrupt:
+        assert hooks._thread.call is None
+    assert torch.equal(copy.deepcopy(model)(tokens()).logits, before)
+    add_dims(attention, 2, 2)  # nor does a call that an interrupt left behind change anything
     after = model(tokens()).logits
     hooks._thread.call = None
     assert torch.equal(model(tokens()).logits, after)
 
 
-def test_an_error_amid_a_forward_leaves_no_call_behind():
-    model = grown(build("llama-2"))
-    before = model(tokens()).logits
-    handle = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(tokens())
-    handle.remove()
-    assert hooks._thread.call is None and torch.equal(model(tokens()).logits, before)
+@pytest.mark.parametrize("make", [lambda: build("llama-2"), bert])
+def test_what_accelerate_hooked_before_the_patch_gains_new_dims(make):
+    """A hooked module keeps a bound forward, in BERT's family also the one that projects the output."""
+    found = []
+    for hooked in (False, True):
+        torch.manual_seed(1)
+        model = make()
+        for module in model.modules() if hooked else ():
+            add_hook_to_module(module, ModelHook())
+        torch.manual_seed(1)
+        found.append(grown(model)(torch.arange(24).view(2, 12)).logits)
+    assert torch.equal(*found)
+
+
+def test_dropout_of_the_output_takes_new_dims_along():
+    model = patch_model(bert()).train()
+    model.dropout.p = 0.0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for attention in attentions(model):
+        attention.sibling.dropout.p = 1.0
+    before = model(torch.arange(24).view(2, 12)).logits
+    assert torch.equal(grown(model)(torch.arange(24).view(2, 12)).logits, before)
+
+
+def test_a_stock_model_is_stock_again_after_several_adapters():
+    base = build("llama-2")
+    kind, expected = type(base), base(tokens()).logits
+    model = peft.get_peft_model(base, GrowAttnConfig(qk_dims=1))
+    model.add_adapter("other", GrowAttnConfig(v_dims=1))
+    model.unload()
+    assert type(base) is kind and torch.equal(base(tokens()).logits, expected)
 
 
 @torch.no_grad()
@@ -198,49 +199,6 @@ def test_replicas_of_a_model_take_their_own_shares():
 
         replica = replicate(model)
         assert torch.equal(replica(inputs).logits, expected)
-
-
-CLASSES = """
-    from torch import nn
-    from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel
-
-    class OwnConfig(LlamaConfig):
-        model_type = "own_llama"
-
-    class Tagger(LlamaPreTrainedModel):
-        config_class = OwnConfig
-
-        def __init__(self, config):
-            super().__init__(config)
-            self.model, self.head = LlamaModel(config), nn.Linear(config.hidden_size, 3)
-            self.post_init()
-
-        def forward(self, input_ids=None, **kwargs):
-            return self.head(self.model(input_ids).last_hidden_state)
-"""
-
-
-def test_a_pickle_of_ones_own_class_loads_in_another_process(tmp_path, monkeypatch):
-    (tmp_path / "tagger.py").write_text(textwrap.dedent(CLASSES))
-    monkeypatch.syspath_prepend(tmp_path)
-    tagger = importlib.import_module("tagger")
-    size = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    model = grown(tagger.Tagger(tagger.OwnConfig(**size)).eval())
-    expected = model(tokens())
-    torch.save(model, tmp_path / "model.pt")
-    torch.save(tokens(), tmp_path / "tokens.pt")
-    code = f"""
-        import sys, torch
-        sys.path.insert(0, {str(tmp_path)!r})
-        model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
-        with torch.no_grad():
-            torch.save(model(torch.load({str(tmp_path / "tokens.pt")!r})), {str(tmp_path / "found.pt")!r})
-        print(type(model).__name__, type(model.config).__name__, model.config.extra_dims["0"])
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert done.stdout.split(maxsplit=2) == ["GrowAttnTagger", "GrowAttnOwnConfig", "{'growth_1': [3, 2]}\n"]
-    torch.testing.assert_close(torch.load(tmp_path / "found.pt"), expected)
-    assert type(pickle.loads(pickle.dumps(model))) is type(model)
 
 
 def test_a_parent_that_calls_forward_itself_is_found_out():

@@ -4,8 +4,12 @@ import copy
 
 import pytest
 import torch
-from accelerate import Accelerator
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, load_checkpoint_in_model
 from families import FAMILIES, build, lm_batches, tokens
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict, set_state_dict
+from transformers import AutoModelForCausalLM
+from transformers.trainer_utils import load_sharded_checkpoint
 
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_growth
 from hf_growattn.growable.attention import attentions
@@ -87,7 +91,7 @@ def test_accelerate_resumes_after_a_growth(tmp_path):
     again = Accelerator(cpu=True)
     model, optimizer, _ = fresh("llama-2")
     model, optimizer = again.prepare(model, optimizer)
-    load_growth(model, tmp_path / "growth", optimizer)
+    load_growth(model, tmp_path / "growth", optimizer, strict=False)  # the trained weights follow
     again.load_state(tmp_path / "state")
     assert_is(model, optimizer.optimizer, after)
 
@@ -118,3 +122,52 @@ def test_other_models_may_lend_their_state():
     grown.load_state_dict(build("gpt2-2").state_dict())
     assert torch.equal(grown(tokens(), use_cache=False).logits, build("gpt2-2")(tokens()).logits)
     assert attentions(grown)[1].width_of("query") == 16 and not grown.config.extra_dims
+
+
+@pytest.mark.parametrize("size", ["3KB", "12KB"])
+def test_other_loaders_bring_new_dims_or_say_that_they_do_not(size, tmp_path):
+    """Those that read file by file, and torch's distributed checkpoints, which read what they are asked for."""
+    model, _, grower = fresh("llama-2")
+    assert grower.find(lm_batches()).keep().kept
+    model.save_pretrained(tmp_path / "files", max_shard_size=size)
+    wanted = model(tokens(), use_cache=False).logits
+    other = patch_model(build("llama-2"))
+    if size == "3KB":  # the two tensors of a growth are in two files
+        with pytest.warns(UserWarning, match=r"tensors of new dims, such as .*, were left out.*all of it at once"):
+            load_sharded_checkpoint(other, tmp_path / "files", strict=False)
+    else:
+        load_sharded_checkpoint(other, tmp_path / "files", strict=False)
+        assert torch.equal(other(tokens(), use_cache=False).logits, wanted)
+        other = patch_model(build("llama-2"))
+        load_checkpoint_in_model(other, tmp_path / "files")
+        assert torch.equal(other(tokens(), use_cache=False).logits, wanted)
+    part = {name: tensor for name, tensor in build("llama-2").state_dict().items() if "layers.1" in name}
+    dims = model.config.extra_dims
+    assert not model.load_state_dict(part, strict=False).unexpected_keys and model.config.extra_dims == dims
+
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    for config, refused in ((build("llama-2").config, True), (model.config, False)):
+        other = patch_model(AutoModelForCausalLM.from_config(config))
+        state = {"model": other.state_dict()}
+        if refused:
+            with pytest.raises(dcp.api.CheckpointException, match=r"lacks these new dims\. Build it by from_config"):
+                dcp.load(state, checkpoint_id=tmp_path / "dcp")
+        else:
+            dcp.load(state, checkpoint_id=tmp_path / "dcp")
+            assert other.load_state_dict(state["model"]) and other.config.extra_dims == dims
+
+
+def test_set_state_dict_says_that_an_optimizer_came_too_early():
+    model, optimizer, grower = fresh("llama-2")
+    trained(model, optimizer)
+    assert grower.find(lm_batches()).keep().kept
+    trained(model, optimizer)
+    saved, after = copy.deepcopy(get_state_dict(model, optimizer)), snapshot(model, optimizer)
+    other, its_optimizer, _ = fresh("llama-2")
+    set_state_dict(other, its_optimizer, **copy.deepcopy({"model_state_dict": saved[0], "optim_state_dict": saved[1]}))
+    with pytest.warns(UserWarning, match=r"make it after the model is loaded, and load its own state last"):
+        trained(other, its_optimizer, steps=1)
+    other.load_state_dict(saved[0])
+    its_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    set_optimizer_state_dict(other, its_optimizer, saved[1])
+    assert_is(other, its_optimizer, after)

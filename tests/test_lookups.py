@@ -7,9 +7,10 @@ import pytest
 from conftest import data_path
 from families import VARIANTS, build, word_tokenizer
 from transformers import AutoTokenizer, pipeline
-from transformers.models.auto import modeling_auto
+from transformers.models.auto import modeling_auto, tokenization_auto
 
 from hf_growattn import patch_model
+from hf_growattn.model.configuration import register_type_names
 
 TEXT = "First Citizen: we're 12\n\n  proceed,  na\u00efve <s> hear</s>"
 # As files of the Hub may have it: right for the type, missing, or of another class.
@@ -58,25 +59,12 @@ def test_the_same_tokenizer_is_loaded(tmp_path, variant):
             assert ours(TEXT)["input_ids"] == stock(TEXT)["input_ids"], tokenizer_class
 
 
+def test_types_whose_hub_names_another_tokenizer_are_known_by_our_name(monkeypatch):
+    monkeypatch.setattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", {"llama"})
+    register_type_names("llama")
+    assert "growattn_llama" in tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+
+
 def test_pipelines_accept_it(caplog):
     pipeline("text-generation", patch_model(build("llama-2")), tokenizer=word_tokenizer(), device="cpu")
     assert "is not supported" not in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # peft reads it
-@pytest.mark.parametrize("targets", ["all-linear", None])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_lora_finds_the_same_maps(variant, targets):
-    peft = pytest.importorskip("peft")
-
-    def adapted(model):
-        lora = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
-        return {name: tuple(p.shape) for name, p in lora.named_parameters() if "lora_" in name}
-
-    try:
-        stock = adapted(build(variant))
-    except ValueError as error:  # peft has no default targets for this type
-        with pytest.raises(ValueError, match=str(error)[:40]):
-            adapted(patch_model(build(variant)))
-    else:
-        assert adapted(patch_model(build(variant))) == stock

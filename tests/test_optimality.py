@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import best_directions, whiten
+from compared import best_directions, transposed, whiten
 from test_functional import normal, spd
 from torch.testing import assert_close
 
@@ -29,7 +29,10 @@ def problem(form, seed=0):
     left = torch.linalg.qr(normal(groups, heads // groups * a, b, seed=seed + 2)).Q
     right = torch.linalg.qr(normal(groups, b, b, seed=seed + 3)).Q
     sigma = torch.logspace(1, 0, b).double() * torch.tensor([[1.0], [0.7]]).double()[:groups]
-    cross = F.apply_root(roots_a[0], F.unstack_groups(left * sigma.unsqueeze(-2) @ right.mT, heads)) @ roots_b[0]
+    cross = (
+        F.apply_root(transposed(roots_a[0]), F.unstack_groups(left * sigma.unsqueeze(-2) @ right.mT, heads))
+        @ roots_b[0]
+    )
     if form == "a bias":  # from a gradient of logits, as it arises
         basis = x @ roots_b[1]
         logits = basis @ (left * sigma.unsqueeze(-2) @ right.mT)[0] @ basis.T

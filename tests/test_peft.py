@@ -4,24 +4,18 @@ import copy
 import json
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
+from compared import column_basis, exact_directions
 from families import build, lm_batches
-from packaging.version import Version
-from safetensors.torch import load_file
 from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM
-from transformers.integrations.peft import MIN_PEFT_VERSION
-from transformers.utils import logging
 
 import hf_growattn.measure.functional as F
-from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
+from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import is_grown
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
-from hf_growattn.measure.directions import exact_directions
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")
@@ -124,12 +118,12 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         assert under_lora.out_of_reach == pytest.approx(plain_one.out_of_reach, rel=1e-3)
         torch.testing.assert_close(under_lora.in_sample, plain_one.in_sample, rtol=1e-3, atol=0)
-        basis = F.column_basis(plain_one.bottleneck.whitened_factors()[1])
+        basis = column_basis(plain_one.bottleneck.whitened_factors()[1])
         assert (basis.mT @ under_lora.v).abs().max() < 1e-3  # beyond the old dims, adapters and all
         layer = under_lora.bottleneck.attention
         bare = F.join_bias(layer.weight_of("value"), layer.bias_of("value"))
         if under_lora.bottleneck.kind is V:
-            basis = F.column_basis(under_lora.bottleneck.roots.shared_root @ bare)
+            basis = column_basis(under_lora.bottleneck.roots.shared_root @ bare)
             assert (basis.mT @ under_lora.v).abs().max() > 0.01  # not beyond those of the bare weights
 
 
@@ -187,20 +181,6 @@ def test_a_model_may_be_patched_under_its_adapters(variant):
     assert Grower(model, GROWTH).find(BATCHES).keep().kept
     expected = logits(model)
     near(logits(model.merge_and_unload()), expected)
-
-
-@pytest.mark.skipif(Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason="transformers asks for a newer peft")
-def test_adapters_that_transformers_itself_attaches(tmp_path):
-    model = patch_model(build(LLAMA))
-    model.add_adapter(lora(LLAMA))
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
-    assert Grower(model, GROWTH, optimizer).find(BATCHES).keep().kept
-    train(model, optimizer)
-    model.save_pretrained(tmp_path)
-    loaded = patch_model(build(LLAMA))
-    loaded.load_adapter(str(tmp_path))
-    load_growth(loaded, tmp_path / "growth")
-    assert torch.equal(logits(loaded.eval()), logits(model.eval()))
 
 
 def test_accelerate_and_checkpointed_activations():
@@ -325,79 +305,6 @@ def test_growth_under_other_adapters(method):
     assert unknown == UNKNOWN.get(method, {"qk"})
     model.set_adapter("default")
     train(model, torch.optim.AdamW(trainable(model), lr=1e-3))
-
-
-@pytest.mark.parametrize("passed", ["peft model", "a module around it"])
-def test_what_grew_under_lora_is_saved_with_the_adapter(passed, tmp_path, caplog):
-    model = adapted(LLAMA, ALL[LLAMA])
-    around = torch.nn.ModuleDict({"policy": model})
-    grower = Grower(model if passed == "peft model" else around, GROWTH, loss=lambda _, batch: model(**batch).loss)
-    assert grower.find(BATCHES).keep().kept
-    logging.warning_once.cache_clear()
-    model.save_pretrained(tmp_path / "once")
-    assert "which loads those alone, call hf_growattn.load_growth" in caplog.text
-    assert not any(".extra." in name for name in load_file(tmp_path / "once" / "adapter_model.safetensors"))
-    for folder in ("once", "again"):
-        loaded = peft.PeftModel.from_pretrained(patch_model(build(LLAMA)), tmp_path / folder).eval()
-        load_growth(loaded, tmp_path / folder / "growth")
-        assert torch.equal(logits(loaded), logits(model))
-        loaded.save_pretrained(tmp_path / "again", state_dict=loaded.state_dict())  # as Trainer does
-    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
-
-
-def test_a_whole_peft_model_is_read_in_another_process(tmp_path):
-    model = adapted(LLAMA, ALL[LLAMA])
-    assert Grower(model, GROWTH).find(BATCHES).keep().kept
-    torch.save(model, tmp_path / "model")
-    script = """
-import sys, torch
-model = torch.load(f"{sys.argv[1]}/model", weights_only=False)
-model.save_pretrained(f"{sys.argv[1]}/saved")
-"""
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
-    loaded = peft.PeftModel.from_pretrained(patch_model(build(LLAMA)), tmp_path / "saved").eval()
-    load_growth(loaded, tmp_path / "saved" / "growth")
-    assert torch.equal(logits(loaded), logits(model))
-
-
-def test_the_base_inside_a_peft_model_does_not_grow_without_it(tmp_path):
-    """Nobody knows what is around a module, and the peft model would leave the new dims out when it is saved."""
-    model = adapted(LLAMA, ALL[LLAMA])
-    base, before = model.get_base_model(), logits(model)
-    for change in (
-        lambda: Grower(base, GROWTH).find(BATCHES).keep(),
-        lambda: Grower(base, GROWTH).find(BATCHES).keep(),
-    ):
-        with pytest.raises(ValueError, match="Pass the peft model instead of the model inside"):
-            change()
-    assert not is_grown(base) and torch.equal(logits(model), before)
-    assert Grower(model, GROWTH).find(BATCHES).keep().kept
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Pass the peft model instead of the model inside"):
-        load_growth(adapted(LLAMA).get_base_model(), tmp_path / "growth")
-
-
-def test_a_state_with_new_dims_that_a_peft_model_would_not_save_is_warned_of(tmp_path):
-    model, other = adapted(LLAMA, ALL[LLAMA]), adapted(LLAMA, ALL[LLAMA])
-    narrow = other.state_dict()
-    assert Grower(model, GROWTH).find(BATCHES).keep().kept
-    with pytest.warns(UserWarning, match=r"save_pretrained of the peft model leaves out.*load_growth\(peft_model"):
-        other.load_state_dict(model.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.load_state_dict(narrow)
-        model.load_state_dict(other.state_dict())  # it has grown before, and saves its growths
-    model.save_pretrained(tmp_path)
-    assert (tmp_path / "growth" / "growth.safetensors").is_file()
-
-
-def test_a_state_of_adapters_alone_leaves_the_growth(tmp_path):
-    model = adapted(LLAMA, ALL[LLAMA])
-    model.save_pretrained(tmp_path)
-    assert Grower(model, GROWTH).find(BATCHES).keep().kept
-    expected = logits(model)
-    model.load_adapter(tmp_path, "default")
-    near(logits(model), expected)
 
 
 def test_default_targets_in_a_fresh_process(tmp_path):

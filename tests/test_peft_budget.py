@@ -112,17 +112,24 @@ def test_a_start_that_finds_nothing_leaves_the_even_one(monkeypatch):
     assert torch.equal(logits(model), expected) and model.peft_config["default"].dims == dims
 
 
-@pytest.mark.parametrize(
-    "options, match",
-    [
-        (dict(budget=0.1, v_dims=2), "budget, or fixed widths"),
-        (dict(budget=2.5), "budget must be a whole number of weights, or a share"),
-        (dict(budget=10), "10 weights buy nothing: one more dim of a layer costs .* Choose a larger budget"),
-    ],
-)
-def test_budgets_that_are_refused(options, match):
-    base = build(LLAMA)
-    kind = type(base)
-    with pytest.raises(ValueError, match=match):
-        peft.get_peft_model(base, GrowAttnConfig(**options))
-    assert type(base) is kind
+def test_what_a_budget_bought_is_loaded_onto_the_same_name(tmp_path):
+    """As Trainer resumes: the model's own budget is spread evenly, and the saved one was spent by a guided start."""
+    model = adapted(LLAMA)
+    assert initialize_growattn_weights(model, BATCHES).kept
+    model.save_pretrained(tmp_path)
+    again = adapted(LLAMA)
+    assert again.peft_config["default"].dims != model.peft_config["default"].dims
+    again.load_adapter(tmp_path, "default", is_trainable=True)
+    assert again.peft_config["default"].dims == model.peft_config["default"].dims
+    assert torch.equal(logits(again.eval()), logits(model)) and trainable(again).keys() == trainable(model).keys()
+
+
+def test_dims_and_layers_may_be_chosen_without_a_budget(tmp_path):
+    model = peft.get_peft_model(build(LLAMA), GrowAttnConfig(dims={"1": [2, 1]}))
+    assert attentions(model)[0].extra is None and count(model) > 0
+    stir(model).save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build(LLAMA), tmp_path)
+    assert torch.equal(logits(loaded.eval()), logits(model.eval()))
+    one = peft.get_peft_model(build(LLAMA), GrowAttnConfig(qk_dims=1, layers=1))
+    values = peft.get_peft_model(build(LLAMA), GrowAttnConfig(budget=BUDGET, kinds=["v"]))
+    assert attentions(one)[0].extra is None and not any(qk for qk, _ in values.peft_config["default"].dims.values())

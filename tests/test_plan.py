@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import ComparedGrower, compared_directions, product_norm, sketched
+from compared import ComparedGrower, compared_directions, product_norm, sketched, whole_gradients
 from conftest import LONG, data_path, real_batches, real_model
 from families import add_dims, build, lm_batches
 from test_growth import fingerprint, same
@@ -16,9 +16,8 @@ from hf_growattn.grow.plan import all_candidates
 from hf_growattn.grow.trial import Candidate, Trial, price_kinds, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
-from hf_growattn.measure.directions import sketched_directions, whole_gradients
-from hf_growattn.measure.halves import halves_of
-from hf_growattn.measure.passes import Objective, evaluation_mode
+from hf_growattn.measure.directions import sketched_directions
+from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
 
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
 DIM = {"qk": 6 * (48 + 1), "v": 4 * 48 + 2 * (48 + 1)}
@@ -37,7 +36,7 @@ def added(report):
 def test_a_budget_is_not_exceeded_and_goes_to_what_holds(budget, kinds):
     model = patch_model(build("llama-5-bias"))
     count = model.num_parameters()
-    report = grow(model, budget=budget, kinds=kinds)
+    report = grow(model, lm_batches(4), budget=budget, kinds=kinds)
     limit = budget if isinstance(budget, int) else int(budget * count)
     assert 0 < report.added_parameters == model.num_parameters() - count == added(report) <= limit
     assert {layer.kind for layer in report.layers} == set(kinds)

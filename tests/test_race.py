@@ -94,12 +94,13 @@ def test_growth_wins_where_rows_are_matched_and_lora_where_they_are_classified(b
 def test_the_lines_of_the_readme_race_a_module_of_the_users_own():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (code,) = (block for block in blocks if "race(" in block)
-    given = [[{"vectors": rows, "classes": names} for rows, names in to_match(*drawn)] for drawn in ((20, 2), (4, 3))]
-    names = {"MyModel": Matcher, "train_batches": given[0], "held_out_batches": given[1]}
-    short = "budget=0.4, steps=8, growth_batches=8"
-    assert "budget=0.02, steps=400" in code
-    exec(code.replace("budget=0.02, steps=400", short), names)
-    names["loss"](names["model"], given[0][0]).backward()
+    train, held_out = to_match(20, 2), to_match(4, 3)
+    names = {"make_model": Matcher, "loss": loss, "train_batches": train, "held_out_batches": held_out}
+    for ours, short in (("budget=0.15", "budget=0.4"), ("steps=100", "steps=8"), ('"read_in", "classifier"', '"head"')):
+        assert ours in code
+        code = code.replace(ours, short)
+    exec(code, names)
+    loss(names["model"], train[0]).backward()
     names["optimizer"].step()
 
 

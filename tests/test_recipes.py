@@ -21,6 +21,7 @@ TEMPLATE = """{%- for message in messages -%}
 <end_of_utterance>{{ '\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt %}assistant:{% endif -%}"""
+SIZES = dict(layers=2, attention_heads=4, ffn_dim=32)
 SECOND = 16_000  # samples
 WORDS = {"la": 300, "mi": 1200, "so": 4000}  # Hz
 HEARD = "The grown model hears"
@@ -88,16 +89,8 @@ def test_a_vision_language_model(forks, tmp_path):
     stock = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
     for ours, theirs in zip(model.model.vision_model.parameters(), stock.model.vision_model.parameters(), strict=True):
         assert torch.equal(ours, theirs)  # frozen
-    processor = AutoProcessor.from_pretrained(tmp_path / "grown")
-    ((query, label),) = re.findall(r"^(w\d+) Expected: (w\d+)$", out, re.MULTILINE)
+    ((_, label),) = re.findall(r"^(w\d+) Expected: (w\d+)$", out, re.MULTILINE)
     assert re.search(rf"^The grown model answers: {label}\s*$", out, re.MULTILINE)
-    rows = datasets.load_dataset("parquet", data_files=str(tmp_path / "data" / "train.parquet"), split="train")
-    image = next(one["image"] for one in rows if (one["query"], *one["label"]) == (query, label))
-    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": query}]}]
-    prompt = processor.apply_chat_template(chat, add_generation_prompt=True)
-    inputs = processor(text=prompt, images=image, return_tensors="pt")
-    new = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert processor.decode(new, skip_special_tokens=True).strip() == label
 
 
 def save_whisper(folder) -> None:
@@ -107,26 +100,13 @@ def save_whisper(folder) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": tasks})
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in ["<|endoftext|>", *tasks]}
     extractor = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)  # seconds
+    end = ids["<|endoftext|>"]
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()}
     config = transformers.WhisperConfig(
-        vocab_size=len(tokenizer),
-        num_mel_bins=16,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        max_source_positions=50,
-        max_target_positions=32,
-        decoder_start_token_id=ids["<|startoftranscript|>"],
-        bos_token_id=ids["<|endoftext|>"],
-        eos_token_id=ids["<|endoftext|>"],
-        pad_token_id=ids["<|endoftext|>"],
-        init_std=0.2,
-        begin_suppress_tokens=None,
-        suppress_tokens=None,
-    )
+        **sizes, vocab_size=len(tokenizer), num_mel_bins=16, d_model=32, max_source_positions=50, init_std=0.2,
+        max_target_positions=32, decoder_start_token_id=ids["<|startoftranscript|>"], begin_suppress_tokens=None,
+        suppress_tokens=None, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end),
+    )  # fmt: skip
     model = transformers.WhisperForConditionalGeneration(config)
     model.generation_config = transformers.GenerationConfig(
         is_multilingual=True,
@@ -134,8 +114,8 @@ def save_whisper(folder) -> None:
         task_to_id={task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")},
         no_timestamps_token_id=ids["<|notimestamps|>"],
         decoder_start_token_id=ids["<|startoftranscript|>"],
-        eos_token_id=ids["<|endoftext|>"],
-        pad_token_id=ids["<|endoftext|>"],
+        eos_token_id=end,
+        pad_token_id=end,
         max_length=32,
     )
     model.save_pretrained(folder)

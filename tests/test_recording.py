@@ -4,14 +4,12 @@ import copy
 
 import pytest
 import torch
-from families import build, lm_batches
+from families import build
 from test_trainer import CONFIG, Noting, grown_at, trainer
-from torch.utils.data import WeightedRandomSampler
 from training import Rows
 from transformers import Trainer, TrainerCallback
 
 from hf_growattn import Grower, GrowthCallback, patch_model
-from hf_growattn.training.recording import loss_of
 
 
 class Evaluates(TrainerCallback):
@@ -53,18 +51,6 @@ def test_the_last_batches_of_the_training_are_what_a_growth_reads(tmp_path, grow
     assert grown_at(run.state) == [3, 5]
 
 
-def test_rows_that_the_sampler_leaves_out_are_not_read(tmp_path, grown_on):
-    class Weighted(Trainer):
-        def _get_train_sampler(self, *args):
-            return WeightedRandomSampler([1.0] * 4 + [0.0] * 20, num_samples=24)
-
-    rows = Rows(24)
-    trainer(tmp_path, dict(steps=[4], batches=4), data=rows, cls=Weighted).train()
-    (batches,) = grown_on
-    wanted = {tuple(row.tolist()) for row in rows.ids[:4]}
-    assert {tuple(row) for batch in ids(batches) for row in batch} <= wanted
-
-
 @pytest.mark.parametrize("options", [dict(label_smoothing_factor=0.1), dict(gradient_accumulation_steps=3)])
 def test_the_loss_of_a_growth_is_that_of_the_training(tmp_path, options, grown_on):
     """Smoothed labels are taken out of the batch by compute_loss; accumulated steps count the items of all batches."""
@@ -84,13 +70,6 @@ def test_a_growth_that_is_due_too_early_waits_and_says_so_once(tmp_path, grown_o
         run.train()
     assert len([each for each in warned if "waits for" in str(each.message)]) == 1
     assert grown_at(run.state) == [4] and len(grown_on[0]) == 4
-
-
-def test_an_epoch_that_is_too_short_for_a_growth_is_waited_for(tmp_path):
-    run = trainer(tmp_path, dict(at="epoch", batches=8), max_steps=-1, num_train_epochs=3)
-    with pytest.warns(UserWarning, match="due at step 6, and waits for 8 batches"):
-        run.train()
-    assert grown_at(run.state) == [8, 12]
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -163,14 +142,6 @@ def test_what_would_fail_in_a_growth_fails_in_the_first_steps(tmp_path):
     with pytest.raises(ValueError, match="A loss must be a tensor of one number"):
         run.train()
     assert run.state.global_step == 2
-
-
-def test_the_loss_of_a_trainer_leaves_batch_and_arguments(tmp_path):
-    run = trainer(tmp_path, None, label_smoothing_factor=0.1)
-    batch = lm_batches(1)[0]
-    keys = {*batch}
-    assert torch.isfinite(loss_of(run)(run.model, batch))
-    assert {*batch} == keys and run.args.average_tokens_across_devices
 
 
 def test_a_model_that_is_made_by_the_trainer_grows(tmp_path, kept_by_word):

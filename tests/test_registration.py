@@ -9,22 +9,18 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from families import FAMILIES, LLAMA, add_dims, build, tokens
+from families import FAMILIES, LLAMA, build, tokens, wide
 from own_family import OwnConfig, OwnForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_growattn import patch_model
 from hf_growattn.growable import models as modeling
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import sync_config
 from hf_growattn.model.new_dims import ROLES
 
 
 def grown(variant: str):
-    model = patch_model(build(variant))
-    add_dims(attentions(model)[0], 4, 2)
-    sync_config(model)
-    return model
+    return wide(variant, 4, 2)
 
 
 FRESH = f"""
@@ -107,19 +103,15 @@ def test_a_grown_model_made_from_its_config_is_drawn_as_the_stock_one_is(variant
         assert not any(part.in_proj.bias.any() for part in ours.growths.values() if part.in_proj.bias is not None)
 
 
-def test_a_config_is_saved_as_often_as_one_likes(tmp_path):
-    for model in (patch_model(build("llama-2")), grown("llama-2")):
-        model.save_pretrained(tmp_path)
-        for _ in range(2):
-            model.config.save_pretrained(tmp_path)
-            assert type(model.config).from_pretrained(tmp_path).to_dict() == model.config.to_dict()
-
-
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_a_grown_config_is_made_again_of_its_fields(variant):
-    config = grown(variant).config
-    again = type(config)(**config.to_diff_dict())
-    assert again.to_dict() == config.to_dict() and again.extra_dims
+def test_a_grown_config_is_made_again_of_its_fields_and_of_its_file(variant, tmp_path):
+    model = grown(variant)
+    model.save_pretrained(tmp_path)
+    again = type(model.config)(**model.config.to_diff_dict())
+    assert again.to_dict() == model.config.to_dict() and again.extra_dims
+    for _ in range(2):
+        model.config.save_pretrained(tmp_path)
+        assert type(again).from_pretrained(tmp_path).to_dict() == model.config.to_dict()
 
 
 def test_copies_and_pickles_of_a_config_keep_class_and_fields():
@@ -131,21 +123,25 @@ def test_copies_and_pickles_of_a_config_keep_class_and_fields():
     assert type(copy.deepcopy(derived)) is type(derived)
 
 
-OWN_CONFIG = """
+OWN = """
 import sys, torch, hf_growattn
-sys.path.insert(0, {tests!r})
-config = torch.load(sys.argv[1], weights_only=False)
-print(config.model_type, config.extra_dims, type(config).stock_class.__module__)
+sys.path.insert(0, sys.argv[2])
+model = torch.load(sys.argv[1] + "/model", weights_only=False)
+torch.save(model(torch.arange(8).view(2, 4)).logits, sys.argv[1] + "/logits")
+config = model.config
+print(type(model).__name__, config.model_type, config.extra_dims, type(config).stock_class.__module__)
 """
 
 
-def test_a_config_of_a_class_of_the_users_is_read_in_another_process(tmp_path):
-    config = patch_model(OwnForCausalLM(OwnConfig(**LLAMA | {"num_hidden_layers": 1}))).config
-    config.extra_dims = {"0": {"growth_1": [2, 0]}}
-    torch.save(config, tmp_path / "config")
-    command = [sys.executable, "-c", OWN_CONFIG.format(tests=str(ROOT / "tests")), tmp_path / "config"]
+def test_a_model_of_a_class_of_the_users_is_read_in_another_process(tmp_path):
+    model = wide(OwnForCausalLM(OwnConfig(**LLAMA | {"num_hidden_layers": 1})).eval(), 2, 1)
+    torch.save(model, tmp_path / "model")
+    command = [sys.executable, "-c", OWN, tmp_path, ROOT / "tests"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.split("\n")[0] == f"growattn_own {config.extra_dims} own_family", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "GrowAttnOwnForCausalLM growattn_own {'0': {'growth_1': [2, 1]}} own_family"
+    torch.testing.assert_close(torch.load(tmp_path / "logits"), model(torch.arange(8).view(2, 4)).logits)
+    assert type(pickle.loads(pickle.dumps(model))) is type(model)
 
 
 KNOWN = """
@@ -157,29 +153,14 @@ assert targets["growattn_llama"] == targets["llama"]
 assert peft.PeftType.GROWATTN in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
 assert "growattn_llama" in transformers.CONFIG_MAPPING
 """
-LIGHT = """
+WITHOUT_PEFT = """
 import sys, hf_growattn
 assert "peft" not in sys.modules, "it takes seconds"
-"""
-
-
-def test_peft_is_not_imported_before_somebody_asks():
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("imports", ["hf_growattn, transformers, peft", "peft, transformers, hf_growattn"])
-def test_libraries_are_imported_in_any_order(imports):
-    done = subprocess.run([sys.executable, "-c", KNOWN.format(imports=imports)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-WITHOUT_PEFT = """
-import sys
 sys.modules["peft"] = None  # importing it raises ImportError
-import hf_growattn, transformers
+import transformers
 assert "growattn_llama" in transformers.CONFIG_MAPPING
 assert not any(name.startswith("hf_growattn.grow.") for name in sys.modules), "a model was imported for nothing"
+assert {*hf_growattn.__all__} <= {*dir(hf_growattn)}
 try:
     hf_growattn.GrowAttnConfig
 except ImportError as error:
@@ -187,8 +168,13 @@ except ImportError as error:
 else:
     raise AssertionError("the method is there without peft")
 """
+PROCESSES = [
+    KNOWN.format(imports="hf_growattn, transformers, peft"),
+    KNOWN.format(imports="peft, transformers, hf_growattn"),
+]
 
 
-def test_peft_is_not_needed():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_PEFT], capture_output=True, text=True)
+@pytest.mark.parametrize("script", [*PROCESSES, WITHOUT_PEFT], ids=["peft last", "peft first", "no peft"])
+def test_libraries_are_imported_in_any_order_and_peft_is_not_needed(script):
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -15,8 +15,19 @@ from hf_growattn.growable.growths import sync_config
 
 MODEL = ROOT / "hf_growattn" / "model"
 # Of the standard library: nothing that starts a process, opens a connection, or reads what a pickle holds.
-HARMLESS = {"collections", "copy", "dataclasses", "functools", "importlib", "inspect", "json", "math", "pathlib"}
-HARMLESS |= {"contextlib", "copyreg", "sys", "threading", "types", "typing"}
+HARMLESS = {
+    "collections",
+    "copy",
+    "dataclasses",
+    "functools",
+    "importlib",
+    "inspect",
+    "itertools",
+    "json",
+    "math",
+    "pathlib",
+}
+HARMLESS |= {"contextlib", "copyreg", "re", "sys", "threading", "types", "typing"}
 LOAD = """
 import copy, sys
 from collections import OrderedDict

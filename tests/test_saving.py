@@ -1,5 +1,6 @@
 """Saving replaces a former checkpoint, and leaves what else lies in the directory; tests/test_faults.py kills it."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -124,6 +125,47 @@ def test_a_save_that_was_killed_amid_its_moves_is_never_read_as_one(tmp_path):
         shutil.rmtree(rest)
         assert torch.equal(logits(tmp_path / "m"), wanted[1])
     assert refused
+
+
+@pytest.mark.parametrize("moves", [0, 3, 12])
+def test_a_save_that_is_interrupted_amid_its_moves_loses_nothing(tmp_path, monkeypatch, moves):
+    """By Ctrl-C, or by an error of the disk."""
+    grown(4).save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    move, count = os.replace, itertools.count()
+
+    def interrupted(*paths):
+        if next(count) == moves:
+            raise KeyboardInterrupt
+        move(*paths)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        grown(9).save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    (rest,) = tmp_path.glob(".m.complete-*")
+    with pytest.raises(OSError, match=f"the rest of its files is in {rest}"):
+        logits(tmp_path / "m")
+    shutil.copytree(rest, tmp_path / "m", dirs_exist_ok=True)
+    shutil.rmtree(rest)
+    assert torch.equal(logits(tmp_path / "m"), grown(9)(tokens()).logits)
+
+
+def test_what_is_no_folder_or_no_file_in_it(tmp_path):
+    """Pipes and links in place of files are replaced, what they point to stays; a folder is no place for a file."""
+    model, folder, blob = grown(4), tmp_path / "m", tmp_path / "blob"
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(ValueError, match="is a file; a checkpoint needs a directory"):
+            model.save_pretrained(place)
+    folder.mkdir()
+    blob.write_text("of another model")
+    (folder / "model.safetensors").symlink_to(blob)
+    os.mkfifo(folder / "config.json")
+    model.save_pretrained(folder)
+    assert torch.equal(logits(folder), model(tokens()).logits) and blob.read_text() == "of another model"
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"m cannot be written: .*config\.json.*Name a folder"):
+        model.save_pretrained(folder)
 
 
 def test_leftovers_of_other_processes_stay(tmp_path):

@@ -1,10 +1,15 @@
 """A growth is short: few evaluations of few batches, passes over parts of them, and a bar that knows its end."""
 
+import collections
+import inspect
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from families import build, lm_batches
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import growth, trial
@@ -86,7 +91,8 @@ def test_a_sketch_looks_at_part_of_the_batches_and_what_does_not_hold_is_not_gro
 
     def nothing_holds(*args):
         found = solve(*args)
-        found.validated = -found.validated.abs()
+        for each in found:
+            each.validated = -each.validated.abs()
         return found
 
     monkeypatch.setattr(
@@ -166,3 +172,43 @@ def test_a_search_that_widens_compares_two_batches_of_each_half_with_themselves(
     Grower(model, CONFIGS[1]).measure(batches)
     assert read[:4] == [1, 1, 2, 2]
     assert searches[0].loss_before == pytest.approx(sum(losses) / 4, rel=1e-5)
+
+
+class _Calls(TorchDispatchMode):
+    """Counts what the package runs, by name, without what transformers runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        frame = inspect.currentframe()
+        while frame and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+            frame = frame.f_back
+        if frame and Path(growth.__file__).parents[1] in Path(frame.f_code.co_filename).parents:
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("old_dims_train", [True, False])
+@pytest.mark.parametrize("config", CONFIGS, ids=["budget", "fixed"])
+def test_a_growth_solves_two_eigenproblems_for_all_bottlenecks_together(config, old_dims_train):
+    """A GPU would solve them one by one."""
+    with _Calls() as calls:
+        model = patch_model(build("gpt2-5-scaled"))
+        assert Grower(model, replace(config, old_dims_train=old_dims_train)).find(lm_batches(4)).keep().kept
+    assert {name: number for name, number in calls.counts.items() if "eig" in name or "svd" in name} == {
+        "_linalg_eigh": 2
+    }
+
+
+def test_measuring_reads_no_number_of_each_batch():
+    """A GPU that is waited for has run out of work."""
+    read = []
+    for count in (8, 16):
+        grower = Grower(patch_model(build("llama-2")), CONFIGS[0])
+        with _Calls() as calls, grower._session(lm_batches(count)) as session:
+            calls.counts.clear()
+            grower._measure_directions(session)
+        read.append(calls.counts["_local_scalar_dense"])
+    assert 0 < read[0] == read[1]

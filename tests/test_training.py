@@ -86,13 +86,3 @@ def test_what_growing_together_must_bear(forks):
     done = forks.run(SCRIPT.with_name("ranks_run.py"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert "uneven_batches" in done.stdout and "You've set static_graph" not in done.stderr
-
-
-def test_two_processes_resume_from_after_a_growth(unbroken, forks, tmp_path):
-    loop, output, losses = unbroken
-    if loop == "trainer":
-        pytest.skip("Trainer keeps random states by process: a checkpoint of one process is resumed by one")
-    shutil.copytree(output / "checkpoint-8", tmp_path / "checkpoint-8")
-    again = trained(forks, loop, tmp_path, "--resume", str(tmp_path / "checkpoint-8"), ranks=2)
-    assert again[12] == pytest.approx(losses[12], abs=1e-4)
-    assert_same(load(tmp_path / "weights-0.pt"), load(tmp_path / "weights-1.pt"))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compared import exact_directions
 from families import VARIANTS, add_dims, build, lm_batches, padded, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
@@ -10,9 +11,8 @@ from hf_growattn.grow.trial import StepSearch, Trial
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.growable.growths import sync_config
 from hf_growattn.measure.bottlenecks import QK, compute_moments
-from hf_growattn.measure.directions import exact_directions, probing
-from hf_growattn.measure.halves import HalvedBatches, halves_of
-from hf_growattn.measure.passes import Objective, evaluation_mode
+from hf_growattn.measure.directions import probing
+from hf_growattn.measure.passes import HalvedBatches, Objective, evaluation_mode, halves_of
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,16 @@ from statistics import mean
 
 import pytest
 import torch
-from families import build, lm_batches
-from test_growth import fingerprint, same
+from families import build, fingerprint, lm_batches, same
 from user_losses import (
     CONFIG,
     ROUNDING,
     TRAINERS,
     Witness,
-    cached,
     contrastive,
     encoder,
     lora,
     pairs,
-    plain,
     preferring,
     save_encoder,
     trains_down,
@@ -40,23 +37,18 @@ def test_two_processes_lower_the_loss_of_the_trainer_and_a_hand_written_one(fork
     assert all(name in done.stdout for name in ("preferences", "sentences", "contrastive"))
 
 
-def test_a_loss_of_two_forward_passes_gradient_cached_or_not():
-    reports = []
-    for loss in (contrastive, cached):
-        model = encoder()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        before = fingerprint(model.inner, optimizer)
-        expected = mean(contrastive(model.eval(), batch).item() for batch in pairs(6))
-        grower = Grower(model.train(), CONFIG, optimizer, loss=loss)
-        reports.append(grower.measure(pairs(6)))
-        assert same(fingerprint(model.inner, optimizer), before) and model.dropout.training
-        assert reports[-1].loss_before == pytest.approx(expected, rel=ROUNDING)
-        grown = grower.find(pairs(6)).keep()
-        assert grown.kept
-        after = mean(contrastive(model.eval(), batch).item() for batch in pairs(6))
-        assert after < expected  # now in the weights
-    plain, by_parts = ([layer.gain for layer in report.layers] for report in reports)
-    assert plain == pytest.approx(by_parts, rel=1e-2, abs=1e-5) and max(plain) > 0
+def test_a_loss_of_two_forward_passes():
+    model = encoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = fingerprint(model.inner, optimizer)
+    expected = mean(contrastive(model.eval(), batch).item() for batch in pairs(6))
+    grower = Grower(model.train(), CONFIG, optimizer, loss=contrastive)
+    report = grower.measure(pairs(6))
+    assert same(fingerprint(model.inner, optimizer), before) and model.dropout.training
+    assert report.loss_before == pytest.approx(expected, rel=ROUNDING) and max(each.gain for each in report.layers) > 0
+    assert grower.find(pairs(6)).keep().kept
+    after = mean(contrastive(model.eval(), batch).item() for batch in pairs(6))
+    assert after < expected  # now in the weights
 
 
 def test_what_the_loss_trains_beside_the_model_keeps_its_gradients():
@@ -78,15 +70,6 @@ def test_a_reference_that_would_grow_too_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"compares the model with itself.*precompute_ref_log_probs=True"):
         trainer.train()
     assert trainer.state.global_step == 2  # before hours of training
-
-
-def test_batches_that_come_to_be_in_training_are_grown_on(tmp_path):
-    trainer = plain(tmp_path, patch_model(build("llama-2")))
-    trainer.data_collator = lambda rows: rows
-    trainer._prepare_inputs = lambda rows: torch.utils.data.default_collate(rows)
-    trainer.add_callback(growth := Witness(trainer))
-    trainer.train()
-    assert growth.reports[0].loss_before == pytest.approx(growth.expected, rel=ROUNDING)
 
 
 def test_guided_starts_take_a_loss_too():

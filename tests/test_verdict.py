@@ -13,7 +13,7 @@ from hf_growattn.grow import growth as growing
 from hf_growattn.growable import growths
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters
-from hf_growattn.measure.halves import HalvedBatches
+from hf_growattn.measure.passes import HalvedBatches
 from hf_growattn.report import words
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
@@ -51,7 +51,8 @@ def test_what_does_not_hold_is_told_with_its_error_and_kept_by_word():
     report = growth.keep()
     text = " ".join(str(report).split())
     assert report.kept and not report.holds and "were kept all the same" in text and "weights added" in text
-    assert [layer.width for layer in report.layers] == [(8, 10)] * 4 and "8 -> 10" in text
+    assert {(layer.step_size > 0, layer.width) for layer in report.layers} == {(False, (8, 8)), (True, (8, 10))}
+    assert "8 -> 10" in text
     assert report.added_parameters == sum(parameter.numel() for parameter in extra_parameters(model))
 
 
@@ -69,7 +70,7 @@ def test_kept_by_word_without_a_step_they_change_nothing_yet(monkeypatch):
         assert new.weight_of("key").any() and new.weight_of("value").any()  # both zero would not learn
 
 
-def test_a_kind_without_a_step_is_kept_with_the_other_and_everything_agrees(monkeypatch):
+def test_a_kind_without_a_step_is_not_added_to_the_other_and_everything_agrees(monkeypatch):
     run = growing.StepSearch.run
 
     def values_only(self, trial, spare=0):
@@ -82,12 +83,12 @@ def test_a_kind_without_a_step_is_kept_with_the_other_and_everything_agrees(monk
     report = Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches(8)).keep()
     widths = {(layer.layer, layer.kind): layer.width for layer in report.layers}
     for attention in attentions(model):
-        assert model.config.extra_dims[str(attention.layer)] == {"growth_1": [2, 2]}
-        assert widths[attention.layer, "qk"] == (16, attention.width_of("query")) == (16, 18)
+        assert model.config.extra_dims[str(attention.layer)] == {"growth_1": [0, 2]}
+        assert widths[attention.layer, "qk"] == (16, attention.width_of("query")) == (16, 16)
         assert widths[attention.layer, "v"] == (16, attention.width_of("value")) == (16, 18)
     assert report.holds
     for row, layer in zip(words.rows_of(report), report.layers):
-        assert row[2] == "16 -> 18" and (row[-1] == "-") == (layer.kind == "qk")
+        assert (row[2], row[-1] == "-") == (("16", True) if layer.kind == "qk" else ("16 -> 18", False))
 
 
 def test_few_batches_are_judged_by_their_rows():
@@ -152,21 +153,3 @@ def test_an_interrupt_amid_keep_leaves_nothing_grown(place, way, monkeypatch):
     assert same(fingerprint(model, optimizer), before) and model.config.name_or_path == "someone/base"
     assert growth.keep().kept and model.config.extra_dims and model.config.name_or_path == ""
     assert {*extra_parameters(model)} <= {p for group in optimizer.param_groups for p in group["params"]}
-
-
-def test_an_interrupt_after_it_leaves_everything_grown(monkeypatch):
-    model = patch_model(build("llama-2"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    growth = Grower(model, CONFIG, optimizer).find(lm_batches(8))
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(growths, "after_change", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        growth.keep()
-    assert [(a.width_of("query"), a.width_of("value")) for a in attentions(model)] == [(18, 18)] * 2
-    assert model.config.extra_dims and len(extra_parameters(model)) > 0
-    assert {p for group in optimizer.param_groups for p in group["params"]} == {*model.parameters()}
-    with pytest.raises(RuntimeError, match="This growth was kept"):
-        growth.keep()

@@ -1,22 +1,23 @@
 """Views agree with the models they look at."""
 
+import encoders
+import modalities
+import peft
 import pytest
 import torch
 from conftest import real_batches, real_model
-from families import FAMILIES, LLAMA, VARIANTS, add_dims, build, tokens
-from rebuilt import compute_logits, rebuild_output, window_of
+from families import FAMILIES, LLAMA, VARIANTS, add_dims, build, tokens, wide
+from rebuilt import rebuild_output
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, BloomConfig, BloomModel, LlamaConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_growattn import patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import sync_config
-from hf_growattn.measure import functional as F
 from hf_growattn.measure.views import attention_views
 
 # Each way to lay heads out and to place them, without sliding windows.
-OTHERS = ["stablelm", "gpt-neox", "smollm3", "opt"]
+OTHERS = ["stablelm", "gpt-neox", "smollm3", "opt", "granite-unscaled"]
 EVERY = pytest.mark.parametrize("variant", [name for name in VARIANTS if name[:4] in ("llam", "gpt2")] + OTHERS)
 GROWN = pytest.mark.parametrize("grown", [False, True], ids=["stock", "grown"])
 # fp64: sums in another order, and nothing else.
@@ -59,38 +60,15 @@ def recorded(model, **inputs):
 
 
 @torch.no_grad()
-@GROWN
-@pytest.mark.parametrize("variant", [*EVERY.args[1], "cohere2", "granite-unscaled"])  # windows do not matter to logits
-def test_patterns_give_the_logits_of_the_module(variant, grown, monkeypatch):
-    """Those of the queries and keys that it hands to its attention function, at all offsets, negative ones too."""
-    model, handed = built(variant, grown), {}
-    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def record(module, query, key, *args, scaling=None, **kwargs):
-        scale = module.head_dim**-0.5 if scaling is None else scaling
-        handed[module] = scale * query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
-        return original(module, query, key, *args, scaling=scaling, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", record)
-    for index, (view, x, _) in enumerate(recorded(model, input_ids=tokens(2, 9))):
-        assert view.layer == index
-        for head in range(view.heads):
-            found = view.scaling * compute_logits(view, head, F.augment(x), causal=False)
-            assert_close(found, handed[view.module][:, head], **(EXACT if "gpt2" in variant else ROTATED))
-
-
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if "gpt2" in name])
-def test_without_rotation_the_offset_changes_nothing(variant):
-    view = attention_views(built(variant, True))[0]
-    assert_close(view.pattern(1, 5).dense(), view.pattern(1).dense(), rtol=0, atol=0)
-
-
-@torch.no_grad()
-def test_new_dims_do_not_rotate():
-    model = grow(build("llama-2", dtype=torch.float64))
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_an_offset_changes_what_rotates_alone(variant):
+    """Nothing of GPT-2, and no new dims."""
+    model = grow(build(variant, dtype=torch.float64))
     view, layer = attention_views(model)[0], attentions(model)[0]
-    for role in ("query", "key"):
-        layer.weight_of(role)[:, :16] = 0
+    if "llama" in variant:
+        for role in ("query", "key"):
+            layer.weight_of(role).zero_()
+            layer.bias_of(role).zero_()
     assert view.pattern(0).dense().norm() > 1
     assert_close(view.pattern(0, 9).dense(), view.pattern(0).dense(), rtol=0, atol=0)
 
@@ -132,8 +110,8 @@ def test_scaled_rotations_are_the_models_own(rope_type, length):
 @EVERY
 def test_refactored_attention_is_the_modules_output(variant, grown):
     model = built(variant, grown)
-    assert {view.scaling for view in attention_views(model)} != {1.0}
-    for view, x, output in recorded(model, input_ids=tokens(2, 11)):
+    for index, (view, x, output) in enumerate(recorded(model, input_ids=tokens(2, 11))):
+        assert view.layer == index
         assert_close(rebuild_output(view, x), output, **(EXACT if "gpt2" in variant else ROTATED))
 
 
@@ -153,6 +131,49 @@ def test_refactored_attention_in_both_directions_and_under_a_mask(variant):
         assert (found - causal).abs().max() > 0.1
 
 
+@GROWN
+@pytest.mark.parametrize("name", encoders.ENCODERS)
+def test_views_of_encoders_compute_what_the_module_does(name, grown):
+    model = encoders.build(name, "eager")
+    views, seen = attention_views(wide(model, 3, 2) if grown else model), {}
+    view = views[1]
+
+    def before(_, args, kwargs):
+        seen["x"] = args[0] if args else kwargs["hidden_states"]
+        seen["mask"] = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+
+    view.module.register_forward_pre_hook(before, with_kwargs=True)
+    for written in (view.attention.projection_of("output"), *(d.out_proj for d in view.attention.growths.values())):
+        written.register_forward_hook(lambda *call: seen.update(out=seen.get("out", 0) + call[-1]))
+    with torch.no_grad():
+        model(**encoders.inputs(name))
+    found = rebuild_output(view, seen["x"], causal=False, attention_mask=seen["mask"])
+    assert_close(found, seen["out"], rtol=1e-4, atol=1e-4)  # fp32, other orders of summation
+
+
+@torch.no_grad()
+def test_old_logits_of_t5_are_not_scaled_and_new_ones_are():
+    model = wide(modalities.build("t5").double(), 2, 1, roles=("query", "key"), std=0.1)
+    view = attention_views(model)[0]
+    model.set_attn_implementation("eager")
+    x = torch.randn(1, 5, 64, dtype=torch.float64)
+    (weights,) = (o for o in view.module(x)[1:] if (o is not None) and o[0, 0].sum(-1).allclose(o.new_ones(5)))
+    logits = view.scaling * (x[0] @ view.pattern(0).dense() @ x[0].T)
+    found = torch.softmax(logits + view.module.compute_bias(5, 5)[0, 0], -1)
+    assert_close(found, weights[0, 0], rtol=1e-6, atol=1e-8)
+
+
+@torch.no_grad()
+def test_merged_adapters_count_once():
+    model = patch_model(build("llama-2"))
+    options = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted, attention = peft.get_peft_model(model, options), attentions(model)[0]
+    plain, expected = (attention.factors_of("query", torch.float64, adapters=on) for on in (False, True))
+    assert (expected - plain).abs().max() > 0.01
+    adapted.merge_adapter()
+    assert_close(attention.factors_of("query", torch.float64), expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_views_compute_in_single_precision_at_least(variant, dtype):
@@ -165,12 +186,11 @@ def test_views_compute_in_single_precision_at_least(variant, dtype):
         assert (found - output).abs().max() < (1e-4 if dtype == torch.float32 else 0.1) * scale
 
 
-@pytest.mark.parametrize("grown", [False, True], ids=["stock", "grown"])
 @pytest.mark.parametrize("name", ["stories260K", "tinystories-3M-gpt2"])
-def test_a_real_model(name, grown):
+def test_a_real_model(name):
     model = real_model(name).double()
     batch = real_batches(1, size=2, tokens=32)[0] % model.config.vocab_size
-    for view, x, output in recorded(grow(model) if grown else model, input_ids=batch):
+    for view, x, output in recorded(grow(model), input_ids=batch):
         assert_close(rebuild_output(view, x), output, rtol=1e-4, atol=1e-5)  # as ROTATED
         pattern = view.pattern(0)
         width = pattern.left.shape[1]
@@ -181,7 +201,7 @@ def test_a_real_model(name, grown):
 # The model stays as it is
 
 
-@EVERY
+@pytest.mark.parametrize("variant", FAMILIES)
 def test_a_stock_model_is_untouched(variant):
     model = build(variant)
     everything = {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
@@ -216,10 +236,8 @@ def test_views_follow_training_patching_and_growth(variant):
     assert_close(rebuild_output(view, x), output, **ROTATED)
 
 
-@GROWN
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_bad_input_is_named(variant, grown):
-    views = attention_views(built(variant, grown))
+def test_bad_input_is_named():
+    views = attention_views(built("llama-2", True))
     with pytest.raises(IndexError, match=f"There are {len(views)} views, one of each layer.*got 99"):
         views[99]
     view = views[1]
@@ -235,19 +253,6 @@ def test_normalized_queries_and_keys_have_no_pattern_but_messages(variant):
     with pytest.raises(ValueError, match=r"Layer 0 normalizes its queries .* have no pattern"):
         view.pattern(0)
     assert view.message(0).shape[1] == view.module.config.hidden_size
-
-
-@pytest.mark.parametrize("variant", ["mistral", "qwen2"])
-def test_a_window_is_a_mask(variant):
-    for view, *(inputs, expected) in recorded(build(variant, dtype=torch.float64), input_ids=tokens(2, 12)):
-        width = window_of(view.attention)
-        assert width in (None, 6)
-        if width is None:
-            assert_close(rebuild_output(view, inputs), expected, **ROTATED)
-            continue
-        mask = torch.full((1, 1, 12, 12), -torch.inf, dtype=torch.float64).tril(-6)
-        assert_close(rebuild_output(view, inputs, attention_mask=mask), expected, **ROTATED)
-        assert_close(rebuild_output(view, inputs[:, :6]), expected[:, :6], **ROTATED)
 
 
 def test_unknown_and_partial_models_are_refused():

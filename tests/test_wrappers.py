@@ -3,7 +3,10 @@
 import pytest
 import torch
 from families import VOCABULARY, add_dims
+from safetensors.torch import save_file
 from transformers import (
+    BertConfig,
+    BertModel,
     Blip2QFormerConfig,
     Blip2QFormerModel,
     CLIPConfig,
@@ -11,6 +14,8 @@ from transformers import (
     EncoderDecoderConfig,
     EncoderDecoderModel,
     LlamaModel,
+    LlavaConfig,
+    PreTrainedConfig,
     Trainer,
     TrainingArguments,
 )
@@ -22,16 +27,7 @@ from hf_growattn.growable.growths import is_grown, sync_config
 from hf_growattn.model.families import growable_submodels
 
 GROWTH = GrowthConfig(qk_dims=2, v_dims=2)
-
-
-def stock(name: str):
-    """A tiny model, unless the installed transformers cannot run it."""
-    model = build(name)
-    try:
-        model(**batch(name))
-    except AttributeError as error:  # 5.24 asks Llama 4's outputs for a field that they do not have
-        pytest.skip(f"stock {name} fails here: {error}")
-    return model
+BERT = dict(hidden_size=32, intermediate_size=32, num_attention_heads=4, num_hidden_layers=2)
 
 
 @torch.no_grad()
@@ -39,31 +35,41 @@ def logits(model, name: str) -> torch.Tensor:
     return model.eval()(**batch(name)).logits
 
 
+def shared_configs(model) -> list[int]:
+    """The configs that modules and configs of a model hold, each by the number of the first place that holds it."""
+    holders = [module for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)]
+    held = [config for each in [*holders, *(each.config for each in holders)] for config in vars(each).values()]
+    ids = [id(config) for config in held if isinstance(config, PreTrainedConfig)]
+    return [ids.index(each) for each in ids]
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_it_is_trained_with_images_and_grown_and_reloaded(name, tmp_path, kept_by_word):
-    model = stock(name)
-    before = logits(model, name)
-    assert torch.equal(logits(patch_model(model), name), before)
+def test_configs_that_are_one_object_stay_one(name, tmp_path):
+    model = build(name)
+    configs = shared_configs(model)
+    assert shared_configs(patch_model(model)) == configs
+    model.save_pretrained(tmp_path)
+    assert shared_configs(type(model).from_pretrained(tmp_path)) == configs
+    assert shared_configs(unpatch_model(model)) == configs
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+def test_its_language_model_grows_in_a_training_with_images(name, tmp_path, kept_by_word):
+    model = patch_model(build(name))
+    configs = shared_configs(model)
     arguments = TrainingArguments(
-        str(tmp_path / "run"), max_steps=10, per_device_train_batch_size=1, learning_rate=1e-3, report_to=[]
+        str(tmp_path), max_steps=6, per_device_train_batch_size=1, learning_rate=1e-3, report_to=[]
     )
     rows = [batch(name, seed=seed % 4) for seed in range(8)]
     trainer = Trainer(model, arguments, train_dataset=rows, data_collator=lambda given: given[0])
-    callback = GrowthCallback(trainer, GROWTH, steps=[8], batches=8)
+    callback = GrowthCallback(trainer, GROWTH, steps=[4], batches=4)
     trainer.add_callback(callback)
     trainer.train()
     assert [report.kept for report in callback.reports] == [True]
     wide = {attention.name for attention in attentions(model) if attention.growths}
-    assert wide and all("language_model" in path or "text_model" in path for path in wide)
-    trainer.save_model(str(tmp_path / "grown"))
-    loaded = type(model).from_pretrained(tmp_path / "grown")
-    assert torch.equal(logits(loaded, name), logits(model, name))
-    prompt = {key: value for key, value in batch(name).items() if key != "labels"}
-    cached, full = (
-        loaded.generate(**prompt, max_new_tokens=5, do_sample=False, use_cache=use_cache) for use_cache in (True, False)
-    )
-    assert torch.equal(cached, full)
+    assert wide and all("language_model" in path for path in wide)
     assert not hasattr(unpatch_model(model, drop_growth=True).config, "growable_submodels")
+    assert shared_configs(model) == configs
 
 
 def test_the_submodels_that_are_named_grow_and_travel_with_the_config(tmp_path):
@@ -79,6 +85,52 @@ def test_the_submodels_that_are_named_grow_and_travel_with_the_config(tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(logits(loaded, "llava"), logits(model, "llava"))
     assert loaded.config.growable_submodels == ["vision_tower"]
+
+
+@pytest.mark.parametrize("submodels", [None, ["vision_tower"], ["vision_tower", "language_model"]])
+def test_a_grown_model_becomes_a_part_of_another_one(submodels, tmp_path):
+    """Each config keeps the layers of its own model, whatever grows in the model around it."""
+    text = patch_model(build("llava").model.language_model)
+    for attention in attentions(text):
+        add_dims(attention, 2 + attention.layer, 1)
+    sync_config(text)
+    model = build("llava")
+    model = type(model)(LlavaConfig(**model.config.to_dict() | {"text_config": text.config})).eval()
+    model.model.language_model.load_state_dict(text.state_dict())
+    before = logits(model, "llava")
+    assert torch.equal(logits(patch_model(model, submodels), "llava"), before)
+    for attention in attentions(model):
+        for parameter in attention.add_new_dims("growth_2", 1, 1).parameters():
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path), "llava"), logits(model, "llava"))
+    stock = unpatch_model(model, drop_growth=True)
+    assert not any("extra" in name or "GrowAttn" in type(module).__name__ for name, module in stock.named_modules())
+
+
+def test_an_encoder_decoder_begins_with_a_grown_encoder(tmp_path):
+    """Its decoder gains cross-attention, which is new as a whole; a part of one that is missing is still refused."""
+    encoder = patch_model(BertModel(BertConfig(vocab_size=64, **BERT))).eval()
+    for attention in attentions(encoder):
+        add_dims(attention, 2 + attention.layer, 1)
+    encoder.save_pretrained(tmp_path)
+    model = EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path, tmp_path).eval()
+    for part in (model.encoder, model.decoder.bert):
+        weights = part.state_dict()
+        names = [name for name in encoder.state_dict() if "pooler" not in name or name in weights]
+        assert sum(".extra." in name for name in names) == 6
+        assert all(torch.equal(weights[name], encoder.state_dict()[name]) for name in names)
+    ids, configs = torch.randint(64, (2, 5)), shared_configs(model)
+    before = model(ids, decoder_input_ids=ids).logits
+    model.save_pretrained(tmp_path / "whole")
+    assert torch.equal(type(model).from_pretrained(tmp_path / "whole")(ids, decoder_input_ids=ids).logits, before)
+    assert torch.equal(patch_model(model)(ids, decoder_input_ids=ids).logits, before)
+    assert shared_configs(model) == configs
+
+    state = {name: tensor for name, tensor in encoder.state_dict().items() if "layer.1.attention.self.key" not in name}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match=r"layer\.1\.attention\.self\.key\.bias is missing"):
+        EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path, tmp_path)
 
 
 def test_of_two_submodels_of_a_name_the_outer_one_is_meant():

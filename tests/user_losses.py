@@ -11,13 +11,13 @@ from statistics import mean
 import pytest
 import torch
 import torch.distributed as dist
-from families import VARIANTS, build, tokens, word_tokenizer
+from families import build, tokens, word_tokenizer
 from test_losses import Uneven, preferences
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 from torchrun import leave
-from transformers import AutoModel, AutoModelForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import AutoModel, Trainer, TrainingArguments, set_seed
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
@@ -105,17 +105,6 @@ def preferring(folder, model, reference=None, **options):
     )  # fmt: skip
 
 
-def rewarding(folder, model):
-    trl = pytest.importorskip("trl")
-    config = VARIANTS["llama-2"]()
-    config.num_labels = 1
-    model = patch_model(AutoModelForSequenceClassification.from_config(config))
-    arguments = trl.RewardConfig(str(folder), bf16=False, **QUIET)
-    return trl.RewardTrainer(
-        model, arguments, train_dataset=preferences(), processing_class=word_tokenizer(),
-    )  # fmt: skip
-
-
 def save_encoder(folder: Path) -> Path:
     """Save a base model and its tokenizer, once."""
     source = folder / "encoder"
@@ -149,15 +138,12 @@ def lora(model):
 
 
 TRAINERS = {
-    "label smoothing": lambda *given: plain(*given, label_smoothing_factor=0.1),
     "a loss function": lambda *given: plain(*given, compute_loss_func=needy_loss),
-    "an override": lambda *given: plain(*given, cls=Overridden),
     "checkpointing": lambda *given: plain(*given, cls=Overridden, gradient_checkpointing=True),
     "bf16": lambda *given: plain(*given, label_smoothing_factor=0.1, bf16=True),
     "LoRA": lambda folder, model: plain(folder, lora(model), label_smoothing_factor=0.1),
     "preferences": lambda folder, model: preferring(folder, model, copy.deepcopy(model)),
     "preferences, LoRA": lambda folder, model: preferring(folder, lora(model), precompute_ref_log_probs=True),
-    "rewards": rewarding,
     "sentences": embedding,
     "sentences, gradient-cached": lambda *given: embedding(
         *given, loss="CachedMultipleNegativesRankingLoss", mini_batch_size=2
@@ -206,20 +192,6 @@ def contrast(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def contrastive(model, batch) -> torch.Tensor:
     """Two forward passes, one loss."""
     return contrast(*map(model, batch))
-
-
-def cached(model, batch) -> torch.Tensor:
-    """The same, by parts of which only the vectors stay in memory (GradCache, arXiv 2101.06983)."""
-    parts = [side.split(2) for side in batch]
-    with torch.no_grad():
-        vectors = [torch.cat([model(part) for part in side]) for side in parts]
-    if not torch.is_grad_enabled():
-        return contrast(*vectors)
-    vectors = [side.requires_grad_() for side in vectors]
-    loss, again = contrast(*vectors), torch.zeros(())
-    for side, gradients in zip(parts, torch.autograd.grad(loss, vectors)):
-        again = again + sum((model(part) * given).sum() for part, given in zip(side, gradients.split(2)))
-    return again + (loss - again).detach()
 
 
 def contrastive_on_ranks(folder) -> None:

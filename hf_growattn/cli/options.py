@@ -109,6 +109,7 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
         raise ImportError("TRL reads the data: pip install 'hf_growattn[trl]'.")
     from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl.trainer.model_config import ModelConfig
+    from yaml import YAMLError
 
     from .data import Recipe, Training
 
@@ -119,10 +120,14 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
     options = list(words[len(names) :])
     try:
         growth, script, training, model, mixture = parser.parse_args_and_config(options)
-    except OSError as error:  # no YAML file
-        raise UsageError(f"{error}.") from error
+    except (OSError, TypeError, YAMLError) as error:  # no YAML file, or one with something else in it
+        raise UsageError(f"--config cannot be read: {' '.join(str(error).split())}.") from error
     except ValueError as error:
         raise UsageError(f"{error}. Name MODEL and DATA first, then the options.") from error
+    for item in fields(growth):  # what YAML says is not parsed as words are
+        value = getattr(growth, item.name)
+        if type(value) not in ((int, float, type(None)) if item.default is None else (type(item.default),)):
+            raise UsageError(f"{item.name} must be a number such as {item.default or 0.02}, and is {value!r:.80}.")
     model.model_name_or_path = names[0] if names else model.model_name_or_path
     datasets = names[1:] or [script.dataset_name] * bool(script.dataset_name)
     if not model.model_name_or_path or not (datasets or mixture.datasets):

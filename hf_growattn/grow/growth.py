@@ -24,9 +24,17 @@ from ..growable.training_state import (
 )
 from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
-from ..measure.directions import Directions, exact_directions, passes_over, sketched_directions
-from ..measure.halves import HalvedBatches
-from ..measure.passes import ROUNDING, Objective, compute_losses, lowering, mean_loss, preserved_state
+from ..measure.directions import Directions, passes_over, sketched_directions
+from ..measure.guards import HeldInterrupts, adapters_stay
+from ..measure.passes import (
+    ROUNDING,
+    HalvedBatches,
+    Objective,
+    compute_losses,
+    lowering,
+    mean_loss,
+    preserved_state,
+)
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 from .plan import (
@@ -86,12 +94,16 @@ class Growth:
     def keep(self) -> GrowthReport:
         """Make the new dims a part of the model that trains, in the optimizer's groups, too; returns the report.
 
-        They need not hold; where no step lowers the loss, they change nothing yet. After an exception, or an interrupt,
-        model and optimizers are as they were.
+        They need not hold; where no step lowers the loss, they change nothing yet. After an exception model and
+        optimizers are as they were. Ctrl-C waits until all is done.
 
         Raises:
             RuntimeError: the growth was kept or dropped before.
         """
+        with HeldInterrupts():
+            return self._keep()
+
+    def _keep(self) -> GrowthReport:
         trial, model = self._open_trial(), growable_model(self._wrapped)
         if not any(candidate.changes_model for candidate in trial.candidates):  # a budget may have bought nothing
             self._finish("kept, with nothing in it")
@@ -165,9 +177,8 @@ class Grower:
 
     def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, loss=None):
         if not isinstance(config, GrowthConfig):
-            raise TypeError(
-                f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given {config!r}."
-            )
+            given = type(config).__name__
+            raise TypeError(f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given a {given}.")
         if not (loss is None or callable(loss)):
             raise TypeError(f"loss must be a function of model and batch, and is {loss!r}.")
         self.optimizers = bare_optimizers(optimizer)
@@ -180,7 +191,7 @@ class Grower:
         """Find the best new dims that hold on unseen batches, and the steps that lower the loss most.
 
         Nothing changes: model, optimizer, gradients, training modes, `requires_grad` flags and the random state are as
-        they were, after an exception, too.
+        they were, after an exception, too. Ctrl-C waits for the end of a batch.
 
         Args:
             batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids` (batch, tokens), which are
@@ -201,7 +212,7 @@ class Grower:
         with self._session(batches) as session:
             directions = self._measure_directions(session)
             candidates = self._choose_candidates(session, directions)
-            trial, steps = self._try_candidates(session, candidates)
+            candidates, trial, steps = self._try_candidates(session, candidates)
             return self._judge_steps(session, candidates, trial, steps)
 
     def grow(self, batches: Iterable) -> GrowthReport:
@@ -246,11 +257,13 @@ class Grower:
             )
         old_dims_train = self._old_dims_train(layers)
         with (
+            HeldInterrupts() as interrupts,
             tqdm(desc="growth: measuring", disable=True if rank() > 0 else None, leave=False) as bar,
-            lowering(self.loss, self.model, self.wrapped, bar.update) as objective,
+            lowering(self.loss, self.model, self.wrapped, lambda n: (bar.update(n), interrupts.check())) as objective,
+            adapters_stay(self.model),
             preserved_state(self.wrapped, self.optimizers),
         ):
-            bar.total = self._most_passes(layers, halved)
+            bar.total = self._most_passes(halved)
             yield Session(objective, layers, old_dims_train, halved, StepSearch(objective, halved), bar)
 
     def _old_dims_train(self, layers: list[GrowableAttention]) -> dict[tuple[GrowableAttention, Kind], bool]:
@@ -259,20 +272,9 @@ class Grower:
         trains = {(layer, kind): layer.trains(*kind.roles) for layer in layers for kind in kinds}
         return trains if setting is None else dict.fromkeys(trains, setting)
 
-    def _dims_to_sketch(self, layers: list[GrowableAttention]) -> tuple[int, bool]:
-        """How many dims to look for, in every layer alike, and whether to sketch them.
-
-        That is not done where the whole gradient is cheaper than a sketch of both sides, and no larger.
-        """
-        dims = max(self.config.most_dims(layer, kind) for layer in layers for kind in self.config.chosen_kinds)
-        features = min(layer.shape.in_features for layer in layers)
-        return dims, dims > 0 and 2 * (dims + self.config.oversampling) < features
-
-    def _most_passes(self, layers: list[GrowableAttention], batches: HalvedBatches) -> int:
+    def _most_passes(self, batches: HalvedBatches) -> int:
         """How long the search will take at most, in batches that go through the model once."""
-        sketches = self._dims_to_sketch(layers)[1]
-        passes = passes_over(batches.halves) if sketches else [batches.halves]
-        passes += [batches.halves] * self.config.moves_old_dims
+        passes = passes_over(batches.halves) + [batches.halves] * self.config.moves_old_dims
         back = sum(len(half) for halves in passes for half in halves)
         judging = sum(map(len, batches.judges)) * (1 if batches.judges is batches.halves else 2)
         return len(batches.every) + judging + 3 * back + MOST_EVALUATIONS * sum(map(len, batches.few(FEW)))
@@ -298,9 +300,7 @@ class Grower:
     ) -> list[Directions]:
         """Find every bottleneck's best directions; a subclass may find others."""
         config, layers = self.config, [bottleneck.attention for bottleneck in bottlenecks]
-        dims, sketches = self._dims_to_sketch(layers)
-        if not sketches:
-            return exact_directions(objective, bottlenecks, halves, dims)
+        dims = max(config.most_dims(bottleneck.attention, bottleneck.kind) for bottleneck in bottlenecks)
         if config.budget is not None:
             dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
         return sketched_directions(objective, bottlenecks, halves, dims, config.oversampling, config.seed)
@@ -318,12 +318,23 @@ class Grower:
 
         return with_old_steps(self.config, session.objective, candidates, session.batches.halves)
 
-    def _try_candidates(self, session: Session, candidates: list[Candidate]) -> tuple[Trial, list[float]]:
-        """Search the steps that lower the loss of a few batches most; zeros if none does."""
+    def _try_candidates(
+        self, session: Session, candidates: list[Candidate]
+    ) -> tuple[list[Candidate], Trial, list[float]]:
+        """Search the steps that lower the loss of a few batches most; zeros if none does.
+
+        Candidates without a step end without dims where others have one, so that only what lowers the loss is added.
+        """
         session.bar.set_description("growth: searching the step")
         trial = Trial([candidate for candidate in candidates if not candidate.is_empty])
         with trial.attached():
-            return trial, self.search_steps(session, trial)
+            steps = self.search_steps(session, trial)
+        taken = {candidate: step for candidate, step in zip(trial.candidates, steps) if step}
+        if not taken:
+            return candidates, trial, steps
+        without = {"dims": 0, "share_that_holds": candidates[0].share_that_holds[:0]}
+        candidates = [each if each in taken else replace(each, **without) for each in candidates]
+        return candidates, Trial([*taken]), [*taken.values()]
 
     def search_steps(self, session: Session, trial: Trial) -> list[float]:
         """Search the step of each candidate of an attached trial; a subclass may take others."""

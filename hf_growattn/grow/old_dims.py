@@ -2,7 +2,8 @@
 
 Nothing else in the package writes old weights, and the usual growth does not import this file. It takes plain weights
 that train and that can be read head by head: no quantized, sharded or frozen ones, and none that carry adapters. Parts
-of former growths stay as they are.
+of former growths stay as they are. "refactor" takes the steepest step of the old weights in any case, and leaves out
+the term of the product that is quadratic in it.
 """
 
 from collections.abc import Iterable
@@ -123,7 +124,9 @@ def tangent_steps(objective: Objective, bottlenecks: list[Bottleneck], halves: t
 
 
 def _parameters(attention: GrowableAttention, role: str) -> list[nn.Parameter]:
-    return list(base_layer(attention.projection_of(role)).parameters())
+    """The parameters that a role's factors are made of: the bias of an output belongs to no head."""
+    projection: Any = base_layer(attention.projection_of(role))
+    return [projection.weight, projection.bias] if role in attention.shape.biased else [projection.weight]
 
 
 def _old_factors(bottleneck: Bottleneck) -> tuple[Tensor, Tensor]:
@@ -176,13 +179,9 @@ def tangent_step(
     """
 
     def half(gradient: Tensor, own: Tensor, other: Tensor) -> Tensor:
-        # (W^T W)^+ by way of the singular values of W: the product itself would square its condition.
-        _, values, vh = torch.linalg.svd(other, full_matrices=False)
-        kept = values > values[..., :1] * max(other.shape[-2:]) * torch.finfo(other.dtype).eps
-        inverse = torch.where(kept, values.square().reciprocal(), 0).unsqueeze(-2)
-        step = gradient @ (vh.transpose(-1, -2) * inverse) @ vh
-        basis = F.column_basis(own)
-        return -(step - basis @ (basis.transpose(-1, -2) @ step) / 2)
+        whitening = F.column_whitening(other)
+        step = (gradient.to(whitening) @ whitening @ whitening.mT).to(gradient)  # times (W^T W)^+ of the other side
+        return -(step + F.project_out(step, own, F.column_whitening(own))) / 2
 
     return half(stacked_gradient, stacked, shared), half(shared_gradient, shared, stacked)
 
@@ -246,7 +245,7 @@ class OldDimsCandidate(Candidate):
         u, sigma, v = self.scaled_directions(source)
         stacked, shared = self.bottleneck.whitened(*self.old)
         moved = self.old_step.changes[source]
-        left = [stacked, -step * u * sigma.unsqueeze(-2), step * moved[0], stacked]
+        left = [stacked, -step * u * sigma.to(u).unsqueeze(-2), step * moved[0], stacked]
         right = [shared, v, shared, step * moved[1]]
         rank = stacked.shape[-1] + self.dims
         return self.bottleneck.unwhitened(*F.balanced_factors(torch.cat(left, -1), torch.cat(right, -1), rank))

@@ -24,29 +24,17 @@ _CANDIDATES = 16  # directions of a layer and kind that a budget chooses from in
 _EVEN_SHARES = 4  # times the even share of a budget: the most that one layer and kind gets
 
 
-@dataclass(frozen=True)
-class GrowthConfig:
-    """What to grow, and how to measure. Give `budget`, or fixed widths by `qk_dims` and `v_dims`.
+@dataclass
+class AddedDims:
+    """How many dims the heads get, and in which layers: what a growth and an adapter have in common.
 
     Attributes:
         qk_dims: dims to add to the queries and keys of each head.
-        v_dims: dims to add to the values of each head.
-        budget: weights to add at most: a whole number, or a share of the model's parameters such as 0.01. Layers and
-            kinds get the more of it the more gain holds there on unseen batches, and none where no gain holds.
+        v_dims: dims to add to the values of each head, and to what the output projection reads.
+        budget: weights to add at most, in place of the two: a whole number, or a share of the model's parameters such
+            as 0.01. Layers and kinds get the more of it the more gain holds there on unseen batches.
         kinds: what a budget may buy: "qk" for queries and keys, "v" for values, or both.
-        layers: indices of the layers to grow; None grows every layer.
-        max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
-        multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
-        method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
-            factors of the stepped product, for position-free heads.
-        update_existing: take the steepest step of the existing weights too. This and "refactor" write old weights: they
-            must be plain, and neither frozen nor under adapters. Neither bought anything on a small GPT-2.
-        old_dims_train: that training will move the old dims too, itself or by adapters, so that new ones need not do
-            what those can; False where the new dims train alone. None for what `requires_grad` says of each layer and
-            kind.
-        ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
-        oversampling: probe dims beyond the wanted ones in the sketch, half of them for either half of the batches.
-        seed: of the sketch's random inputs.
+        layers: indices of the layers, or a single one; None means every layer.
 
     Raises:
         ValueError: an attribute is outside its range, or they contradict each other; the message names the fix.
@@ -56,24 +44,10 @@ class GrowthConfig:
     v_dims: int = 0
     budget: int | float | None = None
     kinds: Sequence[str] = ("qk", "v")
-    layers: Sequence[int] | None = None
-    max_qk_head_dim: int | None = None
-    max_v_head_dim: int | None = None
-    multiple_of: int = 1
-    method: str = "append"
-    update_existing: bool = False
-    old_dims_train: bool | None = None
-    ridge: float = 0.05
-    oversampling: int = 32
-    seed: int = 0
+    layers: Sequence[int] | int | None = None
 
     def __post_init__(self):
-        least = {"qk_dims": 0, "v_dims": 0, "oversampling": 0, "multiple_of": 1, "seed": -(2**63)}
-        limits = {name: 1 for name in ("max_qk_head_dim", "max_v_head_dim") if getattr(self, name) is not None}
-        for name, smallest in (least | limits).items():
-            value = getattr(self, name)
-            if type(value) is not int or not smallest <= value < 2**63:
-                raise ValueError(f"{name} must be a whole number, at least {smallest}, below 2**63; got {value!r}.")
+        check_numbers(self, qk_dims=0, v_dims=0)
         if self.budget is None and not self.qk_dims and not self.v_dims:
             raise ValueError("Nothing to grow: give qk_dims, v_dims or both, at least 1, or a budget such as 0.01.")
         if self.budget is not None:
@@ -88,14 +62,14 @@ class GrowthConfig:
         if isinstance(self.kinds, str) or not self.kinds or not set(self.kinds) <= set(KINDS):
             raise ValueError(f"kinds must be a list of {', '.join(map(repr, KINDS))}; got {self.kinds!r}.")
         listed = isinstance(self.layers, Sequence) and not isinstance(self.layers, str) and len(self.layers)
-        if self.layers is not None and not listed:
-            raise ValueError(f"layers must be a list of at least one index, or None for all; got {self.layers!r}.")
-        if self.method not in ("append", "refactor"):
-            raise ValueError(f"method must be one of append, refactor; got {self.method!r}.")
-        if self.update_existing and self.old_dims_train is False:
-            raise ValueError("update_existing=True moves the old dims, and old_dims_train=False keeps them. Drop one.")
-        if not (isinstance(self.ridge, (int, float)) and 0 < self.ridge < math.inf):
-            raise ValueError(f"ridge must be positive, such as 0.05; got {self.ridge!r}.")
+        if not (self.layers is None or type(self.layers) is int or listed):
+            raise ValueError(f"layers must be an index, a list of indices, or None for all; got {self.layers!r}.")
+
+    @property
+    def chosen_layers(self) -> list[int] | None:
+        """The indices of the layers; None for every layer."""
+        layers = [self.layers] if isinstance(self.layers, int) else self.layers
+        return None if layers is None else [*layers]
 
     @property
     def chosen_kinds(self) -> list[Kind]:
@@ -103,6 +77,56 @@ class GrowthConfig:
         if self.budget is not None:
             return [KINDS[name] for name in KINDS if name in self.kinds]
         return [kind for kind in KINDS.values() if getattr(self, kind.width)]
+
+
+def check_numbers(config: Any, **least: int) -> None:
+    """Raise a ValueError if one of these attributes is no whole number from its least value on."""
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if type(value) is not int or not smallest <= value < 2**63:
+            raise ValueError(f"{name} must be a whole number, at least {smallest}, below 2**63; got {value!r}.")
+
+
+@dataclass
+class GrowthConfig(AddedDims):
+    """What to grow, and how to measure. Give `budget`, or fixed widths by `qk_dims` and `v_dims`.
+
+    Attributes:
+        qk_dims, v_dims, budget, kinds, layers: see `AddedDims`, also for errors.
+        max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
+        multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
+        method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
+            factors of the product after a step of both, for position-free heads.
+        update_existing: take the steepest step of the existing weights too. This and "refactor" write old weights: they
+            must be plain, and neither frozen nor under adapters. Neither bought anything on a small GPT-2.
+        old_dims_train: that training will move the old dims too, itself or by adapters, so that new ones need not do
+            what those can; False where the new dims train alone. None for what `requires_grad` says of each layer and
+            kind.
+        ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
+        oversampling: probe dims beyond the wanted ones in the sketch, half of them for either half of the batches.
+        seed: of the sketch's random inputs.
+    """
+
+    max_qk_head_dim: int | None = None
+    max_v_head_dim: int | None = None
+    multiple_of: int = 1
+    method: str = "append"
+    update_existing: bool = False
+    old_dims_train: bool | None = None
+    ridge: float = 0.05
+    oversampling: int = 32
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        limits = {name: 1 for name in ("max_qk_head_dim", "max_v_head_dim") if getattr(self, name) is not None}
+        check_numbers(self, oversampling=0, multiple_of=1, seed=-(2**63), **limits)
+        if self.method not in ("append", "refactor"):
+            raise ValueError(f"method must be one of append, refactor; got {self.method!r}.")
+        if self.update_existing and self.old_dims_train is False:
+            raise ValueError("update_existing=True moves the old dims, and old_dims_train=False keeps them. Drop one.")
+        if not (isinstance(self.ridge, (int, float)) and 0 < self.ridge < math.inf):
+            raise ValueError(f"ridge must be positive, such as 0.05; got {self.ridge!r}.")
 
     @property
     def moves_old_dims(self) -> bool:
@@ -180,7 +204,8 @@ def check_affordable(bought: int, cheapest: int, parameters: int) -> None:
 
 def check_room(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> None:
     """Raise a ValueError if the layers that may grow are as wide as a config's limits, or as their input."""
-    chosen = [layer for layer in layers if config.layers is None or layer.layer in config.layers]
+    indices = config.chosen_layers
+    chosen = [layer for layer in layers if indices is None or layer.layer in indices]
     for name, role in (("qk", "key"), ("v", "value")):
         limit, dims = getattr(config, f"max_{name}_head_dim"), getattr(config, f"{name}_dims")
         width = min((layer.width_of(role) for layer in chosen), default=0)
@@ -224,7 +249,7 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
     """The attention modules that a config chooses; a ValueError names the fix if one cannot grow as it says."""
     if torch.is_inference_mode_enabled():
         raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
-    chosen = layers_of(model, config.layers)
+    chosen = layers_of(model, config.chosen_layers)
     for attention in chosen:
         for name, parameter in attention.module.named_parameters():
             # Old weights of an offloaded module come from elsewhere for each call.
@@ -278,6 +303,7 @@ def read_batches(batches: Iterable, model: PreTrainedModel) -> list[dict]:
         if not (labels is None or of_objects or isinstance(labels, (Tensor, Mapping))):
             raise ValueError(f"The labels of batch {index} are a {type(labels).__name__}: make them a tensor.")
         _check_tokens(index, batch, model)
+        _check_lengths(index, batch, model)
         listed.append(dict(batch))
     if not listed and not is_distributed():
         raise ValueError("There are no batches; pass a few dozen of your training batches.")
@@ -299,6 +325,18 @@ def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
                 f"Batch {index} has {name} from {lowest} to {highest}, and the tokens of this model go from 0 to "
                 f"{known - 1}: tokenize with its own tokenizer, or resize_token_embeddings first."
             )
+
+
+def _check_lengths(index: int, batch: Mapping, model: PreTrainedModel) -> None:
+    """Refuse labels that are not one for each token, which the loss would refuse by their number alone."""
+    ids: Any = batch.get("input_ids")
+    labels: Any = batch.get("labels")
+    of_tokens = model.get_output_embeddings() is not None and not model.config.is_encoder_decoder
+    if of_tokens and torch.is_tensor(ids) and torch.is_tensor(labels) and ids.shape != labels.shape:
+        raise ValueError(
+            f"The labels of batch {index} are of shape {tuple(labels.shape)}, and its input_ids of {tuple(ids.shape)}: "
+            "give each token a label, -100 for those that do not count."
+        )
 
 
 def growth_report(

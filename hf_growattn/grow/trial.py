@@ -14,8 +14,7 @@ from ..growable.training_state import raise_on_all_ranks
 from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind
 from ..measure.directions import Directions
-from ..measure.halves import HalvedBatches
-from ..measure.passes import ROUNDING, Objective, mean_loss
+from ..measure.passes import ROUNDING, HalvedBatches, Objective, mean_loss
 from ..model.new_dims import NewDims, full_tensor
 
 MOST_EVALUATIONS = 10  # of one growth, the pricing of a budget included
@@ -63,8 +62,8 @@ class Candidate:
 
     @property
     def gain(self) -> float:
-        """The same on batches that the directions were not computed from."""
-        return (self.directions.validated[: self.dims] * self.share_that_holds).sum().item()
+        """The same on batches that the directions were not computed from; one direction's own is mostly noise."""
+        return (F.decreasing(self.directions.validated)[: self.dims] * self.share_that_holds).sum().item()
 
     def scaled_directions(self, source: int) -> tuple[Tensor, Tensor, Tensor]:
         """The directions as they are taken: from both halves of the batches (0), from the first (1) or second (2)."""
@@ -78,6 +77,7 @@ class Candidate:
         roots, factors = self.bottleneck.roots, []
         whitening = full_tensor(roots.stacked_whitening), full_tensor(roots.shared_whitening)
         for u, sigma, v in map(self.scaled_directions, range(3)):
+            sigma = sigma.to(u)
             taken = sigma > 0
             sizes = torch.where(taken, sigma, 1.0)  # of a dim that is not taken, the shared side is a direction
             factors.append((*F.step_factors(u, sizes, v, *whitening, self.bottleneck.heads), taken))
@@ -86,9 +86,11 @@ class Candidate:
     @cached_property
     def _usual_size(self) -> Tensor:
         """The root mean square of the shared side's old weights; without them, of a usual start."""
-        if self.bottleneck.is_known:
-            return self.bottleneck.old_factors()[1].square().mean().sqrt()
-        return self.bottleneck.like.new_tensor(self.bottleneck.shared_shape[1] ** -0.5)
+        bottleneck = self.bottleneck
+        if bottleneck.is_known:
+            old = bottleneck.attention.factors_of(bottleneck.kind.shared, bottleneck.like.dtype)
+            return old.square().mean().sqrt()
+        return bottleneck.like.new_tensor(bottleneck.shared_shape[1] ** -0.5)
 
     def new_factors(self, step: float, source: int) -> tuple[Tensor, Tensor]:
         """New dims of the stacked (H, a, p) and the shared side (G, b, p) for a step `gamma`.

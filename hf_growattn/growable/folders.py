@@ -21,10 +21,10 @@ def replacing(target: Path) -> Iterator[Path]:
     """Lend an empty directory whose files move into `target` at the end, unless there is an exception.
 
     Other files of `target` stay, but for former weights that the new ones replace. The directory lies next to `target`,
-    on the same disk. A process that is killed leaves it there: amid the moves under a name that says that it is
-    complete, by which `loading` finds it.
+    on the same disk. A process that is killed leaves it there, and amid the moves an interrupt does, too, under a name
+    that says that it is complete, by which `loading` finds it.
     """
-    if target.is_file():
+    if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; a checkpoint needs a directory.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -32,14 +32,16 @@ def replacing(target: Path) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target if inside else target.parent))
         try:
             yield folder
-            folder = folder.rename(folder.with_name(folder.name.replace(".partial-", ".complete-", 1)))
-            _move_in(folder, target)
+            complete = folder.rename(folder.with_name(folder.name.replace(".partial-", ".complete-", 1)))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    except PermissionError as error:
-        raise PermissionError(f"{target} cannot be written: {error}. Name a folder that you may write to.") from error
-    except SafetensorError as error:  # which hides an OSError
-        raise OSError(f"{target} was not written, and stays as it was: {error}. Make room there.") from error
+        _move_in(complete, target)
+        shutil.rmtree(complete, ignore_errors=True)
+    except (OSError, SafetensorError) as error:  # the latter hides the former
+        kind = type(error) if isinstance(error, OSError) else OSError
+        raise kind(
+            f"{target} cannot be written: {error}. Name a folder that you may write to, on a disk with room."
+        ) from error
 
 
 def find_replaced_weights(written: set[str], index: bytes | None) -> set[str]:
@@ -77,11 +79,13 @@ def _move_in(complete: Path, target: Path) -> None:
         index.unlink(missing_ok=True)
     for parent in {Path(name).parent for name in written}:
         (target / parent).mkdir(parents=True, exist_ok=True)
-    last = [name for name in (WEIGHTS, INDEX, CONFIG) if name in written]
-    for name in [*written.difference(last), *last]:
+    last = [name for name in (WEIGHTS, INDEX) if name in written]
+    for name in [*written.difference((*last, CONFIG)), *last]:
         os.replace(complete / name, target / name)
-    for name in replaced:
+    for name in replaced:  # while the config has not moved, loading finds that there is a rest
         (target / name).unlink(missing_ok=True)
+    if CONFIG in written:
+        os.replace(complete / CONFIG, target / CONFIG)
 
 
 @contextlib.contextmanager

@@ -1,41 +1,25 @@
-"""The new dims that a living model keeps: which there are, how they change, and a small folder of them alone."""
+"""The new dims that a living model keeps: which there are, and how they change."""
 
 import contextlib
-import functools
-import json
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
-from ..model.compat import has_own_adapters
-from ..model.configuration import check_extra_dims
 from ..model.families import dims_of, growable_configs, sync_config
 from ..model.modeling import WideModelMixin
-from ..model.new_dims import NewDims, full_tensor, in_order
+from ..model.new_dims import NewDims, in_order
 from .attention import GrowableAttention, attentions
-from .folders import replacing
+from .registration import register_peft_method
 from .training_state import (
     add_new_parameters,
     after_change,
-    bare_optimizers,
     remove_parameters,
     shard_like,
     warn_if_left_out,
-    warn_without_ddp,
 )
-
-GROWTH_FILE = "growth.safetensors"  # its metadata say of which model type it is, and which new dims it holds
-logger = logging.get_logger(__name__)
-GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
 
 Growths = dict[GrowableAttention, dict[str, NewDims]]  # of each attention module by name
 Dims = dict[str, dict[str, list[int]]]  # the same as `extra_dims` of a config names them
@@ -46,7 +30,9 @@ def growable_model(model: Any) -> Any:
     inside = model.modules() if isinstance(model, nn.Module) else ()
     found = [module for module in inside if isinstance(module, WideModelMixin)]
     if not found:
-        raise ValueError(f"{type(model).__name__} is not growable yet: call patch_model(model) first.")
+        check_kind(model)
+        call = "patch_model(model.get_base_model())" if hasattr(model, "get_base_model") else "patch_model(model)"
+        raise ValueError(f"{type(model).__name__} is not growable yet: call {call} first.")
     inside = set(found[0].modules())
     if apart := [module for module in found if module not in inside]:
         raise ValueError(
@@ -54,6 +40,15 @@ def growable_model(model: Any) -> Any:
             f"{type(apart[0]).__name__}. Pass the one that shall grow, and the loss as a function of that."
         )
     return found[0]
+
+
+def check_kind(model: Any) -> None:
+    """Raise a TypeError for what is no model at all, such as its name or its tokenizer."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"A transformers model is needed here, not a {type(model).__name__}: load it first, such as by "
+            "AutoModelForCausalLM.from_pretrained(name)."
+        )
 
 
 def is_grown(model: nn.Module) -> bool:
@@ -71,7 +66,7 @@ def cache_bytes(model: nn.Module, tried: Mapping[Any, NewDims] | None = None) ->
     numbers = 0
     for attention in (attention for attention in attentions(model) if attention.caches):
         in_use = [] if attention.extra is None else attention.extra.active()  # adapters of peft among them
-        numbers += attention.cached_numbers([*in_use, *([tried[attention]] if attention in (tried or {}) else [])])
+        numbers += attention.cached_numbers([*in_use, *([tried[attention]] if tried and attention in tried else [])])
     return next(model.parameters()).element_size() * numbers
 
 
@@ -120,6 +115,7 @@ def replace_growths(
         optimizers: what trains the model, without wrappers.
         commit: changes what else belongs to it; once it has returned, the change is made.
     """
+    register_peft_method()  # which saves new dims along with adapters, and may have been imported since
     model = growable_model(wrapped)
     new: list[nn.Parameter] = []
     with _all_or_nothing(model, growths, optimizers) as former:
@@ -139,7 +135,6 @@ def replace_growths(
         warn_if_left_out(model, new)
     if new or gone:
         after_change(wrapped)
-        save_with_adapters(wrapped)
 
 
 @contextlib.contextmanager
@@ -193,129 +188,8 @@ def set_dims(wrapped: nn.Module, extra_dims: Dims, optimizers: Sequence[torch.op
     replace_growths(wrapped, growths, [*optimizers])
 
 
-def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-    """Save the new dims of a grown model alone, without its base, as one file: `growth.safetensors`.
-
-    Args:
-        model: a patched model, or a peft model of one.
-        folder: where to.
-        state_dict: of `model`, if all ranks of a sharded one have gathered it.
-
-    Raises:
-        ValueError: the model is not patched, or it has not grown.
-    """
-    inner = growable_model(model)
-    start = next(name for name, module in model.named_modules() if module is inner)
-    state = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
-    if state_dict is not None:
-        state = {name: state_dict[f"{start}.{name}" if start else name] for name in state}
-    state = {name: full_tensor(tensor.detach()).cpu().contiguous() for name, tensor in state.items()}
-    if not state:
-        raise ValueError("This model has not grown: there are no new dims to save.")
-    metadata = {"format": "pt", "model_type": inner.config.model_type, "extra_dims": json.dumps(dims_of(inner))}
-    with replacing(Path(folder).resolve()) as partial:
-        save_file(state, partial / GROWTH_FILE, metadata=metadata)
-
-
-def load_growth(model: nn.Module, folder: str | Path, optimizer=None) -> None:
-    """Give a patched model the new dims that `save_growth` wrote, in place of those that it has.
-
-    Args:
-        model: a patched model, or a peft model or DistributedDataParallel of one: pass the outermost.
-        folder: where they are.
-        optimizer: the optimizer that trains the model already, or a list of all of them, to take the new parameters.
-
-    Raises:
-        ValueError: the model is not patched, or it is inside a peft model, which should be passed; or the growth is
-            damaged or of another model.
-        FileNotFoundError: the folder holds no growth.
-    """
-    inner = growable_model(model)
-    check_saving(model)
-    try:
-        with safe_open(Path(folder) / GROWTH_FILE, "pt") as file:
-            metadata, state = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
-        model_type, extra_dims = metadata.get("model_type"), json.loads(metadata.get("extra_dims", ""))
-        check_extra_dims(extra_dims)
-    except (OSError, RecursionError, SafetensorError, ValueError) as error:
-        what = "no growth" if isinstance(error, FileNotFoundError) else "a damaged growth"
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(
-            f"{folder} holds {what}: {error}. Name a folder that save_growth wrote, or copy it again."
-        ) from error
-    if model_type != inner.config.model_type:
-        raise ValueError(f"{folder} holds a growth of a {model_type}, and this is a {inner.config.model_type}.")
-    sizes = {}
-    for attention in attentions(inner):
-        for growth, dims in extra_dims.get(str(attention.layer), {}).items():
-            new = NewDims(attention.shape, *dims, device="meta")
-            place = f"{attention.name}.extra.growths.{growth}."
-            sizes |= {place + own: parameter.shape for own, parameter in new.named_parameters()}
-    if sizes != {name: tensor.shape for name, tensor in state.items()}:
-        raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
-    if optimizer is not None:
-        warn_without_ddp(model)
-    set_dims(model, extra_dims, bare_optimizers(optimizer))
-    with torch.no_grad():
-        for name, parameter in inner.named_parameters():
-            if _is_new(name):
-                parameter.copy_(state[name])
-
-
-def _is_new(name: str) -> bool:
-    return ".extra.growths." in name
-
-
-class SavesGrowth:
-    """Mixed into the class of a peft model whose base grew under it: peft itself saves the adapters alone.
-
-    Attributes:
-        stock_class: the class of peft, or one derived from it.
-    """
-
-    stock_class: type[Any]
-
-    @classmethod
-    @functools.cache
-    def mixed_into(cls, stock: type[Any]) -> type[Any]:
-        """Return the subclass of a class of peft that has this mixin."""
-        return type(f"GrowAttn{stock.__name__}", (cls, stock), {"__module__": __name__, "stock_class": stock})
-
-    def __reduce__(self) -> tuple:
-        """Let pickles name the stock class: ours is made when it is needed, and may not be there yet."""
-        return _empty_peft_model, (self.stock_class,), vars(self)
-
-    def save_pretrained(self, save_directory: str, *args, is_main_process: bool = True, **kwargs) -> None:
-        """Save the adapters as peft does, and the growth in the folder `growth` next to them, for `load_growth`.
-
-        `PeftModel.from_pretrained` loads the adapters alone.
-        """
-        model: Any = self
-        super().save_pretrained(save_directory, *args, is_main_process=is_main_process, **kwargs)  # pyright: ignore
-        if is_main_process and save_growth_beside(model, Path(save_directory), kwargs.get("state_dict")):
-            logger.warning_once(
-                f"The base grew; its new dims are in the folder {GROWTH} next to the adapters. After PeftModel."
-                "from_pretrained, which loads those alone, call hf_growattn.load_growth(peft_model, that folder)."
-            )
-
-
-def _empty_peft_model(stock: type[Any]) -> Any:
-    """A model of peft without anything in it, as pickles and copies begin."""
-    made: Any = SavesGrowth.mixed_into(stock)
-    return made.__new__(made)
-
-
-def save_growth_beside(model: nn.Module, adapters: Path, state_dict: dict[str, torch.Tensor] | None) -> bool:
-    """Save the growth next to adapters, and otherwise remove that of a former save there; whether there is one."""
-    if is_grown(model):
-        save_growth(model, adapters / GROWTH, state_dict)
-        return True
-    (adapters / GROWTH / GROWTH_FILE).unlink(missing_ok=True)
-    return False
-
-
 def check_saving(wrapped: nn.Module) -> None:
-    """Raise a ValueError if a model around the patched one, of peft or of transformers, would not save new dims."""
+    """Raise a ValueError if a model of transformers around the patched one would not save new dims."""
     model = growable_model(wrapped)
     for outer in wrapped.modules():
         if isinstance(outer, PreTrainedModel) and not isinstance(outer, WideModelMixin):
@@ -325,43 +199,6 @@ def check_saving(wrapped: nn.Module) -> None:
                     f"patch_model was called on the {type(model).__name__} in a {type(outer).__name__}, whose config "
                     "would not know of its new dims. unpatch_model(that), and call patch_model on the whole."
                 )
-    if _misses_peft_model(wrapped):
-        raise ValueError(
-            f"This {type(wrapped).__name__} has adapters of peft, whose save_pretrained would leave its new dims out. "
-            "Pass the peft model instead of the model inside. After inject_adapter_in_model there is none: call it "
-            "after the growth, or use get_peft_model."
-        )
-
-
-def save_with_adapters(wrapped: nn.Module) -> None:
-    """Let the peft models among the modules of a wrapper save the new dims with their adapters."""
-    model = growable_model(wrapped)
-    for outer in _peft_models(wrapped):
-        vars(model)["saved_with_adapters"] = True
-        if not isinstance(outer, SavesGrowth):
-            outer.__class__ = SavesGrowth.mixed_into(type(outer))
-    if _misses_peft_model(wrapped) and is_grown(model) and "saved_with_adapters" not in vars(model):
-        warnings.warn(
-            "The state that was loaded has new dims, which save_pretrained of the peft model leaves out. Load them by "
-            "load_growth(peft_model, folder) instead, or save them by save_growth.",
-            stacklevel=2,
-        )
-
-
-def _misses_peft_model(wrapped: nn.Module) -> bool:
-    """Whether a model of peft is around a patched model, and not among what was given."""
-    model = growable_model(wrapped)
-    # transformers' own add_adapter notes the configs of adapters, too; such a model saves them and the growth itself.
-    return hasattr(model, "peft_config") and not has_own_adapters(model) and not _peft_models(wrapped)
-
-
-def _peft_models(wrapped: nn.Module) -> list[Any]:
-    """The models of peft, mixed ones too, in a module."""
-    if "peft" not in sys.modules:
-        return []
-    from peft import PeftMixedModel, PeftModel
-
-    return [module for module in wrapped.modules() if isinstance(module, (PeftModel, PeftMixedModel))]
 
 
 def leave_checkpoint(model: PreTrainedModel) -> None:

@@ -3,23 +3,26 @@
 import copy
 import inspect
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..model.compat import auto_mappings, has_own_adapters, registered_class
 from ..model.configuration import auto_map, growable_config_class
-from ..model.families import find_attentions, find_obstacle, growable_configs, sync_config
+from ..model.families import dims_of, find_attentions, find_obstacle, growable_configs, sync_config
+from ..model.hooks import remove_extra
 from ..model.modeling import WideModelMixin, class_by_name
-from ..model.new_dims import ExtraDims
+from ..model.new_dims import ExtraDims, HeadShape
 from .attention import attentions
 from .folders import loading, replacing
-from .growths import Dims, is_grown, save_growth_beside, set_dims
+from .growth_files import save_growth_beside
+from .growths import Dims, check_kind, set_dims
 from .registration import register_peft_method
-from .training_state import refuse_sharded
+from .training_state import refuse_sharded, watch_optimizers
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -72,27 +75,40 @@ class GrowableModelMixin(WideModelMixin):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the new dims that a state holds along with its weights, so that one from another growth loads."""
-        extra_dims = _dims_in(self, state_dict, prefix)
-        if extra_dims is not None:
-            set_dims(self, extra_dims)
+        set_dims(self, _dims_in(self, state_dict, prefix))
+        places = tuple(f"{prefix}{attention.name}.extra.growths." for attention in attentions(self))
+        own = {f"{prefix}{name}" for name, _ in self.named_parameters()}
+        left_out = [key for key in state_dict if key.startswith(places) and key not in own]
+        if left_out:
+            warnings.warn(
+                f"{len(left_out)} tensors of new dims, such as {left_out[0]}, were left out: their sizes do not show "
+                "in a part of a state dict. Load all of it at once, or the checkpoint by from_pretrained.",
+                stacklevel=2,
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims | None:
-    """The new dims that a state dict holds, by the sizes of its tensors; None if it is not of the whole model."""
-    found: Dims = {}
-    for attention in attentions(model):
-        place = f"{prefix}{attention.name}."
-        if not all(f"{place}{entry}" in state for entry in _stock_entries(attention.module)):
-            return None  # the state of something else, such as adapters, or one layer
+def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims:
+    """The new dims that a model has with a state dict, by the sizes of its tensors: a part of one adds to its own."""
+    places = {attention: f"{prefix}{attention.name}." for attention in attentions(model)}
+    entries = (f"{place}{entry}" for attention, place in places.items() for entry in _stock_entries(attention.module))
+    is_whole = all(entry in state for entry in entries)  # otherwise of adapters, of one layer, or of one file
+    found: Dims = {} if is_whole else dims_of(model)
+    for attention, place in places.items():
         start, end, shape = f"{place}extra.growths.", ".in_proj.weight", attention.shape
         for growth in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
             out_proj = state.get(f"{start}{growth}.out_proj.weight")
-            v_dims = 0 if out_proj is None else out_proj.shape[1] // shape.num_heads
-            rows = state[f"{start}{growth}{end}"].shape[0] - v_dims * shape.num_key_value_heads
-            qk_dims = rows // (shape.num_heads + shape.num_key_value_heads)
-            found.setdefault(str(attention.layer), {})[growth] = [qk_dims, v_dims]
+            if is_whole or out_proj is not None:
+                dims = dims_by_size(shape, state[f"{start}{growth}{end}"], out_proj)
+                found.setdefault(str(attention.layer), {})[growth] = dims
     return found
+
+
+def dims_by_size(shape: HeadShape, in_proj: Tensor, out_proj: Tensor | None) -> list[int]:
+    """The dims of queries and keys, and of values, that the weights of new dims are for."""
+    v_dims = 0 if out_proj is None else out_proj.shape[1] // shape.num_heads
+    rows = in_proj.shape[0] - v_dims * shape.num_key_value_heads
+    return [rows // (shape.num_heads + shape.num_key_value_heads), v_dims]
 
 
 def _stock_entries(attention: nn.Module) -> Iterator[str]:
@@ -128,6 +144,8 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
             checkpoint. The model is as it was then.
     """
     register_peft_method()  # which may have been imported since
+    watch_optimizers()
+    check_kind(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"patch_model needs a transformers model, not {type(model).__name__}. Pass the model inside the wrapper: "
@@ -178,20 +196,19 @@ def _register(stock: type) -> None:
 
 
 def _replace_configs(model: PreTrainedModel, submodels: Sequence[str] | None) -> None:
-    """Give the model tree growable copies of its configs: other models may hold the very same config objects."""
-    growable: dict[int, Any] = {}
-    stock_class = type(model.config)
-    config_class: Any = growable_config_class(stock_class)
+    """Give the model tree copies of its configs, as many as they are, since other models may hold the same objects.
+
+    Those of the model's own class become growable.
+    """
+    stock_class, copies = type(model.config), {}  # the memo of all copies, by which what is one object stays one
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if type(config) is not stock_class:
-            continue
-        if id(config) not in growable:
-            growable[id(config)] = new = config_class.__new__(config_class)
-            vars(new).update(copy.deepcopy(vars(config)))
-            vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
-            new.growable_submodels, new.extra_dims = submodels and [*submodels], {}
-        module.config = growable[id(config)]
+        for name, config in list(vars(module).items()):
+            if isinstance(config, PreTrainedConfig):
+                setattr(module, name, new := copy.deepcopy(config, copies))
+                if type(new) is stock_class:
+                    vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
+                    new.__class__ = growable_config_class(stock_class)
+                    new.growable_submodels, new.extra_dims = submodels and [*submodels], {}
 
 
 def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrainedModel:
@@ -206,18 +223,25 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
         The same object. A model that is not patched is returned as it is.
 
     Raises:
-        ValueError: a layer has grown, and `drop_growth` is not set.
+        TypeError: it is no model.
+        ValueError: a layer has grown, and `drop_growth` is not set; or the patched model is inside of what was passed.
     """
+    check_kind(model)
     if not isinstance(model, GrowableModelMixin):
+        if any(isinstance(module, GrowableModelMixin) for module in model.modules()):
+            raise ValueError(f"The patched model is inside this {type(model).__name__}: unpatch_model(that).")
         return model
-    if is_grown(model) and not drop_growth:
+    extras = [
+        (module, extra) for module in model.modules() if isinstance(extra := module._modules.get("extra"), ExtraDims)
+    ]
+    if any(len(extra.growths) for _, extra in extras) and not drop_growth:
         raise ValueError(
             "This model has grown, and a stock model has no place for its new dims. Save it as it is with "
             "model.save_pretrained, write a stock checkpoint of it with hf_growattn.export_model, or lose the new dims "
             "with unpatch_model(model, drop_growth=True)."
         )
-    for attention in attentions(model):
-        attention.drop_extra()
+    for module, _ in extras:
+        remove_extra(module)
     configs, own = growable_configs(model), vars(model)
     if "grown_from" in own:  # no checkpoint held the grown model, and this one is its origin's again
         for named in (model, *configs):

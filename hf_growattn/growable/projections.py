@@ -140,23 +140,28 @@ def kept_unpacked(model: nn.Module) -> Iterator[None]:
             setattr(module, _PACKS, True)
 
 
-@torch.no_grad()
 def computed_weight(module: Any, inputs: int) -> Tensor:
     """The weight (outputs, inputs) in fp32 that a quantized projection computes with: its answer to a unit matrix."""
+    return answers(module, torch.eye(inputs)).T
+
+
+@torch.no_grad()
+def answers(module: Any, questions: Tensor) -> Tensor:
+    """What a projection makes of some inputs (rows, inputs), its bias apart: (rows, outputs) in fp32."""
     inside = base_layer(module)
     numbers = [t for t in (getattr(inside, "weight", None), *inside.parameters(), *inside.buffers()) if t is not None]
     kinds = (number.dtype for number in numbers if number.is_floating_point())
     # bitsandbytes may store its packed bytes in any type, and answers in that of its inputs.
     packed = type(inside).__module__.startswith("bitsandbytes.")
     dtype = torch.float32 if packed else next(kinds, torch.float32)
-    questions = torch.eye(inputs + 1, inputs, dtype=dtype, device=numbers[0].device)  # the last one is zero
+    questions = nn.functional.pad(questions, (0, 0, 0, 1)).to(numbers[0].device, dtype)  # the last one is zero
     with torch.autocast(numbers[0].device.type, enabled=False), kept_unpacked(inside):
         answer = inside(questions)
-    if answer.dim() != 2 or len(answer) != inputs + 1:
+    if answer.dim() != 2 or len(answer) != len(questions):
         raise ValueError(
             f"A {type(inside).__name__} is no linear layer, so it has no weight to be read. {MERGE_ADAPTERS}."
         )
-    return (answer[:-1].float() - answer[-1].float()).T
+    return answer[:-1].float() - answer[-1].float()
 
 
 def added_by_adapters(module: Any, name: str, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -5,6 +5,7 @@ rest. Without torch.distributed, or with one process, what is here for ranks doe
 """
 
 import contextlib
+import functools
 import sys
 import warnings
 import weakref
@@ -19,6 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..model.compat import SHARDING_MARKS, rebuild_ddp
+
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_is_watching = False
 
 
 def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
@@ -114,11 +118,19 @@ def remove_parameters(optimizers: list[torch.optim.Optimizer], gone: Iterable[nn
             del optimizer.state[parameter]
 
 
+def watch_optimizers() -> None:
+    """From the first call on, note which optimizers step: a growth can then tell at once that it leaves one out."""
+    global _is_watching
+    if not _is_watching:
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _stepped.add(optimizer))
+    _is_watching = True
+
+
 def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
-    """Let the next step of an optimizer that trains the model, but not the new dims, warn once."""
+    """Warn that an optimizer trains the model without its new dims: now if it has stepped, otherwise when it steps."""
     watched, references, done = weakref.ref(model), [weakref.ref(parameter) for parameter in new], False
 
-    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def look(optimizer: torch.optim.Optimizer, args: Any = None, kwargs: Any = None) -> None:
         nonlocal done  # hooks cannot be removed while they run
         model = watched()
         if done or model is None:
@@ -130,11 +142,15 @@ def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:
         if done and new and own.isdisjoint(new):
             warnings.warn(
                 f"{type(optimizer).__name__} steps without the new dims, which therefore do not train. Pass it: "
-                "Grower(model, config, optimizer=optimizer); or make it after the growth.",
+                "Grower(model, config, optimizer=optimizer); or make it after the growth. Where a state dict brought "
+                "them, make it after the model is loaded, and load its own state last.",
                 stacklevel=2,
             )
 
-    register_optimizer_step_pre_hook(look)
+    for optimizer in list(_stepped):
+        look(optimizer)
+    if not done:
+        register_optimizer_step_pre_hook(look)
 
 
 def rank() -> int:
@@ -179,7 +195,7 @@ def broadcast_from_rank0(*tensors: Tensor) -> None:
     """Replace each tensor by that of rank 0: solvers may round differently from machine to machine."""
     if is_distributed():
         for tensor in tensors:
-            whole = tensor.contiguous()
+            whole = tensor.to(_device()).contiguous()  # NCCL knows no tensors on the CPU, where small ones are
             dist.broadcast(whole, src=0)
             tensor.copy_(whole)
 
@@ -272,6 +288,15 @@ def refuse_sharded(model: nn.Module, optimizers: Iterable, but_fsdp2: bool = Fal
         )
 
 
+def refuse_meta(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise a ValueError if one of these weights is on the meta device, where it has no numbers."""
+    name = next((name for name, tensor in named if tensor.is_meta), None)
+    if name is not None:
+        raise ValueError(
+            f"{name} is on the meta device, where offloading leaves it: load the model into memory, without offloading."
+        )
+
+
 def _sharding_of(part) -> str | None:
     """What shards a module, a parameter or an optimizer, by its marks and its classes; None if nothing does."""
     for cls in type(part).__mro__:
@@ -310,3 +335,30 @@ def _is_replicated(wrapped: nn.Module) -> bool:
 
 def _ddp_wrappers(wrapped: nn.Module) -> list[Any]:
     return [module for module in wrapped.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def _watch_distributed_checkpoints() -> None:
+    """Let torch's distributed checkpoints raise a ValueError where new dims that they hold would be left out.
+
+    They read what a state dict asks for, and a model that has not grown asks for none.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    stock = DefaultLoadPlanner.set_up_planner
+
+    @functools.wraps(stock)
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
+        stock(self, state_dict, metadata, is_coordinator)
+        for name in metadata.state_dict_metadata if metadata is not None else ():
+            attention, mark, _ = name.partition(".extra.growths.")
+            if mark and name not in self.state_dict and any(other.startswith(attention) for other in self.state_dict):
+                raise ValueError(
+                    f"The checkpoint holds {name}, and the model that reads it lacks these new dims. Build it by "
+                    "from_config with the config of the grown model, or call load_growth, before its state is read."
+                )
+
+    DefaultLoadPlanner.set_up_planner = set_up_planner
+
+
+if dist.is_available():
+    _watch_distributed_checkpoints()

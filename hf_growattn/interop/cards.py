@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 
 from ..growable.attention import attentions
 from ..growable.folders import replacing
-from ..growable.growths import is_grown, origin_of
+from ..growable.growths import check_kind, is_grown, origin_of
 from ..model.compat import model_class_names
 from ..model.configuration import PREFIX
 from ..report.pictures import draw_growth, read_losses
@@ -71,6 +71,7 @@ def write_card(
     Raises:
         ValueError: the model has not grown.
     """
+    check_kind(model)
     if not is_grown(model):
         raise ValueError(
             f"This {type(model).__name__} has not grown, and the card would say that it has. Grow it first, or write a "

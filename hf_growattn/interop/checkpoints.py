@@ -12,6 +12,8 @@ _CAUSAL = "AutoModelForCausalLM"
 
 def load_config(name: str, revision: str = "main") -> PreTrainedConfig:
     """Load a config from a folder or by a Hub id; a ValueError names the fix for what is missing or damaged."""
+    if Path(name).is_file():
+        raise ValueError(f"{name} is a file, and no model: name the folder or Hub id of a model, then the data.")
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise ValueError(
             f"There is no checkpoint in {name}: name a folder that save_pretrained wrote (config.json). Adapters are "

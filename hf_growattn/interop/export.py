@@ -14,7 +14,7 @@ from ..growable.attention import attentions
 from ..growable.folders import replacing
 from ..growable.growths import cache_bytes, is_grown
 from ..growable.models import GrowableModelMixin
-from ..growable.training_state import refuse_sharded
+from ..growable.training_state import refuse_meta, refuse_sharded
 from .stock import fresh_rotary, padded_width, stock_model
 
 # Largest difference of the logits, over the largest logit, that is never questioned; and how many times the rounding
@@ -71,7 +71,7 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
 
     Raises:
         TypeError: `model` is not patched.
-        ValueError: no stock class can hold it, or it is quantized; the message says why and what to do.
+        ValueError: no stock class can hold it, or it is quantized or offloaded; the message says why and what to do.
         OSError: `directory` cannot be written; what was there is as it was.
         RuntimeError: the reloaded checkpoint computes something else, and was removed.
     """
@@ -81,6 +81,7 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
             "model needs no export: use its save_pretrained."
         )
     refuse_sharded(model, [])
+    refuse_meta(model.named_parameters())
     directory = Path(directory).resolve()
     with replacing(directory) as partial, torch.random.fork_rng():
         stock = stock_model(model)

@@ -16,14 +16,15 @@ from transformers import PreTrainedModel
 from transformers.utils.versions import require_version
 
 from ..grow.growth import Grower
-from ..grow.plan import GrowthConfig, check_affordable, layers_of, weights_of
+from ..grow.plan import AddedDims, GrowthConfig, check_affordable, layers_of, weights_of
 from ..grow.trial import parameters_of_a_dim
-from ..growable.attention import GrowableAttention
+from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import is_grown, name_after, sync_config
-from ..growable.models import GrowableModelMixin, patch_model, unpatch_model
+from ..growable.models import GrowableModelMixin, dims_by_size, patch_model, unpatch_model
 from ..growable.training_state import refuse_sharded
 from ..measure.bottlenecks import KINDS
 from ..model.compat import activate, add_peft_type, leave_out_of_checkpoints
+from ..model.configuration import check_extra_dims
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 
@@ -33,6 +34,8 @@ from peft import PeftConfig, PeftModel, PeftType  # noqa: E402  not before its v
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge  # noqa: E402
 from peft.utils import register_peft_method  # noqa: E402
 
+from . import adapter_folders  # noqa: E402, F401  which wraps what saves and loads adapters
+
 _NAME, PREFIX = "growattn", "growattn_"
 
 
@@ -40,41 +43,37 @@ GROWATTN = add_peft_type(PeftType, _NAME.upper())
 
 
 @dataclass
-class GrowAttnConfig(PeftConfig):
-    """What an adapter adds to the heads of the chosen layers. Give `qk_dims`, `v_dims` or both, or a `budget`.
+class GrowAttnConfig(AddedDims, PeftConfig):
+    """What an adapter adds to the heads of the chosen layers. Give `qk_dims`, `v_dims` or both, a `budget`, or `dims`.
 
     Attributes:
-        qk_dims: dims added to the queries and keys of each head.
-        v_dims: dims added to the values of each head, and to what the output projection reads.
-        budget: weights to add at most, or a share of the base model's such as 0.01. The adapter starts with equal
-            dims everywhere; `initialize_growattn_weights` gives them to the layers and kinds that gain most, as
-            `GrowthConfig` does.
-        dims: what a budget has bought: by layer, as a text, the dims of queries and keys, and of values.
-        layers: indices of the layers; None means every layer.
+        qk_dims, v_dims, budget, kinds, layers: see `AddedDims`. With a budget the adapter starts with equal dims
+            everywhere; `initialize_growattn_weights` gives them to the layers and kinds that gain most.
+        dims: by layer, as a text, the dims of queries and keys, and of values: what a budget has bought, or a choice.
         modules_to_save: names of other modules to train and to save whole, such as the head of a classifier.
 
     Raises:
         ValueError: an attribute is outside its range; the message names the fix.
     """
 
-    qk_dims: int = 0
-    v_dims: int = 0
-    budget: int | float | None = None
     dims: dict[str, list[int]] | None = None
-    layers: list[int] | None = None
     modules_to_save: list[str] | None = None
 
     def __post_init__(self):
-        super().__post_init__()
+        PeftConfig.__post_init__(self)
         self.peft_type = GROWATTN
-        _ = self.growth  # the same bounds
-        self.layers = self.layers if self.layers is None else list(self.layers)
+        if not self.dims or self.budget is not None or self.qk_dims or self.v_dims:
+            super().__post_init__()
+        if self.dims:
+            check_extra_dims({layer: {"dims": dims} for layer, dims in self.dims.items()})
         self.target_modules = frozenset()  # peft asks for them; known once there is a model, and not saved
 
     @property
     def growth(self) -> GrowthConfig:
         """The growth whose new dims the adapter can hold; the old ones stay frozen."""
-        return GrowthConfig(self.qk_dims, self.v_dims, self.budget, layers=self.layers, old_dims_train=False)
+        if self.dims and self.budget is None:
+            raise ValueError("An adapter of chosen dims has no guided start: give qk_dims, v_dims or a budget instead.")
+        return GrowthConfig(self.qk_dims, self.v_dims, self.budget, self.kinds, self.layers, old_dims_train=False)
 
     def dims_at(self, layer: int) -> list[int]:
         """The dims that each head of a layer gains: of queries and keys, and of values."""
@@ -197,10 +196,10 @@ class GrowAttnModel(BaseTuner):
         refuse_sharded(model, [], but_fsdp2=True)
         patch_model(model)
         try:
-            chosen = layers_of(model, peft_config.layers)
+            chosen = layers_of(model, map(int, peft_config.dims) if peft_config.dims else peft_config.chosen_layers)
             if peft_config.budget is not None and peft_config.dims is None:
                 with _base_alone(model):
-                    peft_config.dims = _evenly(chosen, peft_config.budget, model.num_parameters())
+                    peft_config.dims = _evenly(chosen, peft_config, model.num_parameters())
         except ValueError:
             if was_stock:
                 unpatch_model(model)
@@ -256,6 +255,31 @@ class GrowAttnModel(BaseTuner):
             else:
                 layer.add(adapter_name, new.to(former).requires_grad_(former.requires_grad))
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        """Take the sizes that a state holds of an adapter with a budget, which another start has spent otherwise."""
+        for name in (name for name, config in self.peft_config.items() if cast(GrowAttnConfig, config).budget):
+            sizes = {}
+            for attention in attentions(self.model):
+                place = f"{prefix}model.{attention.name}.extra.adapters.{PREFIX}"
+                in_proj, out_proj = (state_dict.get(f"{place}{side}_proj.{name}.weight") for side in ("in", "out"))
+                if in_proj is not None:
+                    sizes[attention] = dims_by_size(attention.shape, in_proj, out_proj)
+            config = cast(GrowAttnConfig, self.peft_config[name])
+            own = {attention: config.dims_at(attention.layer) for attention in sizes}
+            if sizes != own:
+                self.load_found(name, {attention: attention.make_new_dims(*dims) for attention, dims in sizes.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _enable_peft_forward_hooks(self, *args, adapter_names=None, **kwargs):
+        """Refuse adapters by row, which peft would otherwise ignore."""
+        if adapter_names is not None:
+            raise ValueError("adapter_names are not served by GrowAttn: set_adapter one, and pass its rows alone.")
+        return contextlib.nullcontext()
+
+    def add_weighted_adapter(self, *args, **kwargs) -> None:
+        """Refuse it: new dims of two adapters have no mean."""
+        raise NotImplementedError("GrowAttn adapters have no mean: use several at once, base_model.set_adapter([...]).")
+
     def unload(self) -> nn.Module:
         """Return the base model as it was before: a stock one, if it was that and has not grown since."""
         model = cast(PreTrainedModel, super().unload())
@@ -285,19 +309,19 @@ class _NoAdapters(nn.Module):
         return []
 
 
-def _evenly(layers: list[GrowableAttention], budget: int | float, base: int) -> dict[str, list[int]]:
+def _evenly(layers: list[GrowableAttention], config: GrowAttnConfig, base: int) -> dict[str, list[int]]:
     """The dims by layer that a budget buys if it is spread over all of them; a ValueError if it buys none."""
     kinds = list(KINDS.values())
-    costs = [(layer, kind, parameters_of_a_dim(layer, kind)) for kind in kinds for layer in layers]
+    costs = [(layer, kind, parameters_of_a_dim(layer, kind)) for kind in config.chosen_kinds for layer in layers]
     dims = {str(layer.layer): [0, 0] for layer in layers}
-    left, cheapest = weights_of(budget, base), min(cost for _, _, cost in costs)
+    left, cheapest = weights_of(config.budget, base), min(cost for _, _, cost in costs)
     check_affordable(left, cheapest, base)
     while left >= cheapest:
         for layer, kind, cost in costs:
             if cost <= left:
                 dims[str(layer.layer)][kinds.index(kind)] += 1
                 left -= cost
-    return dims
+    return {layer: both for layer, both in dims.items() if any(both)}
 
 
 def initialize_growattn_weights(
@@ -319,6 +343,9 @@ def initialize_growattn_weights(
         ValueError: the adapter does not exist or is merged, or the model is sharded: call this before `fully_shard` or
             Trainer. Otherwise as `Grower.grow`.
     """
+    if not isinstance(peft_model, PeftModel):
+        found = type(peft_model).__name__
+        raise TypeError(f"A peft model is needed, not a {found}: get_peft_model(model, GrowAttnConfig(budget=0.01)).")
     config = peft_model.peft_config.get(adapter_name)
     if not isinstance(config, GrowAttnConfig):
         problem = f"is a {type(config).__name__}" if config else f"is not one of {', '.join(peft_model.peft_config)}"

@@ -2,8 +2,8 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ..growable.training_state import all_reduce_sum, own_part, sharded_modules,
 from ..model.families import first_linear
 from ..model.new_dims import full_tensor
 from . import functional as F
-from .passes import Objective, batch_loss, failing_together, in_step
+from .passes import Objective, check_finite, compute_losses
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _spread_rows(matrix: Tensor) -> Tensor:
 
 
 class Roots(NamedTuple):
-    """`C^(1/2)` and `C^(-1/2)` of one bottleneck's second moments: stacked side (a, a) or scalars, shared side (b, b).
+    """`R` and `R^-1` of the second moments `C = R^T R`: stacked side (a, a) or scalars, shared side (b, b).
 
     The ranks of a sharded model keep some rows each, and gather a root together whenever they read it.
     """
@@ -78,11 +78,21 @@ class Bottleneck:
     kind: Kind
     roots: Roots
     old_dims_train: bool = True
+    _old_whitenings: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)  # by side
 
     @property
     def is_known(self) -> bool:
-        """Whether the weights of the old dims can be read; otherwise all of the gradient is taken for new ones."""
+        """Whether the weights of the old dims can be read."""
         return self.attention.is_known(*self.kind.roles)
+
+    @property
+    def span_is_known(self) -> bool:
+        """Whether it is known what the old dims can follow; otherwise all of the gradient is taken for new ones.
+
+        Where queries and keys rotate, a change of old dims turns with the distance between two tokens, which that of
+        new ones does not.
+        """
+        return self.is_known and not (self.kind is QK and self.attention.rotate is not None)
 
     @property
     def heads(self) -> int:
@@ -123,8 +133,12 @@ class Bottleneck:
 
     def whitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Factors (H, a, k), (G, b, k) in the metric of the steps, stacked over groups: (G, g a, k), (G, b, k)."""
-        stacked = F.apply_root(full_tensor(self.roots.stacked_root), stacked)
-        return F.stack_groups(stacked, self.groups), full_tensor(self.roots.shared_root) @ shared
+        return self._whitened_side(0, stacked), self._whitened_side(1, shared)
+
+    def _whitened_side(self, side: int, factors: Tensor) -> Tensor:
+        if side:
+            return full_tensor(self.roots.shared_root) @ factors
+        return F.stack_groups(F.apply_root(full_tensor(self.roots.stacked_root), factors), self.groups)
 
     def unwhitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `whitened`."""
@@ -133,8 +147,19 @@ class Bottleneck:
 
     def whitened_gradients(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients in the factors, (H, a, k), (G, b, k), as those in the `whitened` ones: (G, g a, k), (G, b, k)."""
-        stacked = F.apply_root(full_tensor(self.roots.stacked_whitening), stacked)
-        return F.stack_groups(stacked, self.groups), full_tensor(self.roots.shared_whitening) @ shared
+        whitening = full_tensor(self.roots.stacked_whitening)
+        stacked = F.apply_root(whitening.mT if whitening.dim() else whitening, stacked)
+        return F.stack_groups(stacked, self.groups), full_tensor(self.roots.shared_whitening).mT @ shared
+
+    def beyond_old_dims(self, side: int, products: Sequence[Tensor]) -> list[Tensor]:
+        """What the old dims cannot do of products on the stacked (0) or shared side (1), (G, n, r); all, if unknown."""
+        if not self.span_is_known:
+            return list(products)
+        # As large as the weights: never those of all layers at once.
+        factors = self._whitened_side(side, self.attention.factors_of(self.kind.roles[side], self.like.dtype))
+        if side not in self._old_whitenings:
+            self._old_whitenings[side] = F.column_whitening(factors)
+        return [F.project_out(product, factors, self._old_whitenings[side]) for product in products]
 
 
 def compute_moments(
@@ -161,14 +186,10 @@ def compute_moments(
         of this rank's batches.
     """
     model = objective.model
-    sums, losses = _MomentSums(attentions, spread=bool(sharded_modules(model))), []
-    with sums.reading(model), torch.no_grad(), failing_together(model):
-        for index, batch, counts in in_step(model, batches):
-            sums.counts = counts
-            loss = batch_loss(objective, batch, index).item()
-            if counts:
-                losses.append(loss)
-                objective.advance(1)
+    sums = _MomentSums(attentions, spread=bool(sharded_modules(model)))
+    with sums.reading(model):
+        losses = compute_losses(objective, batches, sums.begin_batch)
+    check_finite(losses)
     sums.sum_over_ranks()
     bottlenecks = []
     for attention in attentions:
@@ -221,6 +242,10 @@ class _MomentSums:
             for hook in hooks:
                 hook.remove()
 
+    def begin_batch(self, counts: bool) -> None:
+        """Note whether the next batch counts."""
+        self.counts = counts
+
     def _note_projection(self, attention: GrowableAttention, *_) -> None:
         """Note that a forward projects its input; the hook of the module itself takes the note back."""
         self.projected.add(attention)
@@ -271,10 +296,10 @@ class _MomentSums:
             return None
         size = (self.outputs[attention] / count.to(self.outputs[attention])).sqrt()
         size = torch.where(size > 0, size, 1.0)  # a layer whose output weights are zero has no size of its own
-        inputs = sources = _roots_of((moment / count).to(size), ridge, self.spread)
+        inputs = sources = _roots_of(moment / count, ridge, size.dtype, self.spread)
         if attention in self.sources:
             moment = full_tensor(self.sources.pop(attention))
-            sources = _roots_of((moment / moment[-1, -1]).to(size), ridge, self.spread)
+            sources = _roots_of(moment / moment[-1, -1], ridge, size.dtype, self.spread)
 
         def roots_of(kind: Kind) -> Roots:
             shared = sources(attention.features_of(kind.shared))
@@ -301,12 +326,13 @@ def _add_moment(total: Tensor, states: Tensor, mask: Tensor | None, counts: bool
     total += moment
 
 
-def _roots_of(moment: Tensor, ridge: float, spread: bool) -> Callable[[int], list[Tensor]]:
-    """A function that gives `C^(1/2)` and `C^(-1/2)` of the first features of an input, all or all but the constant."""
+def _roots_of(moment: Tensor, ridge: float, dtype: torch.dtype, spread: bool) -> Callable[[int], list[Tensor]]:
+    """A function that gives `R` and `R^-1` of the first features of an input, all or all but the constant."""
+    both = [root.to(dtype) for root in F.square_roots(F.ridged(moment, ridge))]
 
     @cache
     def roots(features: int) -> list[Tensor]:
-        both = F.square_roots(F.ridged(moment[:features, :features], ridge))
-        return [_spread_rows(root) if spread else root for root in both]
+        first = [root[:features, :features] for root in both]
+        return [_spread_rows(root) if spread else root for root in first]
 
     return roots

@@ -130,11 +130,12 @@ class Directions:
 
     Attributes:
         bottleneck: where.
-        u, sigma, v: whitened directions, best first: (G, g a, p), (G, p), (G, b, p).
+        u, sigma, v: whitened directions, best first: (G, g a, p), (G, p), (G, b, p). What is as small as `sigma` is on
+            the CPU, where nobody waits for a device to read it.
         in_sample: decrease of the loss per unit of step of each dim, over all heads, on its own batches: (p,).
         validated: the same on batches that the direction was not chosen from: (p,).
-        out_of_reach: share of the whitened gradient that the old dims cannot follow, between 0 and 1; None where their
-            weights cannot be read.
+        out_of_reach: share of the whitened gradient that the old dims cannot follow, between 0 and 1; None where it is
+            not known what they can follow.
         halves: `u, sigma, v` as either half of the batches alone gives them, to be judged on the other.
     """
 
@@ -154,7 +155,7 @@ class Directions:
         cancel, as those of queries and keys in rows of one repeated token, leave less than that; the step that the
         promised fall asks for would be huge.
         """
-        is_rounding = self.sigma.norm(dim=0) < ROUNDING * abs(loss)
+        is_rounding = self.in_sample.sqrt() < ROUNDING * abs(loss)
         self.validated = torch.where(is_rounding, 0.0, self.validated)
 
     @property
@@ -188,7 +189,7 @@ def probing(bottlenecks: list[Bottleneck], inputs: Iterable[tuple[Tensor, Tensor
             set_trial(attention, None)
 
 
-def _read_products(
+def read_products(
     objective: Objective,
     bottlenecks: list[Bottleneck],
     inputs: Iterable[tuple[Tensor, Tensor]],
@@ -216,91 +217,50 @@ def shares(halves: tuple[list[dict], list[dict]]) -> tuple[float, float]:
 
 
 def _solve_directions(
-    bottleneck: Bottleneck,
-    inputs: Tensor,
-    products: Sequence[Tensor],
-    owned: Sequence[Tensor],
+    bottlenecks: list[Bottleneck],
+    inputs: list[Tensor],
+    products: list[list[Tensor]],
     weights: tuple[float, float],
     dims: int,
-    out_of_reach: float,
-) -> Directions:
+    shares_out_of_reach: list[Tensor],
+) -> list[Directions]:
     """Solve for the directions of both halves together and of each alone, and let the halves judge each other.
 
-    `products` are those of the `inputs`, (G, b, c), with the gradient of half 0 and of half 1, each (G, g a, c).
-    `owned` are two masks, (c,): columns that half 0 chose without having seen half 1, and the reverse.
+    `products` are those of the `inputs`, (G, b, c), with the gradient of half 0 and of half 1, each (G, g a, c). The
+    first half of the inputs was chosen by half 0 without having seen half 1, and the other by half 1.
     """
-    of_both = weights[0] * products[0] + weights[1] * products[1]
-    u, sigma, v, _ = F.directions_from_products(inputs, of_both, dims)
-    own, gains = [], []
-    for half, columns in enumerate(owned):
-        left, values, right, combination = F.directions_from_products(
-            inputs[..., columns], products[half][..., columns], dims
-        )
-        seen_by_other = (left * (products[1 - half][..., columns] @ combination)).sum(-2)
-        own.append((left, values, right))
-        gains.append((values * seen_by_other).sum(0))
-    validated = torch.stack(gains).mean(0)
-    broadcast_from_rank0(u, sigma, v, validated, *own[0], *own[1])
-    known = out_of_reach if bottleneck.is_known else None
-    return Directions(bottleneck, u, sigma, v, sigma.square().sum(0), validated, known, tuple(own))
 
+    def problems(columns: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        own = columns.shape[-1] // 2
+        yield columns, weights[0] * first + weights[1] * second
+        yield columns[..., :own], first[..., :own]
+        yield columns[..., own:], second[..., own:]
 
-def share_out_of_reach(residual: Tensor, total: Tensor) -> float:
-    """Return the share from two inner products of one half's gradient with the other's: noise adds to neither."""
-    return (residual / total).clamp(0, 1).sqrt().item() if total > 0 else 0.0
-
-
-def _products_beyond_old_dims(
-    bottleneck: Bottleneck, stacked: Iterable[Tensor], shared: Iterable[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What the old dims cannot do of products on either side, each (G, g a, r) and (G, b, r'); all, if unreadable."""
-    if not bottleneck.is_known:
-        return list(stacked), list(shared)
-    # As large as the weights: never those of all layers at once.
-    bases = map(F.column_basis, bottleneck.whitened_factors())
-    first, second = ([F.project_out(part, basis) for part in side] for side, basis in zip((stacked, shared), bases))
-    return first, second
-
-
-def beyond_old_dims(bottleneck: Bottleneck, parts: list[Tensor]) -> tuple[tuple[Tensor, Tensor], float]:
-    """Return what the old dims cannot do of either half's whole gradient, (G, g a, b) each, and its share in that."""
-    if not bottleneck.is_known:
-        return (parts[0], parts[1]), 1.0
-    bases = [F.column_basis(factors) for factors in bottleneck.whitened_factors()]
-    first, second = (F.residual(part, *bases) for part in parts)
-    return (first, second), share_out_of_reach((first * second).sum(), (parts[0] * parts[1]).sum())
-
-
-def exact_directions(
-    objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list[dict], list[dict]], dims: int
-) -> list[Directions]:
-    """Return every bottleneck's best directions from its whole gradient, `r = d`, in one pass over the batches.
-
-    They lie beyond what the old dims can follow, unless those will not train. Memory and time grow with `heads *
-    hidden_size` per token: for small models, and as the test of the sketch. Call inside `evaluation_mode`.
-    """
-    weights = shares(halves)
+    cores = [
+        F.core_of_products(*problem) for columns, own in zip(inputs, products) for problem in problems(columns, *own)
+    ]
+    whitenings = iter([whitening for whitening, _ in cores])
+    solutions = iter(F.eigenvectors([core for _, core in cores]))
     found = []
-    for bottleneck, parts in zip(bottlenecks, whole_gradients(objective, bottlenecks, halves)):
-        residuals, out_of_reach = beyond_old_dims(bottleneck, parts)
-        everything = torch.ones(parts[0].shape[-1], dtype=torch.bool, device=parts[0].device)
-        identity = torch.eye(parts[0].shape[-1]).to(parts[0]).expand(bottleneck.groups, -1, -1)
-        products = residuals if bottleneck.old_dims_train else parts
-        owned = everything, everything
-        found.append(_solve_directions(bottleneck, identity, products, owned, weights, dims, out_of_reach))
+    for bottleneck, columns, own, share_out_of_reach in zip(bottlenecks, inputs, products, shares_out_of_reach):
+        solved = []
+        for problem in problems(columns, *own):
+            solved.append(F.directions_from_core(*problem, next(whitenings), *next(solutions), dims))
+        (u, sigma, v, _), *of_halves = solved
+        half = columns.shape[-1] // 2
+        seen = own[1][..., :half] @ of_halves[0][3], own[0][..., half:] @ of_halves[1][3]  # by the other half
+        falls = [(left * other).sum(-2) * values.to(left) for (left, values, _, _), other in zip(of_halves, seen)]
+        validated = (falls[0].sum(0) + falls[1].sum(0)).cpu() / 2
+        halves = tuple((left, values, right) for left, values, right, _ in of_halves)
+        broadcast_from_rank0(u, sigma, v, validated, *halves[0], *halves[1])
+        share = share_out_of_reach.item() if bottleneck.span_is_known else None
+        found.append(Directions(bottleneck, u, sigma, v, sigma.square().sum(0), validated, share, halves))
     return found
 
 
-def whole_gradients(
-    objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list[dict], ...]
-) -> list[list[Tensor]]:
-    """Return the whitened gradient `M` of every bottleneck for each part of the batches, each (G, g a, b)."""
-    inputs = []
-    for bottleneck in bottlenecks:
-        identity = torch.eye(bottleneck.shared_shape[1]).to(bottleneck.like).expand(bottleneck.groups, -1, -1)
-        inputs.append((bottleneck.like.new_zeros(*bottleneck.stacked_shape, 0), identity))
-    products = _read_products(objective, bottlenecks, inputs, halves)
-    return [[whole for whole, _ in own] for own in products]
+def _share_out_of_reach(residual: Tensor, total: Tensor) -> Tensor:
+    """The share from two inner products of one half's gradient with the other's: noise adds to neither."""
+    return torch.where(total > 0, residual / total, 0.0).clamp(0, 1).sqrt()
 
 
 def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
@@ -313,11 +273,19 @@ def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
     return [*first, halves]
 
 
-def _own_bases(products: Sequence[Tensor]) -> Tensor:
-    """Orthonormal inputs that lie where the products do, of which each half has chosen its own half of the columns."""
-    bases = torch.cat([F.column_basis(products[half].chunk(2, -1)[half]) for half in (0, 1)], dim=-1)
+def _own_bases(bottleneck: Bottleneck, side: int, products: Sequence[Tensor]) -> Tensor:
+    """Orthonormal inputs of a side where its products lie, of which each half has chosen half of the columns."""
+    own = [products[half].chunk(2, -1)[half] for half in (0, 1)]
+    bases = torch.cat([F.orthonormal_columns(part) for part in _left_to_new_dims(bottleneck, side, own)], dim=-1)
+    # What dependent columns leave is rounding, which is not beyond the old dims.
+    (bases,) = _left_to_new_dims(bottleneck, side, [bases])
     broadcast_from_rank0(bases)
     return bases
+
+
+def _left_to_new_dims(bottleneck: Bottleneck, side: int, products: Sequence[Tensor]) -> list[Tensor]:
+    """What is beyond old dims that train of products on a side, and all of them otherwise."""
+    return bottleneck.beyond_old_dims(side, products) if bottleneck.old_dims_train else list(products)
 
 
 def sketched_directions(
@@ -338,7 +306,10 @@ def sketched_directions(
 
     Source: Halko, Martinsson, Tropp 2011, algorithms 4.3 and 4.4.
     """
-    own_rank, generator = max(-(-(dims + oversampling) // 2), dims), torch.Generator().manual_seed(seed)
+    features = min(bottleneck.shared_shape[1] for bottleneck in bottlenecks)
+    # Half as many columns as features find nearly all; more would take more memory than small models train in.
+    columns = min(dims + oversampling, features // 2)
+    own_rank, generator = max(-(-columns // 2), dims), torch.Generator().manual_seed(seed)
 
     def draw(shape: tuple[int, int], like: Tensor) -> Tensor:
         return torch.randn((*shape, 2 * own_rank), generator=generator, dtype=like.dtype).to(like.device)
@@ -348,37 +319,28 @@ def sketched_directions(
             shared, stacked = (
                 draw(shape, bottleneck.like) for shape in (bottleneck.shared_shape, bottleneck.stacked_shape)
             )
-            yield _products_beyond_old_dims(bottleneck, (stacked,), ())[0][0], shared
+            yield bottleneck.beyond_old_dims(0, [stacked])[0], shared
 
     first, second, every = passes_over(halves)
     # A pass needs the memory: nothing is kept of what went into it, or came out and is done with.
-    measured = _read_products(objective, bottlenecks, gaussians(), first)
-    shares_out_of_reach: list[float] = []
+    measured = read_products(objective, bottlenecks, gaussians(), first)
+    shares_out_of_reach: list[Tensor] = []
     found: list[Tensor] = []
     for bottleneck in bottlenecks:
         products, mirrored = zip(*measured.pop(0))
-        residual, beyond = _products_beyond_old_dims(bottleneck, products, mirrored)
+        beyond = bottleneck.beyond_old_dims(1, mirrored)
         agreed = (products[0] * products[1]).sum()
-        shares_out_of_reach.append(share_out_of_reach((beyond[0] * beyond[1]).sum(), agreed))
-        found.append(_own_bases(residual if bottleneck.old_dims_train else products))
+        shares_out_of_reach.append(_share_out_of_reach((beyond[0] * beyond[1]).sum(), agreed))
+        found.append(_own_bases(bottleneck, 0, products))
 
     inputs = ((found.pop(0), bottleneck.like.new_empty(*bottleneck.shared_shape, 0)) for bottleneck in bottlenecks)
-    measured = _read_products(objective, bottlenecks, inputs, second)
+    measured = read_products(objective, bottlenecks, inputs, second)
     for bottleneck in bottlenecks:
-        products = [product for _, product in measured.pop(0)]
-        if bottleneck.old_dims_train:
-            products = _products_beyond_old_dims(bottleneck, (), products)[1]
-        found.append(_own_bases(products))
+        found.append(_own_bases(bottleneck, 1, [product for _, product in measured.pop(0)]))
 
     empty = (bottleneck.like.new_empty(*bottleneck.stacked_shape, 0) for bottleneck in bottlenecks)
-    inputs = zip(empty, found)
-    measured = _read_products(objective, bottlenecks, inputs, every)
-    directions, weights = [], shares(halves)
-    for bottleneck, columns, out_of_reach in zip(bottlenecks, found, shares_out_of_reach):
-        products = [product for product, _ in measured.pop(0)]
-        if bottleneck.old_dims_train:
-            products = _products_beyond_old_dims(bottleneck, products, ())[0]
-        own = torch.arange(2 * own_rank, device=columns.device) < own_rank
-        owned = own, ~own
-        directions.append(_solve_directions(bottleneck, columns, products, owned, weights, dims, out_of_reach))
-    return directions
+    measured = read_products(objective, bottlenecks, zip(empty, found), every)
+    last: list[list[Tensor]] = []
+    for bottleneck in bottlenecks:
+        last.append(_left_to_new_dims(bottleneck, 0, [product for product, _ in measured.pop(0)]))
+    return _solve_directions(bottlenecks, found, last, shares(halves), dims, shares_out_of_reach)

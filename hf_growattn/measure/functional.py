@@ -9,12 +9,13 @@ of the attention's input `X`, one more where a projection has a bias: the augmen
 head, the old `d_k` or `d_v`; `p` new dims. `T` (a x b) is the gradient of a head's pattern or message `Z`: the loss
 changes by `<T, Z>`, with `T = s sum_n X_n^T G_n X_n` for patterns (`s` the softmax scale, `G = dL/dS` the gradient of
 the logits) and `T = sum (dL/dY)^T A X` for messages (`A` the attention weights, `Y` the output). Steps are measured in
-the metric `tr(C_a Z C_b Z^T)` of second moments, that of the logits or of the output they move.
+the metric `tr(C_a Z C_b Z^T)` of second moments `C = R^T R`, that of the logits or of the output they move.
 
 `mathematics.md` derives the formulas; its sections are named below.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,8 +41,9 @@ def square_sum(states: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def _counted(states: Tensor, mask: Tensor | None) -> Tensor:
+    """Tokens (batch tokens, d), zeros for those that do not count: to choose some would wait for the device."""
     if mask is not None and mask.shape == states.shape[:2]:
-        return states[mask.to(states.device).bool()]
+        states = states.masked_fill(~mask.to(states.device).bool().unsqueeze(-1), 0.0)
     return states.flatten(0, 1)
 
 
@@ -58,18 +60,25 @@ def split_bias(factors: Tensor, features: int) -> tuple[Tensor, Tensor | None]:
 
 
 def ridged(moment: Tensor, fraction: float) -> Tensor:
-    """Add `fraction` of the mean eigenvalue to every eigenvalue of a second moment, (d, d).
+    """Add `fraction` of the mean eigenvalue to every eigenvalue of second moments, (..., d, d).
 
     Real inputs have uneven spectra: without a ridge the whitening multiplies noise in directions that hardly occur.
     """
-    return moment + fraction * moment.diagonal().mean() * torch.eye(len(moment)).to(moment)
+    least = moment.shape[-1] * torch.finfo(moment.dtype).eps  # below it rounding would leave a negative eigenvalue
+    size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    added = max(fraction, least) * size + torch.finfo(moment.dtype).tiny
+    return moment + added * torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
 
 
 def square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `C^(1/2)` and `C^(-1/2)` of a positive definite second moment, each (d, d) and symmetric."""
-    eigenvalues, vectors = torch.linalg.eigh(moment)
-    root = eigenvalues.clamp_min(torch.finfo(moment.dtype).tiny).sqrt()
-    return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T
+    """Return `R` with `R^T R = C`, and `R^-1`, of positive definite second moments, each (..., d, d).
+
+    `R` is upper triangular, by Cholesky: any root whitens, and this one needs no eigenvectors. The first features alone
+    have the first rows and columns of both.
+    """
+    root = torch.linalg.cholesky_ex(moment, upper=True).L  # does not wait for the device, as `cholesky` does
+    identity = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device).expand_as(moment)
+    return root, torch.linalg.solve_triangular(root, identity, upper=True)
 
 
 def apply_root(root: Tensor, factors: Tensor) -> Tensor:
@@ -92,66 +101,89 @@ def unstack_groups(stacked: Tensor, heads: int) -> Tensor:
     return stacked.reshape(heads, groups * rows // heads, columns)
 
 
-def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `U, sigma, V` of a matrix, (..., n, k), (..., k), (..., k, k), best first.
+def gram(matrix: Tensor) -> Tensor:
+    """Return `A^T A` in fp64, (..., n, k) -> (..., k, k), on the CPU where the device knows no fp64."""
+    exact = (matrix.cpu() if matrix.device.type == "mps" else matrix).double()
+    return exact.mT @ exact
 
-    By the eigenvectors of `A^T A` in fp64, which GPUs find much faster than an SVD. Singular values below 1e-8 of the
-    largest, which are rounding of fp32 before that, get zeros for `U`.
+
+def column_whitening(matrix: Tensor, noise: float = 1.0) -> Tensor:
+    """Return `W` in fp64, (..., k, k), for which the columns of `A W` are orthonormal, `A` (..., n, k).
+
+    Directions of the columns whose square is below the rounding of their type, times `noise`, are left out: dependent
+    or zero columns must not claim a direction that they do not have.
     """
-    wide = (matrix.cpu() if matrix.device.type == "mps" else matrix).double()
-    squares, vectors = torch.linalg.eigh(wide.mT @ wide)
-    signs = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True)).sign()  # rounding would choose them otherwise
-    sigma, v = squares.clamp_min(0).sqrt().flip(-1), (vectors * signs).flip(-1)
-    inverse = torch.where(sigma > 1e-8 * sigma[..., :1], 1 / sigma, 0)
-    return (wide @ v * inverse.unsqueeze(-2)).to(matrix), sigma.to(matrix), v.to(matrix)
+    return square_roots(ridged(gram(matrix), noise * torch.finfo(matrix.dtype).eps))[1]
 
 
-def column_basis(factors: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns, (..., n, k) -> (..., n, k); missing directions are zero columns.
+def orthonormal_columns(matrix: Tensor) -> Tensor:
+    """Return orthonormal columns with the same span, (..., n, k), short ones for directions that are missing.
 
-    Zero or dependent columns must not claim a direction that the factors do not have, as a plain QR would let them.
+    Source: Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015.
     """
-    basis, values, _ = thin_svd(factors)
-    threshold = values[..., :1] * max(factors.shape[-2:]) * torch.finfo(factors.dtype).eps
-    return basis * (values > threshold).unsqueeze(-2)
+    for _ in range(2):
+        whitening = column_whitening(matrix)
+        matrix = (matrix.to(whitening) @ whitening).to(matrix)
+    return matrix
 
 
-def project_out(matrix: Tensor, basis: Tensor) -> Tensor:
-    """Return `(I - B B^T) A`: (..., n, m) and (..., n, k) -> (..., n, m)."""
-    return matrix - basis @ (basis.transpose(-1, -2) @ matrix)
+def project_out(matrix: Tensor, factors: Tensor, whitening: Tensor) -> Tensor:
+    """Return `(I - P) A`, where `P` projects on the columns of factors `B`: (..., n, m) and (..., n, k) -> (..., n, m).
 
-
-def residual(whitened: Tensor, stacked_basis: Tensor, shared_basis: Tensor) -> Tensor:
-    """Return what the old dims cannot do of `M`, by the bases of their whitened factors: `(I - P_a) M (I - P_b)`.
-
-    Small changes of the old factors reach exactly `{P_a M' + M'' P_b}`: the rest only new dims follow. Shapes (G, g a,
-    b), (G, g a, k) and (G, b, k) -> (G, g a, b).
+    `P = B W W^T B^T` with their `column_whitening`; the basis `B W`, as large as the factors, is not formed. Small
+    changes of whitened old factors reach exactly `{P_a M' + M'' P_b}`: `(I - P_a) M (I - P_b)` only new dims follow.
 
     Source: "What new dims can do" in mathematics.md; the idea is the expressivity bottleneck of Verbockhaven et al.,
     "Growing tiny networks", TMLR 2024.
     """
-    right = project_out(whitened.transpose(-1, -2), shared_basis).transpose(-1, -2)
-    return project_out(right, stacked_basis)
+    products = (factors.mT @ matrix).to(whitening)
+    return matrix - factors @ (whitening @ (whitening.mT @ products)).to(matrix)
 
 
-def directions_from_products(basis: Tensor, products: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def eigenvectors(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return the eigenvalues and eigenvectors of small symmetric matrices, (G, k, k) each, largest first, on the CPU.
+
+    Matrices of one size are solved in one call. A GPU would take them one by one, and each for longer than a CPU does.
+    """
+    found: dict[int, tuple[Tensor, Tensor]] = {}  # by place
+    for size in {matrix.shape[-1] for matrix in matrices}:
+        places = [place for place, matrix in enumerate(matrices) if matrix.shape[-1] == size]
+        values, vectors = torch.linalg.eigh(torch.cat([matrices[place].cpu() for place in places]))
+        signs = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True)).sign()  # rounding would choose otherwise
+        counts = [len(matrices[place]) for place in places]
+        parts = values.flip(-1).split(counts), (vectors * signs).flip(-1).split(counts)
+        found.update(zip(places, zip(*parts)))
+    return [found[place] for place in range(len(matrices))]
+
+
+def core_of_products(inputs: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the best directions of `M` in the span of inputs depend on: their whitening and a matrix, (G, n, n).
+
+    The matrix is `(M Z W)^T M Z W`, whose eigenvectors `directions_from_core` takes, for inputs `Z` (G, b, n), of which
+    the products `M Z` (G, g a, n) were measured, and their whitening `W`. Nearly dependent inputs are left out:
+    otherwise their rounding would be multiplied.
+    """
+    whitening = column_whitening(inputs, noise=10.0)
+    return whitening, whitening.mT @ gram(products) @ whitening
+
+
+def directions_from_core(
+    inputs: Tensor, products: Tensor, whitening: Tensor, squares: Tensor, vectors: Tensor, dims: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the best directions of `M` in the span of inputs `Z` (G, b, n), of which `M Z` (G, g a, n) was measured.
 
     Returns:
-        `U, sigma, V` of `M` restricted to the span, (G, g a, p), (G, p), (G, b, p), so `u_i^T M v_i = sigma_i`, best
-        first: direction `i` is worth `gamma sigma_i^2` to first order. And `V` in terms of the inputs, `V = Z weights`,
-        (G, n, p).
+        `U, sigma, V` of `M` restricted to the span, (G, g a, p), (G, p) on the CPU, (G, b, p), so `u_i^T M v_i =
+        sigma_i`, best first: direction `i` is worth `gamma sigma_i^2` to first order. And `V` in terms of the inputs,
+        `V = Z weights`, (G, n, p).
 
     Source: Eckart and Young 1936; "What new dims can do".
     """
-    _, values, right = thin_svd(basis)
-    # Nearly dependent inputs are dropped: dividing by their small singular values would multiply rounding errors.
-    kept = values > 1e-3 * values[..., :1]
-    inverse = torch.where(kept, 1 / values.clamp_min(torch.finfo(values.dtype).tiny), 0)
-    orthonormal = right * inverse.unsqueeze(-2)
-    u, sigma, v = (part[..., :dims] for part in thin_svd(products @ orthonormal))
-    weights = orthonormal @ v
-    return u, sigma, basis @ weights, weights
+    sigma = squares[..., :dims].clamp_min(0).sqrt()
+    inverse = torch.where(sigma > 1e-8 * sigma[..., :1], 1 / sigma, 0)  # below it is rounding
+    weights = (whitening @ vectors[..., :dims].to(whitening)).to(products)
+    u = products @ weights * inverse.unsqueeze(-2).to(products)
+    return u, sigma.to(products.dtype), inputs @ weights, weights
 
 
 def step_factors(
@@ -159,12 +191,12 @@ def step_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return new dims of the stacked (H, a, p) and the shared side (G, b, p), whose product is a step of size 1.
 
-    `W_a W_b^T = -C_a^(-1/2) U Sigma V^T C_b^(-1/2)`, each side with the square root of `Sigma`, for whitened directions
+    `W_a W_b^T = -R_a^-1 U Sigma V^T R_b^-T`, each side with the square root of `Sigma`, for whitened directions
     `u` (G, g a, p), `sigma` (G, p), `v` (G, b, p) and the whitenings, of which the stacked one may be a scalar.
 
     Source: "What new dims can do" in mathematics.md.
     """
-    magnitude = sigma.sqrt().unsqueeze(-2)
+    magnitude = sigma.to(u).sqrt().unsqueeze(-2)
     return apply_root(stacked_whitening, unstack_groups(u * magnitude, heads)), -(shared_whitening @ (v * magnitude))
 
 

@@ -1,8 +1,10 @@
-"""The loss that is lowered, and passes over batches that leave the model as it was."""
+"""The loss that is lowered, passes over batches that leave the model as it was, and halves that judge each other."""
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..growable.attention import attentions
-from ..growable.projections import is_adapted, kept_unpacked
+from ..growable.projections import kept_unpacked
 from ..growable.training_state import (
     all_gather,
     all_reduce_sum,
@@ -19,12 +21,14 @@ from ..growable.training_state import (
     own_part,
     parameters_of,
     raise_on_all_ranks,
+    rank,
     reshard,
     sharded_modules,
     unsynchronized,
 )
 
 ROUNDING = 1e-7  # of a loss in fp32: below it nothing can be measured
+FEWEST_JUDGES = 8  # measurements that tell how large the error of their mean is
 
 
 @contextlib.contextmanager
@@ -117,17 +121,15 @@ class Objective:
             return _check_loss(self._own(batch), index)
 
 
-def batch_loss(objective: Objective, batch: Any, index: int) -> Tensor:
-    """Return the loss of one batch, a scalar; a ValueError names a batch whose loss is not finite, and a fix."""
-    loss = objective(batch, index)
-    # Between two passes the ranks of a sharded model can agree to stop.
-    with raise_on_all_ranks() if sharded_modules(objective.model) else contextlib.nullcontext():
-        if not torch.isfinite(loss):
-            raise ValueError(
-                f"The loss of batch {index} is {loss.item()}. Look for labels that are all -100, for inputs that are "
-                "not finite, or for a diverged model, and leave that batch out."
-            )
-    return loss
+def check_finite(losses: list[float]) -> None:
+    """Raise a ValueError, on all ranks, that names a batch whose loss is not finite, and a fix."""
+    with raise_on_all_ranks():
+        for index, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"The loss of batch {index} is {loss}. Look for labels that are all -100, for inputs that are "
+                    "not finite, or for a diverged model, and leave that batch out."
+                )
 
 
 def mean_loss(objective: Objective, batches: list) -> float:
@@ -135,16 +137,27 @@ def mean_loss(objective: Objective, batches: list) -> float:
     return mean_over_ranks(compute_losses(objective, batches))
 
 
-def compute_losses(objective: Objective, batches: list) -> list[float]:
-    """Return the loss of each of this rank's batches, finite or not. Call inside `evaluation_mode`."""
+def compute_losses(
+    objective: Objective, batches: list, begin_batch: Callable[[bool], object] = lambda counts: None
+) -> list[float]:
+    """Return the loss of each of this rank's batches, finite or not. Call inside `evaluation_mode`.
+
+    `begin_batch` is told before each batch whether it counts.
+    """
     losses = []
     with torch.no_grad(), failing_together(objective.model):
         for index, batch, counts in in_step(objective.model, batches):
-            loss = objective(batch, index).item()
+            begin_batch(counts)
+            loss = objective(batch, index)
             if counts:
                 losses.append(loss)
                 objective.advance(1)
-    return losses
+    return _read(losses)
+
+
+def _read(numbers: list[Tensor]) -> list[float]:
+    """The numbers in tensors, for which a device is waited for once."""
+    return torch.stack([number.detach().reshape(()) for number in numbers]).tolist() if numbers else []
 
 
 def in_step(model: nn.Module, batches: list) -> Iterator[tuple[int, Any, bool]]:
@@ -220,18 +233,22 @@ def backward(objective: Objective, batches: list) -> None:
     asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scale = 2.0**16
     while scale >= 2.0**-16:
+        losses: list[Tensor] = []
         for parameter in asked:
             parameter.grad = None
         with torch.enable_grad(), _recomputing(model), failing_together(model):
             for index, batch, counts in in_step(model, batches):
-                loss = batch_loss(objective, batch, index)
+                loss = objective(batch, index)
                 if not loss.requires_grad:
                     raise ValueError(f"The loss of batch {index} has no gradient: compute it outside torch.no_grad().")
                 (loss * (scale if counts else 0.0)).backward()
                 if counts:
+                    losses.append(loss)
                     objective.advance(3)  # forward and back, which takes about three times as long
+        check_finite(_read(losses))
         gradients = [own_part(parameter.grad) for parameter in asked if parameter.grad is not None]
-        (overflown,) = all_reduce_sum(sum(not torch.isfinite(gradient).all().item() for gradient in gradients))
+        are_finite = _read([torch.isfinite(gradient).all().to(objective.device) for gradient in gradients])
+        (overflown,) = all_reduce_sum(are_finite.count(False))
         if not overflown:
             for gradient in gradients:
                 gradient /= scale
@@ -286,7 +303,7 @@ def lowering(
 ) -> Iterator[Objective]:
     """The user's loss, or the model's, of the model as the user wraps it; all else runs without autocast."""
     objective = Objective(model, loss and functools.partial(loss, unwrapped(wrapped)), advance)
-    with adapters_stay(model), torch.autocast(objective.device.type, enabled=False):
+    with torch.autocast(objective.device.type, enabled=False):
         yield objective
 
 
@@ -298,26 +315,84 @@ def preserved_state(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def adapters_stay(model: PreTrainedModel) -> Iterator[None]:
-    """Raise a ValueError in a loss whose reference is the model itself under other adapters: that would grow too."""
-    adapted = [module for module in model.modules() if is_adapted(module)]
+class HalvedBatches:
+    """This rank's batches in two halves that judge each other, and their losses before anything was tried.
 
-    def active(module: Any) -> tuple:
-        return module.disable_adapters, *module.active_adapters
+    Attributes:
+        halves: the batches of either half.
+        whole: that batches are of a form that cannot be split, as `loss=` may take.
+        loss_before: the mean loss of all batches over all ranks, once `note_losses` was called.
+    """
 
-    before = [active(module) for module in adapted]
+    def __init__(self, batches: list, whole: bool = False):
+        self.halves, self.whole = halves_of(batches, whole), whole
+        self.loss_before = math.nan
+        self._losses: dict[int, float] = {}  # by the identity of a batch
 
-    def check(*_) -> None:
-        if [active(module) for module in adapted] != before:
-            raise ValueError(
-                "The loss compares the model with itself under other adapters or none, and growth would change both: "
-                "new dims go into the base. Compute the reference before (in TRL precompute_ref_log_probs=True), or "
-                "give it a model of its own."
-            )
+    @property
+    def every(self) -> list:
+        """The batches of both halves, one half after the other."""
+        return self.halves[0] + self.halves[1]
 
-    handle = attentions(model)[0].module.register_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
+    @property
+    def as_given(self) -> list:
+        """The batches in the order they were given in: an error names one by its number."""
+        return [batch for pair in zip_longest(*self.halves) for batch in pair if batch is not None]
+
+    def few(self, count: int) -> list[list]:
+        """At most `count` batches of each half, evenly spaced."""
+        return [half[:: max(-(-len(half) // count), 1)] for half in self.halves]
+
+    @functools.cached_property
+    def judges(self) -> tuple[list, list]:
+        """What a step is judged on, of either half: its batches, or their rows where all ranks have few batches."""
+        if self.whole:
+            return self.halves
+        first, second = ([row for batch in half for row in rows_of(batch)] for half in self.halves)
+        batches, rows = all_reduce_sum(len(self.every), len(first) + len(second))
+        return (first, second) if rows > batches and batches < FEWEST_JUDGES else self.halves
+
+    def note_losses(self, losses: list[float]) -> None:
+        """Keep the losses of the batches `as_given`, which the model has before anything is tried."""
+        self._losses = dict(zip(map(id, self.as_given), losses))
+        self.loss_before = mean_over_ranks(losses)
+
+    def losses_before(self, objective: Objective, judges: list) -> list[float]:
+        """The losses of a half's judges without new dims: those noted, or computed where rows judge."""
+        if self.judges is not self.halves:
+            return compute_losses(objective, judges)
+        return [self._losses[id(batch)] for batch in judges]
+
+    def few_loss_before(self, count: int) -> float:
+        """The mean over both halves of the noted loss of their `few` batches, over all ranks."""
+        noted = [[self._losses[id(batch)] for batch in few] for few in self.few(count)]
+        return sum(map(mean_over_ranks, noted)) / 2
+
+
+def halves_of(batches: list, whole: bool = False) -> tuple[list, list]:
+    """Split the batches in two, every other one; a single batch, unless `whole`, by its rows, if it has several."""
+    if len(batches) != 1:
+        return batches[0::2], batches[1::2]
+    (batch,) = batches
+    rows = 1 if whole else count_rows(batch)
+    if rows < 2:
+        return (batches, []) if rank() % 2 == 0 else ([], batches)
+    return [take_rows(batch, 0, rows // 2)], [take_rows(batch, rows // 2, rows)]
+
+
+def count_rows(batch: dict) -> int:
+    """How many rows a batch can be split into: 1 where images of all rows may lie in one tensor."""
+    lengths = {len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()}
+    return max(*lengths, 1) if len(lengths) == 1 else 1
+
+
+def take_rows(batch: dict, start: int, stop: int) -> dict:
+    """Some of the rows of a batch; what is no tensor with rows goes with all of them."""
+    has_rows = {key: torch.is_tensor(value) and value.dim() for key, value in batch.items()}
+    return {key: value[start:stop] if has_rows[key] else value for key, value in batch.items()}
+
+
+def rows_of(batch: dict) -> list[dict]:
+    """The rows of a batch, as batches of one row; the batch itself where it cannot be split."""
+    count = count_rows(batch)
+    return [take_rows(batch, row, row + 1) for row in range(count)] if count > 1 else [batch]

@@ -12,10 +12,11 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
+from ..growable.growths import check_kind
 
 ROTARY = ("rotary_emb", "rotary_embeddings")  # what families call the module that gives cos and sin
 
@@ -173,8 +174,7 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
     Raises:
         ValueError: it has no attention module that passes transformers' table of attention functions.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"attention_views needs a transformers model, not {type(model).__name__}.")
+    check_kind(model)
     rotary = next((module for name, module in model.named_modules() if name.endswith(ROTARY)), None)
     found = attentions(model)
     if not found:

@@ -58,6 +58,7 @@ NAMES = {
     "BaseTuner._prepare_model": "overridden, as each method does",
     "BaseTuner._create_and_replace": "overridden, as each method does",
     "BaseTuner._replace_module": "overridden where unloading puts modules back",
+    "PeftModel._enable_peft_forward_hooks": "calls that of a method, which serves adapters by row or refuses them",
     "BaseTunerLayer._active_adapter": "the active adapters, which a layer that is made late shares with the others",
     "transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN": "a copy of transformers' table of that name",
 }

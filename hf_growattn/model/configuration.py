@@ -18,6 +18,7 @@ from .compat import adapter_target_tables, model_class_names
 
 PREFIX = "growattn_"
 CODE_FOLDER = "growattn"  # in a checkpoint: the files of this folder, which load it without the library
+MOST_DIMS = 2**16  # of a head, far beyond any hidden size: nothing is allocated by a damaged number
 _Config = PreTrainedConfig if TYPE_CHECKING else object  # what this is mixed into
 
 
@@ -82,10 +83,10 @@ def check_extra_dims(extra_dims: Any) -> None:
         good = good and all(str(name).isidentifier() and name not in taken for name in growths)
         for dims in growths.values() if good else ():
             good = good and isinstance(dims, list) and len(dims) == 2
-            good = good and all(type(number) is int and number >= 0 for number in dims) and sum(dims) > 0
+            good = good and all(type(number) is int and 0 <= number < MOST_DIMS for number in dims) and sum(dims) > 0
     if not good:
         form = '{"0": {"growth_1": [2, 4]}}'
-        raise ValueError(f"extra_dims in config.json must have a form such as {form}, and is {extra_dims!r}.")
+        raise ValueError(f"extra_dims in config.json must have a form such as {form}, and is {extra_dims!r:.200}.")
 
 
 @cache

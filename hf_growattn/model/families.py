@@ -7,6 +7,8 @@ use; without them new dims work all the same, and only what reads old weights do
 import contextlib
 import functools
 import inspect
+import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -229,17 +231,29 @@ def _inner_model(model: nn.Module, name: str) -> nn.Module:
 
 
 def number_layers(names: list[str]) -> list[int]:
-    """The number of the layer of each module by its name, where those differ; otherwise their places."""
-    numbers = [next((int(step) for step in name.split(".") if step.isdecimal()), None) for name in names]
-    is_clear = None not in numbers and len({*numbers}) == len(numbers)
-    return numbers if is_clear else list(range(len(numbers)))  # pyright: ignore[reportReturnType]
+    """Number attention modules by their names: as their layers where those numbers differ, otherwise in their order.
+
+    A second one of a layer, cross-attention, comes after all first ones: they have the same numbers without it.
+    """
+    layers = [found[0] if (found := re.match(r"(.*?\.)?\d+(?=\.|$)", name)) else name for name in names]
+    firsts = [*dict.fromkeys(layers)]
+    numbers = [layer.rpartition(".")[2] for layer in firsts]
+    is_clear = all(map(str.isdecimal, numbers)) and len({*numbers}) == len(numbers)
+    number_of = dict(zip(firsts, map(int, numbers) if is_clear else range(len(firsts))))
+    following = itertools.count(max(number_of.values(), default=0) + 1)
+    return [number_of.pop(layer) if layer in number_of else next(following) for layer in layers]
 
 
 def sync_config(model: nn.Module) -> None:
-    """Write the new dims of every layer into every config of the model tree."""
-    extra_dims = dims_of(model)
-    for config in growable_configs(model):
-        config.extra_dims = extra_dims
+    """Write the new dims of every layer into the configs of the model tree.
+
+    Those of another class are of grown models that became a part of this one, and go by their own layers.
+    """
+    own, extra_dims = getattr(model, "config", None), dims_of(model)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(module, PreTrainedModel) and isinstance(config, WideConfigMixin):
+            config.extra_dims = extra_dims if type(config) is type(own) else dims_of(module)
 
 
 def growable_configs(model: nn.Module) -> list[WideConfigMixin]:

@@ -121,7 +121,7 @@ class Call:
             joined = append(key, _fold(new_key)), append(value, _fold(new_value))
         else:
             joined = self._joined(key, new_key, value, new_value)
-        _check_cache(cache, joined[0].shape[-1], *args)
+        _check_cache(cache, (joined[0].shape[-1], joined[1].shape[-1]), *args)
         self.stored = keys, values = cache.update(*joined, *args, **kwargs)
         self.shown = keys.narrow(-1, 0, key.shape[-1]), values.narrow(-1, 0, value.shape[-1])
         return self.shown
@@ -146,15 +146,21 @@ class Call:
         return append(key, new_key, widths[0]), append(value, new_value, widths[1])
 
 
-def _check_cache(cache: Any, width: int, layer: int = 0, *_) -> None:
-    """Raise a ValueError if a layer of a cache holds keys of before the growth, or of an adapter."""
+def _check_cache(cache: Any, widths: tuple[int, int], index: int = 0, *_) -> None:
+    """Let an empty layer of a cache take these widths of keys and values; a ValueError for one with other tokens."""
     layers = getattr(cache, "layers", ())
-    held = getattr(layers[layer], "keys", None) if layer < len(layers) else None
-    if held is not None and held.dim() == 4 and held.shape[-1] < width:
+    layer: Any = layers[index] if index < len(layers) else None
+    held = getattr(layer, "keys", None), getattr(layer, "values", None)
+    found = tuple(states.shape[-1] for states in held if states is not None and states.dim() == 4)
+    if found in ((), widths):
+        return
+    if torch.compiler.is_exporting() or layer.get_seq_length() != 0:
         raise ValueError(
-            f"The cache holds keys {held.shape[-1]} wide, and layer {layer} now makes them {width} wide. Begin with an "
-            "empty cache. Prefix tuning fills it with stock widths: use LoRA instead."
+            f"The cache has keys and values {found} wide, and layer {index} makes them {widths} wide: it is from "
+            "before new dims came or went, or prefix tuning filled it. Begin with an empty cache. For ExecuTorch, "
+            "write a stock model with hf_growattn.export_model."
         )
+    layer.is_initialized = False  # it was made early, with the stock widths
 
 
 def _fold(new: Tensor) -> Tensor:
@@ -186,19 +192,22 @@ def append(old: Tensor, new: Tensor, width: int = 0) -> Tensor:
 
 
 class _WiderCache:
-    """A cache as one stock forward sees it: what it stores gains the new dims."""
+    """A cache as one stock forward sees it: what it stores gains the new dims, if any are in use."""
 
-    def __init__(self, cache: Any, call: Call):
+    def __init__(self, cache: Any, call: Call | None):
         self._cache, self._call = cache, call
 
     def update(self, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        return self._call.store(self._cache, key, value, *args, **kwargs)
+        if self._call is not None:
+            return self._call.store(self._cache, key, value, *args, **kwargs)
+        _check_cache(self._cache, (key.shape[-1], value.shape[-1]), *args)
+        return self._cache.update(key, value, *args, **kwargs)
 
     def __getattr__(self, name: str):
         return getattr(self._cache, name)
 
 
-def _widened(cache: Any, call: Call) -> Any:
+def _widened(cache: Any, call: Call | None) -> Any:
     """A cache that keeps new dims beside those that a stock forward hands over."""
     if isinstance(cache, EncoderDecoderCache):  # forwards ask for its type, and for the caches in it
         wider = copy.copy(cache)
@@ -216,18 +225,18 @@ def before_forward(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
             (batch, tokens, features).
     """
     extra: ExtraDims = module.extra
-    new_dims = extra.active()
-    if not new_dims:
-        return None
-    hidden_states, source = extra.arguments.read_inputs(module, args, kwargs)
-    implementation = module.config._attn_implementation or ""
+    new_dims, call = extra.active(), None
     name, cache = extra.arguments.find(CACHES, args, kwargs)
-    if implementation == "vllm" or not isinstance(cache, (Cache, type(None))):
-        raise one_width_error(module, "vLLM" if cache is None else f"A {type(cache).__name__}")
-    call = Call(module, new_dims, hidden_states, source)
-    call.one_width = implementation not in UNEQUAL_WIDTHS
-    _thread.call = call
-    return None if cache is None else extra.arguments.with_value(name, _widened(cache, call), args, kwargs)
+    if new_dims:
+        hidden_states, source = extra.arguments.read_inputs(module, args, kwargs)
+        implementation = module.config._attn_implementation or ""
+        if implementation == "vllm" or not isinstance(cache, (Cache, type(None))):
+            raise one_width_error(module, "vLLM" if cache is None else f"A {type(cache).__name__}")
+        _thread.call = call = Call(module, new_dims, hidden_states, source)
+        call.one_width = implementation not in UNEQUAL_WIDTHS
+    if not isinstance(cache, Cache):
+        return None
+    return extra.arguments.with_value(name, _widened(cache, call), args, kwargs)  # one that an adapter filled, too
 
 
 def after_forward(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

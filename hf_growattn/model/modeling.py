@@ -7,6 +7,7 @@ made when they are needed: by name as an attribute of this module, as `auto_map`
 
 import copyreg
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -37,7 +38,8 @@ class WideModelMixin(_Model):
         super().__init__(config, *args, **kwargs)
         self.mixin.adopt(self)
         dims_of_layers = dict(config.extra_dims)
-        for found in find_attentions(self) if dims_of_layers else ():
+        attentions = find_attentions(self) if dims_of_layers else []
+        for found in attentions:
             growths = dims_of_layers.pop(str(found.layer), {})
             if growths and "extra" not in found.module._modules:  # an inner model was there first
                 extra, like = add_extra_to(found), next(found.module.parameters())
@@ -45,11 +47,13 @@ class WideModelMixin(_Model):
                     extra.growths[name] = new = NewDims(extra.shape, *dims, dtype=like.dtype, device=like.device)
                     for weight in (w for w in new.parameters() if w.dim() > 1 and not w.is_meta):
                         nn.init.normal_(weight, std=getattr(config, "initializer_range", 0.02))
-        if dims_of_layers:
+        last = max((found.layer for found in attentions), default=inf)
+        if unplaced := [layer for layer in dims_of_layers if int(layer) <= last]:
             raise ValueError(
-                f"extra_dims in config.json names layer {', '.join(dims_of_layers)}, which the model does not have or "
-                "whose attention cannot have new dims. To drop layers, load the whole model first."
+                f"extra_dims in config.json names layer {', '.join(unplaced)}, whose attention cannot have new dims."
             )
+        if dims_of_layers:  # of a model with more layers, such as a teacher
+            sync_config(self)
 
     @classmethod
     @cache
@@ -123,21 +127,24 @@ class WideModelMixin(_Model):
 
         That is attention weights of other sizes, even with `ignore_mismatched_sizes`, which is meant for task heads;
         new dims that the config does not name; and weights that the checkpoint lacks. A model of another class than the
-        saved one needs its attention weights alone: it may have another head, or a pooler.
+        saved one needs the attention of the saved one alone: it may have another head, a pooler, or cross-attention.
         """
         super()._adjust_missing_and_unexpected_keys(loading_info)
-        layers = tuple(f"{found.name}." for found in find_attentions(self))
+        found = {f"{each.name}.": each.module for each in find_attentions(self)}
         problems = [
             f"{key} is {tuple(saved)} in the weights and {tuple(expected)} by config.json"
             for key, saved, expected in sorted(loading_info.mismatched_keys)
-            if key.startswith(layers)
+            if key.startswith(tuple(found))
         ]
-        saved_as = self.config.architectures if isinstance(self.config.architectures, list) else []
-        needed = "" if type(self).__name__ in saved_as else layers
         missing = set(loading_info.missing_keys) - set(self.all_tied_weights_keys)
-        problems += [f"{key} is missing" for key in sorted(missing) if key.startswith(needed)]
-        unnamed = [key for key in loading_info.unexpected_keys if ".extra.growths." in key]
-        problems += [f"{key} is not in config.json" for key in sorted(unnamed)]
+        saved_as = self.config.architectures if isinstance(self.config.architectures, list) else []
+        if type(self).__name__ not in saved_as:
+            saved = [place for place, module in found.items() if not missing.issuperset(_weights_of(module, place))]
+            missing = {key for key in missing if key.startswith(tuple(saved or found))}
+        problems += [f"{key} is missing" for key in sorted(missing)]
+        places = {name for name, _ in self.named_modules()}  # a checkpoint may have more layers
+        unnamed = [key for key in sorted(loading_info.unexpected_keys) if ".extra.growths." in key]
+        problems += [f"{key} is not in config.json" for key in unnamed if key.partition(".extra.")[0] in places]
         if problems:
             more = [f"and {len(problems) - 4} more"] if len(problems) > 4 else []
             loading_info.error_msgs.append(
@@ -155,6 +162,11 @@ class WideModelMixin(_Model):
         """Do nothing for a class of ours, as for its config; a class derived from it is transformers' to care for."""
         if "stock_class" not in vars(cls):
             super().register_for_auto_class(auto_class)
+
+
+def _weights_of(attention: nn.Module, place: str) -> set[str]:
+    """The names of an attention module's own weights, in the model where it has this place."""
+    return {place + name for name, _ in attention.named_parameters() if not name.startswith("extra.")}
 
 
 def _make_empty(mixin: type[WideModelMixin], stock: type[PreTrainedModel]) -> PreTrainedModel:

@@ -76,11 +76,11 @@ def columns_of(report) -> tuple[str, ...]:
 
 
 def rows_of(report) -> list[list[str]]:
-    """A row under `columns_of` for each layer and kind; the share is "-" where none are new, or do nothing yet."""
+    """A row under `columns_of` for each layer and kind; "-" where a figure is not known, or new dims do nothing yet."""
     total, rows = report.predicted_gain or 1.0, []
     for layer in report.layers:
         width = layer.width if report.holds or report.kept else layer.width[:1] * 2
-        reach = "unknown" if layer.out_of_reach is None else f"{layer.out_of_reach:.2f}"
+        reach = "-" if layer.out_of_reach is None else f"{layer.out_of_reach:.2f}"
         rows.append([str(layer.layer), KINDS[layer.kind], format_width(width), reach])
         if report.holds:
             rows[-1].append(f"{layer.predicted_gain / total:.0%}" if layer.step_size > 0 else "-")

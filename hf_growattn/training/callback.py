@@ -13,16 +13,8 @@ from transformers import AutoConfig, Trainer, TrainerCallback
 
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, layers_to_grow
-from ..growable.growths import (
-    GROWTH,
-    GROWTH_FILE,
-    extra_parameters,
-    growable_model,
-    is_grown,
-    load_growth,
-    save_with_adapters,
-    set_dims,
-)
+from ..growable.growth_files import GROWTH, GROWTH_FILE, load_growth
+from ..growable.growths import extra_parameters, growable_model, is_grown, set_dims
 from ..growable.projections import is_adapted
 from ..growable.training_state import add_new_parameters, bare_optimizers
 from ..model.configuration import CODE_FOLDER
@@ -105,7 +97,6 @@ class GrowthCallback(TrainerCallback):
                 'the new dims of adapters by load_growth(model, checkpoint + "/growth"), or a whole model by '
                 "from_pretrained(checkpoint)."
             )
-        save_with_adapters(trainer.model)
         self._made_before = self._made if is_grown(model) and not growths_of(state) else 0
         self._is_checked = self._is_due = False
         self._recording.start()

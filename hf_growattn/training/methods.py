@@ -86,8 +86,8 @@ class Method:
         if self.name in GROWING:
             patch_inside(model)
         if lora_rank:
-            sizes = {"r": lora_rank, "lora_alpha": 2 * lora_rank}
-            lora = LoraConfig(target_modules=linear, modules_to_save=[*saved] or None, **sizes)
+            others = [*saved] or None
+            lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=linear, modules_to_save=others)
             trained: Any = get_peft_model(model, lora)  # pyright: ignore[reportArgumentType]  # takes any module
         if self.name in GROWING:
             device = next(model.parameters()).device

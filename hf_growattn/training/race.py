@@ -158,7 +158,8 @@ class _Trainings:
         self.file: Path | None = None
         model = self._make_model()
         saved = modules_to_train(model, options["modules_to_save"])
-        self.options = options | {"budget": choose_rank(model, budget, saved) * weights_of_rank_one(model, saved)}
+        weights = choose_rank(model, budget, saved) * weights_of_rank_one(model, saved)
+        self.options: dict[str, Any] = options | {"budget": weights}
         self.saved_weights = sum(p.numel() for p in {p for module in saved.values() for p in module.parameters()})
         self.width, self.cache, self.losses = hidden_size(model), 0, self.measure(model)
         contents = {"model": model.state_dict(), "train_batches": train, "held_out_batches": held_out}

@@ -187,7 +187,8 @@ rule names the winner. Growth spends less than its budget where no further dims 
 dims in random directions have the places and numbers that growth chose. Leads are in nats, with standard errors over
 batches and seeds; LoRA, the better one of growth and the mix, and the rows beyond these train with {SEEDS} seeds.
 Nearest neighbours, cosine and logistic regression train no transformer. The neighbours use a metric that is fitted to
-pairs of rows for training, and cosine one number; the regression sees only the rows given. Seconds are those on the wall, for one thread."""
+pairs of rows for training, and cosine one number; the regression sees only the rows given. Seconds are those on the
+wall, for one thread."""
 
 
 def main() -> None:

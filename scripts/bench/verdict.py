@@ -41,7 +41,7 @@ def losses_of(model, rows: torch.Tensor) -> torch.Tensor:
 
 
 def grow(model, batches: torch.Tensor, fresh: torch.Tensor) -> tuple[GrowthReport, float, float]:
-    """Find new dims and keep them by word: the report, the mean fall of the loss of fresh rows, and its error at 95 %."""
+    """Find new dims and keep them by word: the report, and the mean fall of the loss of fresh rows with its error."""
     before = losses_of(model, fresh)
     growth = Grower(model, GrowthConfig(budget=BUDGET)).find(batches)
     report = growth.report
@@ -107,9 +107,9 @@ def make_page(noise: list[dict], text: list[dict]) -> page.Page:
     columns = ["batches", "kept on noise", "kept on text", "printed fall, median", "fall of fresh rows, median"]
     return page.Page(
         title="What the verdict of a growth is worth",
-        claim=f"On random tokens, {kept} of {len(noise)} growths are kept, and {worse} of these raise the loss of fresh "
-        f"rows. On English text, {grown} of {len(text)} are kept, and the printed fall is that of fresh rows within the "
-        f"errors of both, at 95 %, in {true} of {len(text)}.",
+        claim=f"On random tokens, {kept} of {len(noise)} growths are kept, and {worse} of these raise the loss of "
+        f"fresh rows. On English text, {grown} of {len(text)} are kept, and the printed fall is that of fresh rows "
+        f"within the errors of both, at 95 %, in {true} of {len(text)}.",
         summary=page.table([*columns, "printed fall is true"], lines),
         text=f"""A Llama with two layers and 8 heads, 8 wide, grows by {BUDGET:.0%} of its weights on batches of 4 rows.
 Random tokens are drawn uniformly, and the model has random weights. English is the documentation of CPython; the model

@@ -1,0 +1,77 @@
+"""Whether a model has the old weights that a growth was found on: a few numbers of each, read where they lie."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ..model.families import base_layer, linear_sizes
+from ..model.new_dims import full_tensor
+from .attention import attentions
+from .projections import answers, is_plain
+
+_ENTRIES = 8  # of each projection
+_ROUNDING, _QUANTIZATION = 0.01, 0.5  # how far they may be apart, relative to their norm: bf16 rounds by 0.4 %
+Fingerprint = dict[str, tuple[str, list[float]]]  # by projection, what quantizes it, and some of its weights
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module, state_dict: dict[str, Tensor] | None = None, prefix: str = "") -> Fingerprint:
+    """Some old weights of every attention module that can grow, without adapters.
+
+    Args:
+        model: the patched model.
+        state_dict: where weights are read if all ranks of a sharded model have gathered it.
+        prefix: of the names of the model's parameters in `state_dict`.
+    """
+    names = {parameter: f"{prefix}{name}" for name, parameter in model.named_parameters()}
+    found: Fingerprint = {}
+    for attention in attentions(model):
+        for name, child in attention.module.named_children():
+            inside: Any = base_layer(child)
+            if linear_sizes(inside) is None or getattr(child, "merged", False):
+                continue
+            with align_module_device(inside):
+                if is_plain(inside):
+                    weight = inside.weight if state_dict is None else state_dict.get(names.get(inside.weight, ""))
+                    kind, read = "", None if weight is None else _entries(inside, full_tensor(weight))
+                else:
+                    kind, read = type(inside).__name__, _computed_entries(inside)
+            if read is not None and not read.is_meta:
+                found[f"{attention.name}.{name}"] = kind, read.float().tolist()
+    return found
+
+
+def _spread(size: int, device: torch.device) -> Tensor:
+    return torch.arange(_ENTRIES, device=device) * size // _ENTRIES
+
+
+def _entries(module: Any, weight: Tensor) -> Tensor:
+    """Entries of a weight (outputs, inputs), from its first corner to its last."""
+    by_output = weight.T if isinstance(module, Conv1D) else weight
+    return by_output[_spread(by_output.shape[0], weight.device), _spread(by_output.shape[1], weight.device)]
+
+
+def _computed_entries(module: Any) -> Tensor | None:
+    """The same entries of a quantized projection: of its answers to some unit vectors."""
+    inputs, outputs = linear_sizes(module)
+    questions = torch.zeros(_ENTRIES, inputs)
+    questions[range(_ENTRIES), _spread(inputs, questions.device)] = 1.0
+    try:
+        computed = answers(module, questions)
+    except Exception:  # of a kernel that wants another device or other sizes: nothing is known of these weights then
+        return None
+    return computed[range(_ENTRIES), _spread(outputs, computed.device)]
+
+
+def is_of_another_base(ours: Fingerprint, saved: Fingerprint) -> bool:
+    """Whether two fingerprints are of different weights, in whatever precision; quantized ones are compared roughly."""
+    for name in ours.keys() & saved.keys():
+        (kind, own), (saved_kind, other) = ours[name], saved[name]
+        before, now = torch.tensor(other), torch.tensor(own)
+        tolerance = _ROUNDING if kind == saved_kind else _QUANTIZATION
+        if not torch.dist(before, now) <= tolerance * before.norm():
+            return True
+    return False

@@ -1,0 +1,80 @@
+"""Folders of adapters whose base grew: peft saves the growth along, and peft and transformers load it with them.
+
+Importing this file wraps `save_pretrained` and `load_adapter` of peft's models, and `load_adapter` of transformers'.
+What has no growth goes through as it is.
+"""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel
+from transformers.integrations.peft import PeftAdapterMixin
+from transformers.utils.hub import cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from ..growable.growth_files import GROWN_TYPE, GROWTH, GROWTH_FILE, load_growth_of_adapter, save_growth_beside
+from ..growable.models import patch_model
+
+_HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
+
+
+def _saves_growth(stock: Callable) -> Callable:
+    """A `save_pretrained` of peft that saves the growth of the base in a folder next to each adapter."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def save_pretrained(self: Any, save_directory: Any, *args, **kwargs) -> None:
+        stock(self, save_directory, *args, **kwargs)
+        bound = signature.bind(self, save_directory, *args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments["is_main_process"]:
+            for name in bound.arguments["selected_adapters"] or self.peft_config:
+                folder = Path(save_directory, "" if name == "default" else name)
+                save_growth_beside(self, folder, kwargs.get("state_dict"))
+
+    return save_pretrained
+
+
+def _loads_growth(stock: Callable) -> Callable:
+    """A `load_adapter` that first gives the base the growth which the adapter was trained with, and patches it."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def load_adapter(self: Any, *args, **kwargs) -> Any:
+        given = signature.bind(self, *args, **kwargs).arguments
+        load_config = given.get("load_config")
+        options = {**getattr(load_config, "download_kwargs", {}), **(given.get("adapter_kwargs") or {}), **kwargs}
+        options = {name: options[name] for name in _HUB if options.get(name)}
+        source = given.get("model_id") or given.get("peft_model_id")
+        source = source or getattr(load_config, "pretrained_model_name_or_path", None)
+        if source is not None and _has_growth(source, options):
+            place = str(Path(options.pop("subfolder", ""), GROWTH))
+            file: Any = cached_file(source, GROWTH_FILE, subfolder=place, **options)
+            base: Any = self.get_base_model() if isinstance(self, PeftModel) else self
+            patch_model(base)
+            others = getattr(self, "peft_config", {}).keys() - {given.get("adapter_name") or "default"}
+            is_trainable = given.get("is_trainable", False)
+            load_growth_of_adapter(self, base, Path(file).parent, is_trainable, alone=not others)
+        return stock(self, *args, **kwargs)
+
+    return load_adapter
+
+
+def _has_growth(source: Any, options: dict[str, Any]) -> bool:
+    """Whether the adapter in a folder, or by a Hub id, was trained with a growth of its base."""
+    folder = Path(source, options.get("subfolder", ""))
+    is_here = folder.is_dir()
+    file = find_adapter_config_file(str(folder)) if is_here else find_adapter_config_file(str(source), **options)
+    return file is not None and str(json.loads(Path(file).read_text()).get("peft_type")).startswith(GROWN_TYPE)
+
+
+# Without these entries, as in a process that has not imported this, peft stops at the type.
+_configs: dict[Any, Any] = PEFT_TYPE_TO_CONFIG_MAPPING
+_configs.update({f"{GROWN_TYPE}{peft_type.value}": config for peft_type, config in list(_configs.items())})
+PeftModel.save_pretrained = _saves_growth(PeftModel.save_pretrained)
+PeftModel.load_adapter = _loads_growth(PeftModel.load_adapter)
+PeftAdapterMixin.load_adapter = _loads_growth(PeftAdapterMixin.load_adapter)

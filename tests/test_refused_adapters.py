@@ -1,0 +1,150 @@
+"""What the library refuses of peft's adapters and of its own, one line for each, as in tests/test_refusals.py."""
+
+import importlib.metadata
+import sys
+from functools import partial
+
+import peft
+import pytest
+import torch
+from families import build, lm_batches, tokens
+from peft.utils.hotswap import hotswap_adapter
+from test_refusals import BATCH, ROWS, check_refusal, pytestmark  # noqa: F401  the mark counts here, too
+from torch import nn
+from transformers import FalconConfig, FalconModel
+
+import hf_growattn
+from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights, patch_model
+from hf_growattn.growable.attention import attentions
+
+
+def writes_under_adapters(given, **setting):
+    model = peft.get_peft_model(patch_model(build("gpt2-2")), peft.LoraConfig(fan_in_fan_out=True))
+    given.watch(model.get_base_model())
+    Grower(model, GrowthConfig(qk_dims=2, **setting)).find(lm_batches(2))
+
+
+def prompts(given):
+    options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    Grower(peft.get_peft_model(patch_model(build("llama-2")), options), GrowthConfig(qk_dims=2))
+
+
+def merged(given):
+    model = given.adapted()
+    model.merge_adapter()
+    given.watch(model.get_base_model())
+    initialize_growattn_weights(model, lm_batches(2))
+
+
+def broken(given):
+    model = given.adapted()
+    attentions(model)[0].extra.adapters.growattn_in_proj["default"].weight.data[0, 0] = torch.nan
+    given.watch(model.get_base_model())
+    model.merge_and_unload(safe_merge=True)
+
+
+def hotswap(given):
+    model = given.adapted()
+    model.save_pretrained(given.folder)
+    hotswap_adapter(model, given.folder, "default")
+
+
+def falcon(given):
+    sizes = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=97)
+    peft.get_peft_model(given.watch(FalconModel(FalconConfig(**sizes))), GrowAttnConfig(v_dims=1))
+
+
+def no_transformer(given):
+    peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), GrowAttnConfig(v_dims=1))
+
+
+def weighted(given):
+    given.adapted().add_weighted_adapter(["default"], [1.0], "mean")
+
+
+def on_stock(**options):
+    return lambda given: peft.get_peft_model(given.stock(), GrowAttnConfig(**options))
+
+
+def start(*name, **options):
+    return lambda given: initialize_growattn_weights(given.adapted(**options), ROWS, *name)
+
+
+BY_ROW = {"adapter_names": ["default"] * 3}
+REFUSED = {
+    "old dims under LoRA": (partial(writes_under_adapters, update_existing=True), ValueError, "merge_and_unload"),
+    "refactored under LoRA": (partial(writes_under_adapters, method="refactor"), ValueError, "merge_and_unload"),
+    "prompts": (prompts, ValueError, r"\(PromptTuningConfig\) adds prompts.*Use LoRA"),
+    "an adapter of nothing": (lambda g: g.adapted(qk_dims=0), ValueError, "give qk_dims, v_dims or both"),
+    "an adapter's dims": (lambda g: g.adapted(dims={"0": [1]}), ValueError, "must have a form such as"),
+    "an adapter's layer": (
+        on_stock(v_dims=1, layers=[0, 2]),
+        ValueError,
+        "choose of 0, 1",
+    ),
+    "an adapter's budget": (
+        on_stock(budget=10),
+        ValueError,
+        "10 weights buy nothing",
+    ),
+    "a budget and a width": (lambda g: GrowAttnConfig(budget=0.1, v_dims=2), ValueError, "budget, or fixed widths"),
+    "a budget above one": (lambda g: GrowAttnConfig(budget=2.5), ValueError, "a whole number of weights, or a share"),
+    "an adapter of another family": (falcon, ValueError, "New dims cannot join FalconModel: FalconAttention takes no"),
+    "an adapter of no transformer": (
+        no_transformer,
+        TypeError,
+        "not Sequential",
+    ),
+    "a start of data": (lambda g: initialize_growattn_weights(ROWS, g.adapted()), TypeError, "peft model is needed"),
+    "no such adapter": (
+        lambda g: initialize_growattn_weights(g.adapted(), ROWS, "other"),
+        ValueError,
+        "not one of default",
+    ),
+    "an adapter of LoRA": (lambda g: initialize_growattn_weights(g.lora(), ROWS), ValueError, "is a LoraConfig"),
+    "a start of chosen dims": (
+        lambda g: initialize_growattn_weights(g.adapted(dims={"1": [2, 0]}), ROWS),
+        ValueError,
+        "no guided start",
+    ),
+    "a merged adapter": (merged, ValueError, "unmerge_adapter"),
+    "a broken adapter, in peft's own words": (broken, ValueError, "^NaNs detected"),
+    "adapters by row": (
+        lambda g: g.adapted()(**BATCH, **BY_ROW),
+        ValueError,
+        "not served by GrowAttn",
+    ),
+    "adapters by row of a text": (
+        lambda g: g.adapted().generate(input_ids=tokens(), **BY_ROW),
+        ValueError,
+        "not served by GrowAttn",
+    ),
+    "a weighted adapter": (
+        weighted,
+        NotImplementedError,
+        "have no mean",
+    ),
+    "a hot swap, in peft's own words": (hotswap, (ValueError, NotImplementedError), "(?i)lora"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_names_the_fix_and_leaves_everything_as_it_was(case, tmp_path):
+    check_refusal(*REFUSED[case], tmp_path)
+
+
+@pytest.mark.parametrize("version", ["0.17.1", None])
+def test_a_peft_too_old_or_absent_is_named(version, monkeypatch):
+    of = importlib.metadata.version
+
+    def pretended(name):
+        if name == "peft" and version is None:
+            raise importlib.metadata.PackageNotFoundError
+        return version if name == "peft" else of(name)
+
+    monkeypatch.delitem(sys.modules, "hf_growattn.interop.peft_method")
+    monkeypatch.setattr(importlib.metadata, "version", pretended)
+    with pytest.raises(
+        ImportError, match=r"peft>=0.18[\s\S]*GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'"
+    ):
+        hf_growattn.GrowAttnConfig  # noqa: B018  the import is what is asked for
