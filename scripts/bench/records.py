@@ -309,6 +309,7 @@ def main() -> None:
     cells = CELLS + ([LANGUAGE_MODEL] if arguments.language_model else [])
     if arguments.quick:
         cells = [Cell("products", 64, 8, 32, steps=8, rank=3, held_out=2, growth_batches=2, plan=((8, 2),))]
+    cells.sort(key=lambda cell: not (kept / f"{cell.name}.json").exists())  # those that have run come first
     rows: dict[Cell, dict] = {}
     for number, cell in enumerate(cells, 1):
         rows[cell] = run_cell(cell, arguments, kept)
