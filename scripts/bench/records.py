@@ -272,9 +272,9 @@ def make_page(rows: dict[Cell, dict], left: list[Cell]) -> page.Page:
     )
 
 
-ABOUT = """A record is the embedding of its text by all-MiniLM-L6-v2 (Apache-2.0), 384 numbers, which a linear read-
-in makes one token; a name comes with it. Half of the records are then asked for by the text that another source has
-of them, and the model must say their names, which are shuffled in each episode. Each record is given with the 8 that
+ABOUT = """A record is the embedding of its text by all-MiniLM-L6-v2 (Apache-2.0), 384 numbers, made one token by a
+linear read-in; a name comes with it. Half of the records are then asked for by the text that another source has of
+them, and the model must say their names, which are shuffled in each episode. Each record is given with the 8 that
 are most like it. Products are pairs of titles of Walmart and Amazon, Amazon and Google, Abt and Buy, and papers
 those of DBLP and ACM: the true matches of the Magellan benchmark as the repository megagonlabs/ditto (Apache-2.0)
 has them; the data themselves name no licence. People are the invented ones of febrl 4 and their misspelt copies
@@ -293,8 +293,8 @@ both against the model before, with LoRA merged; random dims cost what growth do
 scale. A head as wide as its model cannot grow."""
 ABOUT_LANGUAGE_MODEL = """The language model is SmolLM2-135M-Instruct (Apache-2.0), which reads a name as a token
 after its record. It has learnt to match papers in 100 steps; it races for 32, with a batch of 64 records given, as
-many weights as LoRA of rank 4 has, and one seed. To guess among the 64 is 4.16 nats, so all methods have just begun
-to match and the errors are large: this is no lead so far, and no more than that."""
+many weights as LoRA of rank 4 has, and one seed. To guess among the 64 is 4.16 nats, so all methods have just
+begun to match. It shows no lead, and is too short to rule one out."""
 PROBE = """A score (U asked) . (V given), with U and V of as many dims as the rank says, trained on the batches of
 the race and measured on those held out: as if one head had to find the pair alone."""
 
@@ -310,7 +310,7 @@ def main() -> None:
     kept.mkdir(parents=True, exist_ok=True)
     cells = CELLS + ([LANGUAGE_MODEL] if arguments.language_model else [])
     if arguments.quick:
-        cells = [Cell("products", 64, 8, 32, steps=8, rank=3, held_out=2, growth_batches=2, plan=((8, 2),))]
+        cells = [Cell("products", 64, 8, tokens=32, steps=8, rank=3, held_out=2, growth_batches=2, plan=((8, 2),))]
     cells.sort(key=lambda cell: not (kept / f"{cell.name}.json").exists())  # those that have run come first
     rows: dict[Cell, dict] = {}
     for number, cell in enumerate(cells, 1):
