@@ -85,8 +85,8 @@ print(result)
 # %% [markdown]
 # ## Find
 #
-# `Grower` does a growth by itself, in the middle of any training. Half of the batches says where wider heads would lower
-# the loss; the other half judges what that is worth. The model does not change yet.
+# `Grower` does a growth by itself, in the middle of any training. Half of the batches says where wider heads would
+# lower the loss; the other half judges what that is worth. The model does not change yet.
 
 # %%
 model = patch_model(make_model().transformer)  # in place: weights, outputs and attention stay as they are
@@ -115,11 +115,13 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 # %% [markdown]
 # ## What is new in a head
 #
-# The singular values of a pattern, `W_Q W_K^T`, say how strongly a head uses each direction in which it compares tokens.
-# It had 8 of them. The bars on the right, which only the present model has, are what growth added.
+# The singular values of a pattern, `W_Q W_K^T`, say how strongly a head uses each direction in which it compares
+# tokens. It had 8 of them. The bars on the right, which only the present model has, are what growth added.
 
 # %%
-grown_most = max((layer for layer in growth.report.layers if layer.kind == "qk"), key=lambda layer: layer.width[1]).layer
+grown_most = max(
+    (layer for layer in growth.report.layers if layer.kind == "qk"), key=lambda layer: layer.width[1]
+).layer
 figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
 for name, shown, place in (("before", base.transformer, -0.2), ("now", model, 0.2)):
     values = attention_views(shown)[grown_most].pattern(0).singular_values.tolist()
@@ -132,13 +134,12 @@ figure.savefig(output / "directions.png")
 # %% [markdown]
 # ## LoRA with growth
 #
-# A `Method` prepares a model for training as the race does: here a third of the new weights by growth, and the rest LoRA
-# by peft. The groups carry the learning rates of both.
+# A `Method` prepares a model for training as the race does: here a third of the new weights by growth, and the rest
+# LoRA by peft. The groups carry the learning rates of both.
 
 # %%
-mixed, groups = Method("mix", budget=0.15, learning_rate=5e-3, modules_to_save=ENDS).prepare(
-    make_model(), batches, loss_of
-)
+method = Method("mix", budget=0.15, learning_rate=5e-3, modules_to_save=ENDS)
+mixed, groups = method.prepare(make_model(), batches, loss_of)
 adapters = torch.optim.AdamW(groups)
 for batch in batches:
     loss_of(mixed.train(), batch).backward()

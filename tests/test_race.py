@@ -232,7 +232,7 @@ GIVEN = [2.0, 2.5, 3.0, 3.5]
 @pytest.mark.parametrize(
     "by, winner, sentence",
     [
-        ([0.10, 0.11, 0.10, 0.11], "growth", "growth wins: its held-out loss is 0.1"),
+        ([0.10, 0.11, 0.10, 0.11], "growth", "The winner is growth: its held-out loss is 0.1"),
         ([0.009, 0.008, 0.009, 0.008], "lora", "lower, but must be lower by more than 0.01"),
         ([0.9, -0.7, 0.8, -0.7], "lora", "two standard errors"),
         ([-0.10, -0.11, -0.10, -0.11], "lora", "higher"),

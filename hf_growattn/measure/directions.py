@@ -267,7 +267,7 @@ def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
     """The batches of each pass of a sketch: each of the first ones reads others, or all of a few."""
 
     def part(half: list, number: int, step: int) -> list:
-        return half[number::step] if len(half) > 2 else half
+        return half[number :: min(step, max(len(half) // 2, 1))]
 
     first = [(part(halves[0], *each), part(halves[1], *each)) for each in enumerate(FIRST_PASSES)]
     return [*first, halves]

@@ -111,12 +111,12 @@ class RaceResult:
         lead, error = self.lead
         title = TITLES[self.challenger]
         if math.isinf(lead):
-            return f"LoRA wins: {title} diverged." if lead < 0 else f"{title} wins: LoRA diverged."
+            return f"LoRA wins: {title} diverged." if lead < 0 else f"The winner is {title}: LoRA diverged."
         gap = f"{abs(lead):.4f} ± {error:.4f}"
         if self.winner != "lora":
             before, after = self.start.cache, self.runs_of(self.winner)[0].cache
             cost = f", with a KV cache {after / before - 1:.0%} larger" if before else ""
-            return f"{title} wins: its held-out loss is {gap} lower than LoRA's{cost}."
+            return f"The winner is {title}: its held-out loss is {gap} lower than LoRA's{cost}."
         if lead <= 0:
             return f"LoRA wins: the held-out loss of {title} is {gap} higher."
         return (
