@@ -30,7 +30,7 @@ def test_it_asks_first_and_then_grows(toured):
     out, folder = toured
     assert out.index("lead over LoRA") < out.index("The winner is growth") < out.index("It falls by")
     before, kept, later = re.search(
-        r"falls from ([\d.]+) to ([\d.]+)\.\nAfter 32 steps of training it is ([\d.]+)", out
+        r"falls from ([\d.]+) to ([\d.]+)\.\nAfter 32 steps of training it is ([\d.]+)\.\n", out
     ).groups()
     assert float(later) < float(kept) < float(before)
     before, now = (re.findall(rf"^Layer \d, head 0, {name}: (.*)\.$", out, re.MULTILINE) for name in ("before", "now"))

@@ -264,10 +264,11 @@ def _share_out_of_reach(residual: Tensor, total: Tensor) -> Tensor:
 
 
 def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
-    """The batches of each pass of a sketch: each of the first ones reads others, or all of a few."""
+    """The batches of each pass of a sketch: each of the first ones reads others, two of each half at least."""
 
     def part(half: list, number: int, step: int) -> list:
-        return half[number :: min(step, max(len(half) // 2, 1))]
+        step = min(step, max(len(half) // 2, 1))
+        return half[number % step :: step]
 
     first = [(part(halves[0], *each), part(halves[1], *each)) for each in enumerate(FIRST_PASSES)]
     return [*first, halves]
