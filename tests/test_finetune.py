@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from hf_growattn import load_growth, patch_model
+from hf_growattn import patch_model, unpatch_model
 
 SCRIPT = "scripts/finetune.py"
 OPTIONS = "--use_cpu --bf16 False --report_to none --max_length 16 --growth_batches 4 --learning_rate 1e-3".split()
@@ -98,9 +98,10 @@ def test_adapters_and_new_dims_load_again(finetune, given, tmp_path):
     model = patch_model(AutoModelForCausalLM.from_pretrained(given / "model"))
     stock = model(SAMPLE).logits
     model = PeftModel.from_pretrained(model, tmp_path).eval()
-    adapted = model(SAMPLE).logits
-    load_growth(model, tmp_path / "growth")
-    assert not torch.equal(adapted, stock) and not torch.equal(model(SAMPLE).logits, adapted)
+    adapted, dims = model(SAMPLE).logits, model.config.extra_dims
+    assert dims and not torch.equal(adapted, stock)
+    unpatch_model(model.get_base_model(), drop_growth=True)
+    assert not torch.equal(model(SAMPLE).logits, adapted)
     assert "hf_growattn" not in (tmp_path / "README.md").read_text()  # the card is peft's
 
 

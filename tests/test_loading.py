@@ -164,9 +164,9 @@ def test_set_state_dict_says_that_an_optimizer_came_too_early():
     trained(model, optimizer)
     saved, after = copy.deepcopy(get_state_dict(model, optimizer)), snapshot(model, optimizer)
     other, its_optimizer, _ = fresh("llama-2")
-    set_state_dict(other, its_optimizer, **copy.deepcopy({"model_state_dict": saved[0], "optim_state_dict": saved[1]}))
+    states = copy.deepcopy({"model_state_dict": saved[0], "optim_state_dict": saved[1]})
     with pytest.warns(UserWarning, match=r"make it after the model is loaded, and load its own state last"):
-        trained(other, its_optimizer, steps=1)
+        set_state_dict(other, its_optimizer, **states)
     other.load_state_dict(saved[0])
     its_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
     set_optimizer_state_dict(other, its_optimizer, saved[1])

@@ -277,7 +277,7 @@ REFUSED = {
         "optimizer of torch",
     ),
     "an optimizer of another model": (other_optimizer, ValueError, "optimizer holds none"),
-    "a cache of before the growth": (old_cache, ValueError, r"keys 16 wide.*18 wide.*empty cache"),
+    "a cache of before the growth": (old_cache, ValueError, r"\(16, 16\) wide.*\(18, 18\) wide.*empty cache"),
     # configs
     "no dims": (config(qk_dims=0), ValueError, "Nothing to grow: give qk_dims"),
     "fewer dims": (config(qk_dims=-2), ValueError, "qk_dims must be a whole number"),

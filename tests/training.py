@@ -113,7 +113,7 @@ def with_accelerate(output: Path, resume: Path | None, die_at: int | None, dtype
     losses, start = {}, 0
     if resume is not None:
         if (resume / "growth").is_dir():  # the optimizer was made without new dims
-            load_growth(model, resume / "growth", optimizer)
+            load_growth(model, resume / "growth", optimizer, strict=False)
         accelerator.load_state(resume)
         start = int(resume.name.split("-")[1])
     batches = list(loader)

@@ -34,7 +34,6 @@ from peft import PeftConfig, PeftModel, PeftType  # noqa: E402  not before its v
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge  # noqa: E402
 from peft.utils import register_peft_method  # noqa: E402
 
-from . import adapter_folders  # noqa: E402, F401  which wraps what saves and loads adapters
 
 _NAME, PREFIX = "growattn", "growattn_"
 
@@ -287,6 +286,8 @@ class GrowAttnModel(BaseTuner):
 
 
 register_peft_method(name=_NAME, config_cls=GrowAttnConfig, model_cls=GrowAttnModel)
+
+from . import adapter_folders  # noqa: E402, F401  which wraps what saves and loads adapters, ours among them
 
 
 @contextlib.contextmanager
