@@ -34,7 +34,6 @@ from peft import PeftConfig, PeftModel, PeftType  # noqa: E402  not before its v
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge  # noqa: E402
 from peft.utils import register_peft_method  # noqa: E402
 
-
 _NAME, PREFIX = "growattn", "growattn_"
 
 

@@ -50,13 +50,6 @@ def error(value: dict, turns: int) -> float:
     return 1.8 * (high - low) / turns**0.5
 
 
-def judge(row: dict, reach: float) -> tuple[float, float, str]:
-    """A median by CPU time, its error, and whether it is within reach; undecided where that lies inside the error."""
-    ratio, doubt = row["cpu"]["ratio"], error(row["cpu"], row["turns"])
-    verdict = "undecided" if abs(ratio - reach) <= doubt else "reached" if ratio < reach else "missed"
-    return ratio, doubt, verdict
-
-
 def format_spread(value: dict) -> str:
     """A median and its quartiles."""
     return "{:.3f} ({:.3f} to {:.3f})".format(value["ratio"], *value["quartiles"])

@@ -6,7 +6,7 @@ from itertools import product
 
 import page
 import torch
-from alternating import format_spread, judge, turns
+from alternating import format_spread, turns
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -16,7 +16,6 @@ from hf_growattn.growable.growths import cache_bytes, sync_config
 
 WIDTH, LAYERS, HEAD, VOCABULARY = 512, 2, 64, 512
 KEPT = 64  # tokens after which the cache is cut back
-MOST = 1.03  # times the ratio of the caches' bytes
 
 
 def prepare(implementation: str, cached: int, new_dims: tuple[int, int], head_dim: int = HEAD) -> tuple:
@@ -83,15 +82,3 @@ def table(rows: list[dict]) -> str:
         f"## Decoding\n\nOne token after others, of a Llama with {LAYERS} layers, d {WIDTH} and heads {HEAD} wide, "
         f"beside that model without growth; ratios, median (quartiles).\n\n{page.table(head, lines)}\n"
     )
-
-
-def reaches(rows: list[dict]) -> list[page.Reach]:
-    """Which medians, by CPU time, are within reach, of long caches."""
-    found = []
-    for row in (row for row in rows if any(row["new_dims"]) and row["cached"] >= 2048):
-        reach = MOST * row["bytes"]
-        ratio, doubt, verdict = judge(row, reach)
-        dims = "+{} and +{}".format(*row["new_dims"])
-        name = f"Decoding after {row['cached']:,} tokens, {row['implementation']}, {dims}: at most {reach:.3f}"
-        found.append(page.Reach(name, f"{ratio:.3f} +- {doubt:.3f} ({row['turns']} turns)", verdict))
-    return found

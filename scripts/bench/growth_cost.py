@@ -197,20 +197,6 @@ def peaks(rows: list[dict]) -> list[float]:
     return [row["peak_growth"] / row["peak_step"] for row in rows]
 
 
-def reaches(groups: dict[str, list[dict]]) -> list[page.Reach]:
-    """What was aimed at."""
-    aims = []
-    for name, rows in groups.items():
-        most = 2 * rows[0]["batches"] + 8
-        verdict = "reached" if statistics.median(in_steps(rows)) <= most else "missed"
-        aim = f"A growth, {name}: at most {most} training steps' time"
-        aims.append(page.Reach(aim, f"{spread(in_steps(rows), 1)} steps", verdict))
-        verdict = "reached" if statistics.median(peaks(rows)) <= 1.10 else "missed"
-        aim = f"Memory of a growth, {name}: at most 1.10 of a training step's"
-        aims.append(page.Reach(aim, f"{spread(peaks(rows), 2)} times", verdict))
-    return aims
-
-
 def draw(groups: dict[str, list[dict]], plt):
     """A bar for each model."""
     figure, panel = plt.subplots(figsize=(8, 1 + 0.5 * len(groups)), layout="constrained")
@@ -250,7 +236,6 @@ def page_of(groups: dict[str, list[dict]]) -> page.Page:
             + page.table(LOSSES, losses)
         ),
         draw=partial(draw, groups),
-        reaches=reaches(groups),
     )
 
 

@@ -22,7 +22,6 @@ from hf_growattn.report.comparison import TITLES, RaceResult, compare_runs
 
 ALL_METHODS = ("lora", "growth", "mix", "random", "all", "all_growth")
 SEEDS, HELD_OUT = 3, 64  # of a race, and episodes to compare on
-MINUTES = 6  # that a race may take
 
 
 def make_tasks(encoder: str, pairs: str, text: str) -> list[Records]:
@@ -119,7 +118,6 @@ def make_page(rows: list[dict]) -> page.Page:
         summary=page.table(head, lines),
         text=f"{TEXT}\n\n## All methods\n\n{table_of_methods(rows)}",
         draw=partial(draw, rows),
-        reaches=[reach_of(row) for row in rows[:2] if row["table"] == "mnist"],
     )
 
 
@@ -135,15 +133,6 @@ def table_of_methods(rows: list[dict]) -> str:
             lines.append([row["task"], TITLES[name], loss, lead, *sizes])
         lines += [[row["task"], TITLES[name], why, "", "", "", ""] for name, why in row["missing"].items()]
     return page.table(["task", "trained by", "loss", "lead over LoRA", "learning rate", "weights", "seeds"], lines)
-
-
-def reach_of(row: dict) -> page.Reach:
-    """Whether growth or the mix wins where rows are matched, and LoRA where they are classified, in time."""
-    is_match = row["kind"] == MATCH
-    reached = (row["winner"] != "lora") == is_match and row["seconds"] <= 60 * MINUTES
-    aim = f"{row['task']}: {'growth or the mix' if is_match else 'LoRA'} wins, within {MINUTES} minutes"
-    measured = f"{TITLES[row['winner']]} wins in {row['seconds'] / 60:.1f} minutes"
-    return page.Reach(aim, measured, "reached" if reached else "missed")
 
 
 def draw(rows: list[dict], plt):

@@ -20,7 +20,7 @@ from pathlib import Path
 import decoding
 import page
 import torch
-from alternating import error, format_spread, judge, turns
+from alternating import error, format_spread, turns
 from peak_memory import peak_of_tensors
 from torch import nn
 from tqdm.auto import tqdm
@@ -41,12 +41,6 @@ COMPARISONS = {
     "patched / stock": ("patched", "stock"),
     "grown / as wide": ("grown", "as wide"),
 }
-SAVED = {"save": 1.10, "load": 1.10}
-REACH = {
-    "patched / stock": {"forward": 1.01, "training step": 1.01, **SAVED},
-    "grown / as wide": {"training step": 1.03, **SAVED},
-}
-SMALL, STEP_OF_SMALL = 512, 1.06  # below this width, at most this for a training step of a grown model
 
 
 @dataclass(frozen=True)
@@ -226,28 +220,10 @@ def _turns(figures: dict, action: str) -> str:
     return f"{min(counts)} to {max(counts)}"
 
 
-def reaches(figures: dict) -> list[page.Reach]:
-    """Which medians, by CPU time, are within reach; undecided where that lies inside a median's own uncertainty."""
-    found = []
-    for comparison, aims in REACH.items():
-        for model, comparisons in figures.items():
-            width = int(model.rpartition(" ")[2])
-            for name, reach in aims.items():
-                if name not in comparisons[comparison]:
-                    continue
-                if name == "training step" and comparison == "grown / as wide" and width < SMALL:
-                    reach = STEP_OF_SMALL
-                row = comparisons[comparison][name]
-                ratio, doubt, verdict = judge(row, reach)
-                measured = f"{ratio:.3f} +- {doubt:.3f} (two standard errors of the median, {row['turns']} turns)"
-                found.append(page.Reach(f"{model}, {comparison}, {name}: at most {reach}", measured, verdict))
-    return found
-
-
 def claim(figures: dict) -> str:
     """From where to where the ratios of both comparisons go, over the models."""
     parts = []
-    for comparison in REACH:
+    for comparison in ("patched / stock", "grown / as wide"):
         of = [comparisons[comparison] for comparisons in figures.values()]
         ranges = []
         for name in ACTIONS:
@@ -286,7 +262,6 @@ def page_of(figures: dict) -> page.Page:
         summary=summary(models),
         text=tables(models, Size(**figures["size"])) + "\n" + decoding.table(figures["decoding"]),
         draw=partial(draw, models),
-        reaches=reaches(models) + decoding.reaches(figures["decoding"]),
     )
 
 

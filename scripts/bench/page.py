@@ -1,10 +1,4 @@
-"""The pages of benchmarks: Markdown, a picture and figures as JSON for each, and a README made of all of them.
-
-    python scripts/bench/page.py
-
-writes the README again, out of the pages in `results`. A page is written once, by its script or by a script that a
-commit has; the README takes from it the first lines, the aims, how it was made, and the picture.
-"""
+"""The pages of benchmarks: Markdown, a picture and figures as JSON for each; README.md beside this sums them up."""
 
 import json
 import os
@@ -13,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -24,19 +18,6 @@ import transformers
 import hf_growattn
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parent / "README.md"
-INTRODUCTION = """# Evidence
-
-Each section is the beginning of a page, and names the command that wrote it. If it also names a commit, the script is
-in that commit, and has since changed or been removed. Scripts that are still here have `--help`, and `--quick`, which
-only shows within a minute that they run. `python scripts/bench/page.py` writes this file from the pages. Spreads are
-ranges over the seeds unless said otherwise.
-"""
-# One line for each page, in the order of the README.
-PAGES = ("verdict", "real_model", "matching", "records", "races", "overhead", "gpu", "growth_cost")
-VERDICTS = ("reached", "missed", "undecided")
-AIMS = "## Aims"
-AIMS_HEAD = ["aim", "measured", "verdict"]
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable]) -> str:
@@ -44,23 +25,6 @@ def table(head: Iterable[str], rows: Iterable[Iterable]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-@dataclass
-class Reach:
-    """Something aimed at, and what was measured, each in words with its figure.
-
-    Attributes:
-        verdict: one of `VERDICTS`.
-    """
-
-    aim: str
-    measured: str
-    verdict: str
-
-    def __post_init__(self):
-        if self.verdict not in VERDICTS:
-            raise ValueError(f"the verdict of {self.aim!r} is {self.verdict!r}, none of {VERDICTS}")
 
 
 @dataclass
@@ -73,7 +37,6 @@ class Page:
         summary: the table that the README shows, in Markdown.
         text: what was measured and how, with all other tables, in Markdown.
         draw: is given matplotlib's pyplot and returns the picture.
-        reaches: what was aimed at.
     """
 
     title: str
@@ -81,7 +44,6 @@ class Page:
     summary: str
     text: str
     draw: Callable
-    reaches: list[Reach] = field(default_factory=list)
 
 
 def publish(name: str, page: Page, figures: dict, seeds: list[int], output: Path, seconds: float) -> None:
@@ -109,36 +71,12 @@ def publish(name: str, page: Page, figures: dict, seeds: list[int], output: Path
     picture.savefig(output / f"{name}.png", dpi=110)
     plt.close(picture)
     print(text)
-    if output == RESULTS:
-        README.write_text(readme())
 
 
 def markdown(name: str, page: Page, made: dict) -> str:
     """The text of a page."""
     parts = [f"# {page.title}", page.claim, page.summary, page.text.strip()]
-    if page.reaches:
-        parts += [AIMS, table(AIMS_HEAD, [[r.aim, r.measured, r.verdict] for r in page.reaches])]
     return "\n\n".join([*parts, _how_made(made), f"![{page.title}]({name}.png)"]) + "\n"
-
-
-def readme() -> str:
-    """The README of all benchmarks, out of their pages."""
-    pages = {name: (RESULTS / f"{name}.md").read_text() for name in PAGES if (RESULTS / f"{name}.md").exists()}
-    aims = [line for text in pages.values() for line in aims_of(text)]
-    parts = [INTRODUCTION, "\n".join([table(AIMS_HEAD, []), *aims])]
-    for name, text in pages.items():
-        title, claim, summary, *_ = paragraphs = text.strip().split("\n\n")
-        how = next(part for part in paragraphs if "python scripts/bench/" in part and part.startswith("`"))
-        links = f"[All tables](results/{name}.md), [figures](results/{name}.json)."
-        picture = paragraphs[-1].replace("](", "](results/")
-        parts += [f"#{title}", claim, summary, f"{how} {links}", picture]
-    return "\n\n".join(parts) + "\n"
-
-
-def aims_of(text: str) -> list[str]:
-    """The lines of a page's table of aims."""
-    _, found, after = text.partition(f"\n{AIMS}\n\n")
-    return after.split("\n\n")[0].splitlines()[2:] if found else []
 
 
 def conditions(seeds: list[int]) -> dict:
@@ -201,7 +139,3 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-if __name__ == "__main__":
-    README.write_text(readme())

@@ -20,7 +20,6 @@ import torch
 from harness import Task, collect, digest_of_files, source_of
 from neighbour_task import NextNeighbour
 from recall_task import PhoneBook
-from results import spread
 from text_task import READ, OnText, OnTextNarrow, tiny_llama
 
 from hf_growattn import race
@@ -130,16 +129,6 @@ class Score:
         """Its row of the table."""
         return [str(self.count), str(self.grown), str(self.right), f"{self.wrong:.3f}", f"{self.missed:.3f}"]
 
-    def reaches(self, pairs: str) -> list[page.Reach]:
-        """Whether nine in ten are right, and growth never wins where it ends higher."""
-        right = "reached" if self.right >= 0.9 * self.count else "missed"
-        sound = "reached" if self.wrong <= MARGIN else "missed"
-        wrong = f"by at most {self.wrong:.3f} in {self.grown} verdicts"
-        return [
-            page.Reach(f"Races, {pairs}: right in at least 90 %", f"{self.right} of {self.count}", right),
-            page.Reach(f"Races, {pairs}: a verdict for growth is never wrong by more than {MARGIN}", wrong, sound),
-        ]
-
 
 def make_page(figures: dict) -> page.Page:
     """The page of recorded and new pairs."""
@@ -154,8 +143,6 @@ def make_page(figures: dict) -> page.Page:
     }
     scores = {name: Score(pairs) for name, pairs in groups.items() if pairs}
     whole, latest, setting = scores["recorded"], scores["new"], figures["setting"]
-    shares = [pair["seconds"] / pair["long_seconds"] for pair in new]
-    fast = "reached" if max(shares) <= 1 / LONGER else "missed"
     share = sum(pair["seconds"] for pair in new) / sum(pair["long_seconds"] for pair in new)
     head = [
         "pairs",
@@ -193,12 +180,6 @@ a phone book, and "nearest of 30 tokens" a search among points.
 
 {new_table(new)}""",
         draw=lambda plt: draw({name: groups[name] for name in ("recorded", "new")}, plt),
-        reaches=[
-            *whole.reaches("recorded pairs"),
-            *Score(held_out).reaches("recorded pairs held out"),
-            *latest.reaches("new pairs"),
-            page.Reach("Races, new pairs: at most a fifth of the time of the long trainings", spread(shares, 2), fast),
-        ],
     )
 
 

@@ -239,7 +239,7 @@ class Declared:
         text: what the tasks and methods are, in Markdown.
         growing: the methods that the claim is about.
         more: further figures of the measure that the table shows, by their heads.
-        claim, reaches, tables, draw: in place of the usual ones, made of the `Results`.
+        claim, tables, draw: in place of the usual ones, made of the `Results`.
     """
 
     name: str
@@ -248,7 +248,6 @@ class Declared:
     growing: list[str]
     more: dict[str, str] = field(default_factory=dict)
     claim: Callable[[Results], str] | None = None
-    reaches: Callable[[Results], list[page.Reach]] = lambda results: []
     tables: Callable[[Results], str] = lambda results: ""
     draw: Callable = draw_leads
 
@@ -262,7 +261,6 @@ class Declared:
             summary=results.table(self.more),
             text="\n\n".join(part for part in text if part),
             draw=lambda plt: self.draw(results, plt),
-            reaches=self.reaches(results),
         )
 
     def run(self, cells: list[Cell], arguments: argparse.Namespace) -> None:
