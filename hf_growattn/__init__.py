@@ -17,7 +17,6 @@ __version__ = "0.1.0"
 # Where each public name is found when it is asked for.
 _PLACES = {
     "GrowAttnConfig": "interop.peft_method",
-    "GrowableAttention": "growable.attention",
     "Growth": "grow.growth",
     "Grower": "grow.growth",
     "GrowthCallback": "training.callback",
@@ -33,7 +32,6 @@ _PLACES = {
     "race": "training.race",
     "register_architecture": "growable.projections",
     "save_growth": "growable.growth_files",
-    "save_report": "report.pages",
     "unpatch_model": "growable.models",
     "write_card": "interop.cards",
 }

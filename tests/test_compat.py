@@ -48,7 +48,7 @@ OWNERS = {
 }
 SOURCES = {"FlatParameter": _flat_param}
 # Of named tuples, of enums, and what notebooks ask for: private in their spelling alone.
-PUBLIC = {"_replace", "_name_", "_value_", "_repr_png_"}
+PUBLIC = {"_replace", "_name_", "_value_"}
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Two pictures of a training with growth, by matplotlib: where it grew, and the loss."""
 
-import io
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -34,13 +33,6 @@ def draw_growth(reports: Sequence, log_history: Iterable[dict] = ()) -> "Figure"
         for index, draw in enumerate(panels, 1):
             draw(figure.add_subplot(1, len(panels), index))
         figure.draw_without_rendering()  # ticks take the style of the moment they are made
-
-    def to_png() -> bytes:
-        data = io.BytesIO()
-        figure.savefig(data, format="png")
-        return data.getvalue()
-
-    setattr(figure, "_repr_png_", to_png)  # noqa: B010  without pyplot, notebooks do not display figures
     return figure
 
 

@@ -1,13 +1,8 @@
 """What a growth measured and did: `GrowthReport`, which prints as a table."""
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
-from . import pictures
 from .words import report_text
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,3 @@ class GrowthReport:
 
     def __repr__(self) -> str:
         return report_text(self)
-
-    def plot(self) -> "Figure":
-        """Draw where the model grew, by matplotlib."""
-        return pictures.draw_growth([self])
