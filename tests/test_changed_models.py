@@ -90,6 +90,8 @@ def test_layers_that_do_nothing_yet_grow_with_the_others(zero):
     assert report.kept and all(torch.isfinite(parameter).all() for parameter in model.parameters())
     nn.init.zeros_(model.model.embed_tokens.weight)
     Grower(model, GrowthConfig(qk_dims=1, v_dims=1)).find(BATCHES).keep()
+    for new in (attention.growths["growth_2"] for attention in attentions(model)):
+        assert new.weight_of("key").any() and new.weight_of("value").any()  # both sides zero would not learn
 
 
 @pytest.mark.parametrize("name", ["llama-5-bias", "gpt2-2"])

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from compared import sketched
+from compared import directions_from_products, sketched
 from families import add_dims, build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure import functional as F
 
 CONFIG = GrowthConfig(qk_dims=4, v_dims=4, oversampling=4)
 FAMILIES = ["llama-2", "gpt2-2"]
@@ -102,8 +101,8 @@ def test_inputs_that_nearly_depend_on_each_other_give_no_direction_of_rounding()
     matrix, clean = torch.randn(1, 12, 20), torch.randn(1, 20, 3)
     twice = torch.cat((clean, clean + 1e-6 * torch.randn_like(clean)), -1)
     noise = 1e-6 * torch.randn(1, 12, 6)  # as passes in fp32 leave
-    _, expected, *_ = F.directions_from_products(clean, matrix @ clean, 3)
-    _, found, *_ = F.directions_from_products(twice, matrix @ twice + noise, 6)
+    _, expected, *_ = directions_from_products(clean, matrix @ clean, 3)
+    _, found, *_ = directions_from_products(twice, matrix @ twice + noise, 6)
     torch.testing.assert_close(found[..., :3], expected, rtol=1e-3, atol=1e-3)
     assert (found[..., 3:] < 1e-3 * expected[..., :1]).all()
 

@@ -82,8 +82,11 @@ def test_when_it_grows(tmp_path, when, options, expected):
     run.train()
     reports = run.growth.reports
     assert grown_at(run.state) == expected and len(reports) == len(expected)
-    layer = attentions(run.model)[0]
-    assert layer.width_of("query") == layer.width_of("value") == 16 + sum(report.kept for report in reports)
+    kept = [layer for report in reports if report.kept for layer in report.layers]
+    for layer in attentions(run.model):
+        for role, kind in (("query", "qk"), ("value", "v")):
+            added = [each.width[1] - each.width[0] for each in kept if (each.layer, each.kind) == (layer.layer, kind)]
+            assert layer.width_of(role) == 16 + sum(added) and sum(added)
 
 
 def test_a_plateau_of_the_evaluation_loss(tmp_path):

@@ -275,8 +275,14 @@ def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
 
 
 def _own_bases(bottleneck: Bottleneck, side: int, products: Sequence[Tensor]) -> Tensor:
-    """Orthonormal inputs of a side where its products lie, of which each half has chosen half of the columns."""
+    """Orthonormal inputs of a side where its products lie, of which each half has chosen half of the columns.
+
+    Without a gradient, as where the output weights are zero, they are unit vectors: training could not move new dims
+    both of whose sides are zero.
+    """
     own = [products[half].chunk(2, -1)[half] for half in (0, 1)]
+    units = torch.eye(*own[0].shape[-2:]).to(own[0])
+    own = [torch.where(part.any(-1, keepdim=True).any(-2, keepdim=True), part, units) for part in own]
     bases = torch.cat([F.orthonormal_columns(part) for part in _left_to_new_dims(bottleneck, side, own)], dim=-1)
     # What dependent columns leave is rounding, which is not beyond the old dims.
     (bases,) = _left_to_new_dims(bottleneck, side, [bases])
