@@ -92,7 +92,7 @@ def run_measure(recipe: Any) -> Result:
 
     grower, batches = prepare_growth(recipe)
     report = grower.measure(batches)
-    about = wrap_line("Any new weights may lower the loss as much: growattn race tells whether width beats LoRA.")
+    about = wrap_line("Any new weights may lower the loss that far: growattn race shows whether width beats LoRA.")
     text = f"{about}\n{report_text(report, _format_race(recipe))}"
     return Result(report.to_dict(), text, 0 if report.holds else NOTHING)
 

@@ -41,7 +41,7 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
     start = f"{start}." if start else ""
     named = {name: parameter for name, parameter in inner.named_parameters() if _is_new(name)}
     if not named:
-        raise ValueError("This model has not grown: there are no new dims to save.")
+        raise ValueError("This model has not grown, so it has no new dims to save.")
     state = {}
     for name in named:
         path, _, own = name.rpartition(".")
@@ -129,7 +129,7 @@ def load_growth_of_adapter(outer: nn.Module, model: nn.Module, folder: Path, is_
         model: the patched one.
         folder: where the growth is.
         is_trainable: let those new dims train that did when they were saved, and that the model does not have yet.
-        alone: there is no other adapter, so new dims may change.
+        alone: whether the model has no other adapter, so that new dims may change.
 
     Raises:
         ValueError: there is another adapter, and the model does not hold the very same new dims. Otherwise as

@@ -196,7 +196,7 @@ def _register(stock: type) -> None:
 
 
 def _replace_configs(model: PreTrainedModel, submodels: Sequence[str] | None) -> None:
-    """Give the model tree copies of its configs, as many as they are, since other models may hold the same objects.
+    """Give the model tree a copy of each of its configs, since other models may hold the same objects.
 
     Those of the model's own class become growable.
     """

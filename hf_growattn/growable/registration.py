@@ -37,5 +37,5 @@ def register_peft_method() -> None:
     peft is not imported for this, which takes seconds; asking for `GrowAttnConfig` does both.
     """
     if sys.modules.get("peft") is not None:
-        with contextlib.suppress(ImportError):  # a peft that is too old, as whoever asks for the method is told
+        with contextlib.suppress(ImportError):  # a peft that is too old
             importlib.import_module("..interop.peft_method", __package__)

@@ -72,7 +72,7 @@ def add_new_parameters(
 ) -> None:
     """Add parameters that no optimizer holds yet, in the order of the model, with a fresh state.
 
-    Each goes into the group that trains what is nearest to it in the model, among the parameters with as many axes, or
+    Each goes into the group that trains what is nearest to it in the model, among parameters of equally many axes, or
     into an empty one; among several, into the first without weight decay. No group is added, since schedulers expect
     the number that they started with.
 
@@ -119,7 +119,7 @@ def remove_parameters(optimizers: list[torch.optim.Optimizer], gone: Iterable[nn
 
 
 def watch_optimizers() -> None:
-    """From the first call on, note which optimizers step: a growth can then tell at once that it leaves one out."""
+    """From the first call on, note which optimizers step: a growth can then warn at once that it leaves one out."""
     global _is_watching
     if not _is_watching:
         register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _stepped.add(optimizer))

@@ -24,7 +24,7 @@ from . import functional as F
 from .bottlenecks import Bottleneck
 from .passes import ROUNDING, Objective, backward
 
-FIRST_PASSES = (4, 4)  # of a sketch only find where to look: each reads one batch in so many
+FIRST_PASSES = (4, 4)  # of a sketch only find where to look: each reads one batch in this number
 
 
 class _ZeroProjection(torch.autograd.Function):

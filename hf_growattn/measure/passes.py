@@ -28,7 +28,7 @@ from ..growable.training_state import (
 )
 
 ROUNDING = 1e-7  # of a loss in fp32: below it nothing can be measured
-FEWEST_JUDGES = 8  # measurements that tell how large the error of their mean is
+FEWEST_JUDGES = 8  # measurements that an error of their mean needs at least
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ class Objective:
     Args:
         model: whose attention grows.
         loss: gives a tensor of one number for a batch; None for what the model returns.
-        advance: is told how long a batch took, in forward passes.
+        advance: is called with how long a batch took, in forward passes.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ def compute_losses(
 ) -> list[float]:
     """Return the loss of each of this rank's batches, finite or not. Call inside `evaluation_mode`.
 
-    `begin_batch` is told before each batch whether it counts.
+    `begin_batch` is called before each batch with whether it counts.
     """
     losses = []
     with torch.no_grad(), failing_together(objective.model):

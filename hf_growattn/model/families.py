@@ -56,7 +56,7 @@ def find_attentions(model: nn.Module, submodels: Sequence[str] | None = None) ->
     Their number is that of the layer where their names have one, each another; otherwise their place in the model.
 
     Raises:
-        ValueError: there is no inner model of such a name.
+        ValueError: the model has no inner model of such a name.
     """
     names = {module: name for name, module in model.named_modules()}
     found: list[tuple[str, Any, Any]] = []
@@ -203,13 +203,13 @@ def base_layer(module: Any) -> Any:
 
 
 def growable_submodels(model: nn.Module, names: Sequence[str] | None = None) -> list[nn.Module]:
-    """The inner models whose attention may grow: those of these names or that the config names, if any are named.
+    """The inner models whose attention may grow: those whose names are given, by the caller or the config.
 
     Otherwise it is the language model inside, one of another type that keeps a cache. A model around none is
     its own submodel.
 
     Raises:
-        ValueError: there is no inner model of a name.
+        ValueError: the model has no inner model of a name.
     """
     names = names or getattr(getattr(model, "config", None), "growable_submodels", None)
     if names:

@@ -169,7 +169,7 @@ def _fold(new: Tensor) -> Tensor:
 
 
 def _unfold(stored: Tensor, new: Tensor) -> Tensor:
-    """New dims as a cache holds them, folded or not, with as many heads and dims as `new`."""
+    """New dims as a cache holds them, folded or not, with the heads and dims of `new`."""
     heads, dims = new.shape[1], new.shape[-1]
     if stored.shape[1] == heads:
         return stored[..., :dims]
@@ -192,7 +192,7 @@ def append(old: Tensor, new: Tensor, width: int = 0) -> Tensor:
 
 
 class _WiderCache:
-    """A cache as one stock forward sees it: what it stores gains the new dims, if any are in use."""
+    """A cache as one stock forward sees it: what it stores gains the new dims in use."""
 
     def __init__(self, cache: Any, call: Call | None):
         self._cache, self._call = cache, call
@@ -208,7 +208,7 @@ class _WiderCache:
 
 
 def _widened(cache: Any, call: Call | None) -> Any:
-    """A cache that keeps new dims beside those that a stock forward hands over."""
+    """A cache that keeps new dims next to those that a stock forward hands over."""
     if isinstance(cache, EncoderDecoderCache):  # forwards ask for its type, and for the caches in it
         wider = copy.copy(cache)
         wider.self_attention_cache = _WiderCache(cache.self_attention_cache, call)  # pyright: ignore

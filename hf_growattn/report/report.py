@@ -13,7 +13,7 @@ class LayerGrowth:
         layer: index.
         kind: "qk", queries and keys, or "v", values.
         width: before, and with the new dims that were found.
-        step_size: the step `gamma` along the new dims; 0 where there are none, or where they change nothing yet.
+        step_size: the step `gamma` along the new dims; 0 where they change nothing yet, or none was added.
         gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from.
         out_of_reach: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
             where that is not known, as for queries and keys that rotate, and for weights that cannot be read.

@@ -119,11 +119,11 @@ class Method:
 
 
 def modules_to_train(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules whose names end so, as peft matches them; a ValueError if there is none of a name."""
+    """The modules whose names end so, as peft matches them; a ValueError if a name matches no module."""
     found = {name: module for name, module in model.named_modules() if name.endswith(tuple(names))}
     for wanted in names:
         if not any(name.endswith(wanted) for name in found):
-            raise ValueError(f"modules_to_save: there is no module {wanted!r} in {type(model).__name__}.")
+            raise ValueError(f"modules_to_save: {wanted!r} is no module of {type(model).__name__}.")
     return found
 
 

@@ -61,7 +61,7 @@ def race(
     two standard errors; otherwise LoRA wins. One process trains, in the precision of the model or of `accelerate`.
 
     Args:
-        make_model: gives the model anew: one of transformers, or a module with one in it; patched or not.
+        make_model: makes the model at each call: one of transformers, or a module with one in it; patched or not.
         train_batches: dicts for `model(**batch)` with labels, or what `loss` takes, in memory at once. A growth reads
             the first ones, so no method sees more. Another seed takes them in another order, and so does another epoch.
         held_out_batches: to compare on, two at least; the error is that over these batches.
