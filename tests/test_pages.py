@@ -30,7 +30,7 @@ def rolled_back():
             "hf_growattn.measure.functional.step_factors",
             lambda *args: [s * (-1) ** i for i, s in enumerate(step_factors(*args))],
         )
-        return Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, layers=[1])).grow(lm_batches())
+        return Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, layers=[1])).grow(lm_batches(8))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,12 @@ from . import functional as F
 from .bottlenecks import Bottleneck
 from .passes import ROUNDING, Objective, backward
 
+<<<<<<< HEAD
 FIRST_PASSES = (4, 4)  # of a sketch only find where to look: each reads one batch in this number
+=======
+FIRST_PASSES = (4, 4)  # of a sketch only find where to look: each reads one batch in so many
+FEWEST_BATCHES = 4  # of each half in a first pass, where there are so many: from fewer, less is found that holds
+>>>>>>> wt-fix
 
 
 class _ZeroProjection(torch.autograd.Function):
@@ -264,10 +269,10 @@ def _share_out_of_reach(residual: Tensor, total: Tensor) -> Tensor:
 
 
 def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
-    """The batches of each pass of a sketch: each of the first ones reads others, two of each half at least."""
+    """The batches of each pass of a sketch: each of the first ones reads others, a few of each half at least."""
 
     def part(half: list, number: int, step: int) -> list:
-        step = min(step, max(len(half) // 2, 1))
+        step = min(step, max(len(half) // FEWEST_BATCHES, 1))
         return half[number % step :: step]
 
     first = [(part(halves[0], *each), part(halves[1], *each)) for each in enumerate(FIRST_PASSES)]
