@@ -24,12 +24,8 @@ from . import functional as F
 from .bottlenecks import Bottleneck
 from .passes import ROUNDING, Objective, backward
 
-<<<<<<< HEAD
 FIRST_PASSES = (4, 4)  # of a sketch only find where to look: each reads one batch in this number
-=======
-FIRST_PASSES = (4, 4)  # of a sketch only find where to look: each reads one batch in so many
-FEWEST_BATCHES = 4  # of each half in a first pass, where there are so many: from fewer, less is found that holds
->>>>>>> wt-fix
+FEWEST_BATCHES = 4  # of each half in a first pass, or all: from fewer, less is found that holds
 
 
 class _ZeroProjection(torch.autograd.Function):
