@@ -163,15 +163,15 @@ def test_a_parabola_between_the_best_three_steps_finds_the_lowest_point():
 
 def test_a_search_that_widens_compares_more_batches_of_each_half_with_themselves(monkeypatch):
     read, searches, mean_loss, run = [], [], trial.mean_loss, trial.StepSearch.run
-    model, batches = patch_model(build("llama-2")), lm_batches(16)
+    model, batches = patch_model(build("llama-2")), lm_batches(12)
     with torch.no_grad():
-        losses = [model(**batches[index]).loss.item() for index in (0, 4, 8, 12, 1, 5, 9, 13)]
+        losses = [model(**batches[index]).loss.item() for index in (0, 4, 8, 1, 5, 9)]
     monkeypatch.setattr(trial, "_FIRST", 1e3)  # far too long a step
     monkeypatch.setattr(trial, "mean_loss", lambda loss, few: read.append(len(few)) or mean_loss(loss, few))
     monkeypatch.setattr(trial.StepSearch, "run", lambda self, *args: searches.append(self) or run(self, *args))
     Grower(model, CONFIGS[1]).measure(batches)
-    assert read[:4] == [1, 1, 4, 4]
-    assert searches[0].loss_before == pytest.approx(sum(losses) / 8, rel=1e-5)
+    assert read[:4] == [1, 1, 3, 3]
+    assert searches[0].loss_before == pytest.approx(sum(losses) / 6, rel=1e-5)
 
 
 class _Calls(TorchDispatchMode):
