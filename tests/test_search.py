@@ -101,8 +101,8 @@ def test_a_sketch_looks_at_part_of_the_batches_and_what_does_not_hold_is_not_gro
         lambda objective, batches: passes.append([*map(id, batches)]) or backward(objective, batches),
     )
     monkeypatch.setattr(directions, "_solve_directions", nothing_holds)
-    report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(12))
-    assert [*map(len, passes)] == [2, 2, 2, 2, 6, 6] and not report.kept
+    report = Grower(patch_model(build("llama-2")), CONFIGS[1]).measure(lm_batches(24))
+    assert [*map(len, passes)] == [4, 4, 4, 4, 12, 12] and not report.kept
     first, second = {*passes[0], *passes[1]}, {*passes[2], *passes[3]}
     assert not first & second and first | second < {*passes[4], *passes[5]}
     assert "Nothing was grown" in str(report)
@@ -135,20 +135,20 @@ def test_a_step_that_does_not_fall_at_once_is_searched_on_more_batches():
     read: list[tuple[int, int]] = []  # how many batches of each half, after how many steps
 
     def loss_of_half(half):
-        return 5 + 50 * tried[-1] ** 2 - tried[-1] if search.few == 2 else 2.0
+        return 5 + 50 * tried[-1] ** 2 - tried[-1] if search.few == trial.FEW else 2.0
 
     def loss_before(count):
         read.append((count, len(tried)))
-        return {1: 1.0, 2: 5.0}[count]
+        return {1: 1.0, trial.FEW: 5.0}[count]
 
     search = search_of(loss_of_half, loss_before)
     (step,), loss = search.run(candidate)
-    assert read == [(1, 0), (2, 2)]  # once, after the first evaluation of both halves
+    assert read == [(1, 0), (trial.FEW, 2)]  # once, after the first evaluation of both halves
     assert tried[4] == pytest.approx(tried[2] / 9)
     assert 0 < step < 0.02 and loss < 5.0 == search.loss_before
     spent = len(tried)
     search.run(candidate)
-    assert read[2:] == [(2, spent)]
+    assert read[2:] == [(trial.FEW, spent)]
 
 
 def test_a_parabola_between_the_best_three_steps_finds_the_lowest_point():
@@ -161,17 +161,17 @@ def test_a_parabola_between_the_best_three_steps_finds_the_lowest_point():
     assert tried[spent] == pytest.approx(0.6, rel=1e-6)  # a later run begins there
 
 
-def test_a_search_that_widens_compares_two_batches_of_each_half_with_themselves(monkeypatch):
+def test_a_search_that_widens_compares_more_batches_of_each_half_with_themselves(monkeypatch):
     read, searches, mean_loss, run = [], [], trial.mean_loss, trial.StepSearch.run
     model, batches = patch_model(build("llama-2")), lm_batches(12)
     with torch.no_grad():
-        losses = [model(**batches[index]).loss.item() for index in (0, 6, 1, 7)]
+        losses = [model(**batches[index]).loss.item() for index in (0, 4, 8, 1, 5, 9)]
     monkeypatch.setattr(trial, "_FIRST", 1e3)  # far too long a step
     monkeypatch.setattr(trial, "mean_loss", lambda loss, few: read.append(len(few)) or mean_loss(loss, few))
     monkeypatch.setattr(trial.StepSearch, "run", lambda self, *args: searches.append(self) or run(self, *args))
     Grower(model, CONFIGS[1]).measure(batches)
-    assert read[:4] == [1, 1, 2, 2]
-    assert searches[0].loss_before == pytest.approx(sum(losses) / 4, rel=1e-5)
+    assert read[:4] == [1, 1, 3, 3]
+    assert searches[0].loss_before == pytest.approx(sum(losses) / 6, rel=1e-5)
 
 
 class _Calls(TorchDispatchMode):

@@ -19,7 +19,7 @@ from ..model.new_dims import NewDims, full_tensor
 
 MOST_EVALUATIONS = 10  # of one growth, the pricing of a budget included
 AFTER_PRICING = 4  # of these: one kind alone, the other alone, and the steps of what was bought
-FEW = 2  # batches of each half that a step is judged on, and that it is searched on where one does not fall at once
+FEW = 4  # batches of each half that a step is judged on, and that it is searched on where one does not fall at once
 _FIRST = 0.3  # the relative step to begin with
 _FACTOR = 3.0  # from one relative step to the next; squared while none lowers the loss
 _TILT = 1.4  # by which one kind's relative step grows as the other's falls
