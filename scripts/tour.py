@@ -54,7 +54,7 @@ output.mkdir(parents=True, exist_ok=True)
 
 # %%
 generator, text = torch.Generator().manual_seed(0), Passages()
-base = make_base(600, generator)
+base = make_base(1000, generator)
 batches = [text.batch(text.seen, generator) for _ in range(32)]
 held_out = [text.batch(text.unseen, generator) for _ in range(8)]
 

@@ -137,7 +137,7 @@ def test_what_always_trains_trains_in_every_method():
         loss(trained, to_match(1, 5)[0]).backward()
         optimizer.step()
         assert not torch.equal(trained.state_dict()[saved_head(trained)], model.head.weight), name
-    with pytest.raises(ValueError, match="no module 'heads'"):
+    with pytest.raises(ValueError, match="'heads' is no module of Matcher"):
         hold(modules_to_save=["heads"])
 
 
