@@ -79,7 +79,7 @@ def beyond_old_dims(bottleneck: Bottleneck, parts: list[Tensor]) -> tuple[list[T
     """What the old dims cannot do of each half's whole gradient, (G, g a, b) each, and its share in that."""
     if not bottleneck.span_is_known:
         return parts, None
-    first, second = (residual(part, *bottleneck.whitened_factors()) for part in parts)
+    first, second = (residual(part, *bottleneck.whitened(*bottleneck.old_factors())) for part in parts)
     agreed = (parts[0] * parts[1]).sum()
     share = ((first * second).sum() / agreed).clamp(0, 1).sqrt().item() if agreed > 0 else 0.0
     return [first, second], share

@@ -48,7 +48,7 @@ def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors
     directions = sketched(model, batches, 4)
     bottlenecks = [found.bottleneck for found in directions]
     logits = model(**batches[0]).logits
-    norms = [product_norm(*bottleneck.whitened_factors()) for bottleneck in bottlenecks]
+    norms = [product_norm(*bottleneck.whitened(*bottleneck.old_factors())) for bottleneck in bottlenecks]
     candidates = [Candidate(found, 4, found.share_that_holds) for found in directions]
     trial = trial_of(model, candidates, batches, method="refactor")
     with trial.attached():
@@ -155,7 +155,7 @@ def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
         assert step.slope > 0
         if bottleneck.kind is QK and bottleneck.attention.rotate is not None:
             continue
-        stacked, shared = bottleneck.whitened_factors()
+        stacked, shared = bottleneck.whitened(*bottleneck.old_factors())
         tangent = whole - residual(whole, stacked, shared)
         moved = step.changes[0][0] @ shared.mT + stacked @ step.changes[0][1].mT
         assert (moved + tangent).norm() <= 1e-3 * tangent.norm()

@@ -136,7 +136,7 @@ def test_directions_are_those_of_the_whitened_gradient(variant):
         ]
         first, second = whole
         if bottleneck.span_is_known:
-            first, second = (residual(part, *bottleneck.whitened_factors()) for part in whole)
+            first, second = (residual(part, *bottleneck.whitened(*bottleneck.old_factors())) for part in whole)
         sigma = torch.linalg.svdvals((first + second) / 2)[:, :4]
         torch.testing.assert_close(own.sigma[:, :4], sigma, rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(own.in_sample[:4], sigma.square().sum(0), rtol=1e-3, atol=1e-9)
@@ -240,7 +240,7 @@ def test_beside_old_dims_that_train_new_ones_leave_out_what_those_can_follow():
         if bottleneck.kind is QK:  # they rotate, and take the whole gradient
             assert one.out_of_reach is None and torch.equal(one.sigma, other.sigma)
             continue
-        old = column_basis(bottleneck.whitened_factors()[1])
+        old = column_basis(bottleneck.whitened(*bottleneck.old_factors())[1])
         follows = [(old.mT @ found.v).norm() / found.v.norm() for found in (one, other)]
         assert follows[0] < 1e-4 and follows[1] > 0.05  # fp32 rounding against a share that is there
         assert other.sigma.square().sum() > one.sigma.square().sum()

@@ -127,10 +127,6 @@ class Bottleneck:
         stacked, shared = (self.attention.factors_of(role, self.like.dtype) for role in self.kind.roles)
         return stacked, shared
 
-    def whitened_factors(self) -> tuple[Tensor, Tensor]:
-        """`old_factors` in the metric of the steps: (G, g a, k), (G, b, k)."""
-        return self.whitened(*self.old_factors())
-
     def whitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Factors (H, a, k), (G, b, k) in the metric of the steps, stacked over groups: (G, g a, k), (G, b, k)."""
         return self._whitened_side(0, stacked), self._whitened_side(1, shared)
