@@ -77,7 +77,9 @@ def test_the_printed_fall_was_measured_on_the_other_half(name):
 def test_the_table_says_where_nothing_grew(grown, rolled_back):
     few = Grower(patch_model(build("llama-2")), GrowthConfig(budget=600)).measure(lm_batches(12))
     assert few.added_parameters <= 600 and "-" in {row[-1] for row in words.rows_of(few)}
-    assert words.columns_of(rolled_back) == words.COLUMNS[:-1] and "no step along" in join_lines(str(rolled_back))
+    assert words.columns_of(rolled_back) == tuple(words.COLUMNS)[:-1] and "no step along" in join_lines(
+        str(rolled_back)
+    )
     assert [row[2] for row in words.rows_of(rolled_back)] == ["16"]
     layers = [replace(grown.layers[0], out_of_reach=share) for share in (0.0, None)]
     assert [row[3] for row in words.rows_of(replace(grown, layers=layers))] == ["0.00", "-"]

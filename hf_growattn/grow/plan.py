@@ -349,7 +349,7 @@ def growth_report(
     taken = dict(zip(trial.candidates, steps))
     added = [weight for new in trial.new_dims.values() for weight in new.parameters()]
     return GrowthReport(
-        layers=[_layer_growth(candidate, taken.get(candidate, 0.0)) for candidate in candidates],
+        layers=[_layer_growth(model, candidate, taken.get(candidate, 0.0)) for candidate in candidates],
         added_parameters=sum(weight.numel() for weight in added),
         added_bytes=sum(weight.nbytes for weight in added),
         cache_bytes=(cache_bytes(model), cache_bytes(model, trial.new_dims)),
@@ -358,12 +358,13 @@ def growth_report(
     )
 
 
-def _layer_growth(candidate: Candidate, step: float) -> LayerGrowth:
+def _layer_growth(model: PreTrainedModel, candidate: Candidate, step: float) -> LayerGrowth:
     """The report of one candidate at the step that was taken."""
     bottleneck = candidate.bottleneck
     width = bottleneck.attention.width_of(bottleneck.kind.shared)
     return LayerGrowth(
         layer=bottleneck.attention.layer,
+        name=bottleneck.attention.name.removeprefix(f"{model.base_model_prefix}."),
         kind=bottleneck.kind.name,
         width=(width, width + candidate.dims),
         step_size=step,

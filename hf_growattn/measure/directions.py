@@ -25,7 +25,6 @@ from .bottlenecks import Bottleneck
 from .passes import ROUNDING, Objective, backward
 
 FIRST_PASSES = (4, 4)  # of a sketch only find where to look: each reads one batch in this number
-FEWEST_BATCHES = 4  # of each half in a first pass, or all: from fewer, less is found that holds
 
 
 class _ZeroProjection(torch.autograd.Function):
@@ -265,10 +264,10 @@ def _share_out_of_reach(residual: Tensor, total: Tensor) -> Tensor:
 
 
 def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
-    """The batches of each pass of a sketch: each of the first ones reads others, a few of each half at least."""
+    """The batches of each pass of a sketch: each of the first ones reads others, one of each half at least."""
 
     def part(half: list, number: int, step: int) -> list:
-        step = min(step, max(len(half) // FEWEST_BATCHES, 1))
+        step = min(step, max(len(half), 1))
         return half[number % step :: step]
 
     first = [(part(halves[0], *each), part(halves[1], *each)) for each in enumerate(FIRST_PASSES)]

@@ -11,6 +11,7 @@ class LayerGrowth:
 
     Attributes:
         layer: index.
+        name: path of the attention module in the base model, such as "decoder.layers.3.self_attn".
         kind: "qk", queries and keys, or "v", values.
         width: before, and with the new dims that were found.
         step_size: the step `gamma` along the new dims; 0 where they change nothing yet, or none was added.
@@ -20,6 +21,7 @@ class LayerGrowth:
     """
 
     layer: int
+    name: str
     kind: str
     width: tuple[int, int]
     step_size: float

@@ -11,7 +11,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 KINDS = {"qk": "queries and keys", "v": "values"}
-COLUMNS = ("layer", "kind", "width", "gradient out of reach", "share of gain")
+COLUMNS = {  # of a report's table, each with what it says
+    "layer": "the attention module",
+    "kind": "queries and keys choose what a head reads, values are what it reads",
+    "width": "numbers in each head, before and with the new dims",
+    "gradient out of reach": "what the old dims cannot follow, 0 to 1 (- not known)",
+    "share of gain": "of the fall expected to first order (- nothing added)",
+}
 _TERMINAL = 80  # columns
 _HEADER = 9  # columns of a table's header at least
 
@@ -22,10 +28,12 @@ def race_command(model: str = "", data: str = "") -> str:
 
 
 def report_text(report, next_command: str = "") -> str:
-    """A report of a growth as text that fits 80 columns, with the command that compares it with LoRA."""
+    """A report of a growth as text, with the command that compares it with LoRA."""
     text = "".join(f"{wrap_line(line)}\n" for line in summary_of(report))
     if report.layers:
-        text += "\n" + format_table(columns_of(report), rows_of(report))
+        columns = columns_of(report)
+        text += "\n" + format_table(columns, rows_of(report))
+        text += "".join(f"{name}: {COLUMNS[name]}\n" for name in columns)
     return text + "\n" + wrap_line(f"On text, compare with LoRA: {next_command or race_command()}")
 
 
@@ -72,7 +80,7 @@ def _why_not(report) -> str:
 
 def columns_of(report) -> tuple[str, ...]:
     """The names of a report's columns: shares are those of a gain that holds."""
-    return COLUMNS if report.holds else COLUMNS[:-1]
+    return tuple(COLUMNS) if report.holds else tuple(COLUMNS)[:-1]
 
 
 def rows_of(report) -> list[list[str]]:
@@ -81,7 +89,7 @@ def rows_of(report) -> list[list[str]]:
     for layer in report.layers:
         width = layer.width if report.holds or report.kept else layer.width[:1] * 2
         reach = "-" if layer.out_of_reach is None else f"{layer.out_of_reach:.2f}"
-        rows.append([str(layer.layer), KINDS[layer.kind], format_width(width), reach])
+        rows.append([layer.name, KINDS[layer.kind], format_width(width), reach])
         if report.holds:
             rows[-1].append(f"{layer.predicted_gain / total:.0%}" if layer.step_size > 0 else "-")
     return rows
