@@ -1,5 +1,6 @@
 """Texts, a tokenizer of them, and rows of tokens, for scripts that train by a loop of their own."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from pydoc_data import topics
@@ -10,14 +11,20 @@ from transformers import PreTrainedTokenizerFast
 
 
 def load_texts(data: str) -> list[str]:
-    """The documents of a text file, of the .txt files of a folder, or of the column "text" of a Hub data set."""
-    path = Path(data)
-    if path.exists():
-        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-        return [file.read_text(encoding="utf-8") for file in files]
-    from datasets import load_dataset
+    """The documents of a file: one of a text, and one of each row of JSON or of JSON lines, with all its strings."""
+    content = Path(data).read_text(encoding="utf-8")
+    if data.endswith((".json", ".jsonl")):
+        rows = json.loads(content) if data.endswith(".json") else map(json.loads, content.splitlines())
+        return ["\n".join(strings_of(row)) for row in rows]
+    return [content.replace("<unk>", "unk")]  # WikiText's literal would become a special token
 
-    return load_dataset(data, split="train")["text"]
+
+def strings_of(value) -> list[str]:
+    """All strings in a value of JSON that are not empty."""
+    if isinstance(value, (dict, list)):
+        parts = value.values() if isinstance(value, dict) else value
+        return [text for part in parts for text in strings_of(part)]
+    return [value] if value and isinstance(value, str) else []
 
 
 def blocks_of(texts: Iterable[str], tokenizer, block_size: int) -> torch.Tensor:

@@ -4,31 +4,34 @@
 
 A model with random weights comes without files; `--model` adds pretrained ones. One of them grows with other passes
 and columns, too: time against loss. Seconds are those of the processor, or of the clock where there is a GPU. Runs are
-kept as they end; the same command goes on with those that are missing.
+kept as they end in growth_cost.jsonl; the same command goes on with those that are missing.
 """
 
 import json
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 
 import page
 import torch
-from harness import collect, digest_of_files
+from page import make_parser, parse, spread
 from peak_memory import peak_of_tensors
-from results import make_parser, parse, spread
-from text_task import blocks
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, logging
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, logging
 
-import hf_growattn
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.measure import directions
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from texts import blocks_of, load_texts
+
 RANDOM = "Llama with random weights"
 STEPS = 4  # before the growth and after it; the first makes the optimizer's state
+LONGEST = 2_000_000  # characters that are read of a document
 MEMORY_BATCHES = 4  # of which each half has two, need no less memory than more of them
 LOSSES = ["model", "loss of the growth batches", "after the growth", "held out", "held out, over the usual", "seeds"]
 # What a sketch could save time by: fewer batches in its first passes, or fewer columns in all of them; or spend more.
@@ -112,35 +115,20 @@ def held_out(model: torch.nn.Module, batches: list[dict]) -> float:
     return statistics.fmean(model(**batch).loss.item() for batch in batches)
 
 
-@dataclass(frozen=True)
-class GrowthJob:
-    """One growth and the training steps around it."""
-
-    setting: Setting
-    seed: int
-
-    def key(self) -> str:
-        """What its figures depend on."""
-        paths = (self.setting.model, self.setting.text, str(Path(hf_growattn.__file__).parent), __file__)
-        return json.dumps([asdict(self), torch.__version__, *map(digest_of_files, paths)])
-
-
-def measure(job: GrowthJob) -> dict:
-    """Times of steps and of a growth, its memory, and the loss after it, as a row.
+def measure(setting: Setting, seed: int) -> dict:
+    """Times of training steps and of a growth between them, its memory, and the loss after it, as a row.
 
     The learning rate is 0, so that the growth sees the model as it was loaded.
     """
-    setting, seed, began = job.setting, job.seed, time.monotonic()
-    directions.FIRST_PASSES = setting.first  # this process measures nothing else
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
+    began = time.monotonic()
+    directions.FIRST_PASSES = setting.first
     grown, optimizer, growing, fresh = prepare(setting, seed)
     config = GrowthConfig(budget=setting.budget, old_dims_train=not setting.frozen, oversampling=setting.oversampling)
     steps = seconds_of_steps(grown, optimizer, growing)[1:]
     start = now()
     report = Grower(grown, config, optimizer).find(growing).keep()
     growth = now() - start
-    row = {"key": job.key(), "name": setting.name, "seed": seed, "batches": setting.batches}
+    row: dict = {"name": setting.name, "seed": seed, "batches": setting.batches}
     row |= {"step": statistics.median(steps + seconds_of_steps(grown, optimizer, growing)), "growth": growth}
     row |= {"before": report.loss_before, "after": report.loss_before - report.fall, "held_out": held_out(grown, fresh)}
     grown, optimizer, growing, _ = prepare(setting, seed)
@@ -149,6 +137,13 @@ def measure(job: GrowthJob) -> dict:
     row["peak_step"] = peak_of_tensors(lambda: train_step(grown, optimizer, growing[0]))
     row["peak_growth"] = peak_of_tensors(lambda: Grower(grown, config, optimizer).find(growing).keep())
     return row | {"seconds": time.monotonic() - began}
+
+
+@lru_cache
+def blocks(model: str, text: str, tokens: int) -> torch.Tensor:
+    """The blocks of a text in the tokens of a model, in an order that is always the same."""
+    found = blocks_of([part[:LONGEST] for part in load_texts(text)], AutoTokenizer.from_pretrained(model), tokens)
+    return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(0))]
 
 
 def prepare(setting: Setting, seed: int):
@@ -187,6 +182,22 @@ def seconds_of_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, b
     return [end - start for start, end in pairwise(marks)]
 
 
+def measure_all(settings: list[Setting], seeds: list[int], kept: Path) -> list[dict]:
+    """The rows of all settings and seeds; those that a file has not yet are measured first, and added to it."""
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    found = {json.dumps(each["of"]): each["row"] for each in map(json.loads, lines)}
+    rows = []
+    for setting, seed in tqdm([(setting, seed) for setting in settings for seed in seeds], disable=None):
+        of = [asdict(setting), seed]
+        key = json.dumps(of)
+        if key not in found:
+            found[key] = measure(setting, seed)
+            with kept.open("a") as file:
+                file.write(json.dumps({"of": of, "row": found[key]}) + "\n")
+        rows.append(found[key])
+    return rows
+
+
 def in_steps(rows: list[dict]) -> list[float]:
     """A growth, in training steps."""
     return [row["growth"] / row["step"] for row in rows]
@@ -220,7 +231,7 @@ def page_of(groups: dict[str, list[dict]]) -> page.Page:
         cost.append([name, spread(in_steps(rows), 1), spread(peaks(rows), 2)])
         figures = [spread([row[figure] for row in rows], 4) for figure in ("before", "after", "held_out")]
         losses.append([name, *figures, _more_than_usual(rows, groups), len(rows)])
-    first, second = directions.FIRST_PASSES
+    first, second = Setting.first
     medians = [f"{spread(in_steps(rows), 1)} ({name})" for name, rows in groups.items()]
     return page.Page(
         title="What a growth takes",
@@ -243,18 +254,19 @@ def main() -> None:
     """Run what is missing, and write the page."""
     parser = make_parser(__doc__)
     parser.add_argument("--model", nargs="*", default=[], help="paths or Hub ids of pretrained models")
-    parser.add_argument("--text", nargs="*", default=[], help="text files, also of JSON rows, or Hub ids")
+    parser.add_argument("--text", nargs="*", default=[], help="text files, also of JSON rows")
     arguments = parse(parser)
     settings = [Setting()]
     settings += [each for model in arguments.model for text in arguments.text for each in settings_of(model, text)]
     if arguments.quick:
         settings = [Setting(width=64, batches=2, tokens=16, budget=0.05)]
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    jobs = [GrowthJob(setting, seed) for setting in settings for seed in arguments.seeds]
-    rows = collect(jobs, arguments.output / "growth_cost.jsonl", arguments.processes, measure)
+    rows = measure_all(settings, arguments.seeds, arguments.output / "growth_cost.jsonl")
     groups: dict[str, list[dict]] = {}
     for row in rows:
-        groups.setdefault(row["name"], []).append({name: value for name, value in row.items() if name != "key"})
+        groups.setdefault(row["name"], []).append(row)
     figures = {"rows": [row for group in groups.values() for row in group]}
     seconds = sum(row["seconds"] for row in rows)
     page.publish("growth_cost", page_of(groups), figures, arguments.seeds, arguments.output, seconds)

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-import harness
 import page
 import torch
 from matching_task import CLASSIFY, COSINE, LOGISTIC, MATCH, NEAREST, Records
@@ -45,11 +44,11 @@ def measure(task: Records, kept: Path, methods: tuple[str, ...], seeds: int) -> 
     """The race of a task, which goes on where a folder has runs of it, as figures."""
     began = time.perf_counter()
     result = race(
-        lambda: task.model(0),
+        lambda: task.model(kept),
         [task.batch(0, step) for step in range(task.steps)],
-        list(task.held_out_batches(0)),
+        list(task.held_out_batches()),
         task.loss,
-        budget=task.budget(task.model(0)),
+        budget=task.budget(task.model(kept)),
         steps=task.steps,
         seeds=seeds,
         methods=methods,
@@ -69,7 +68,7 @@ def measure(task: Records, kept: Path, methods: tuple[str, ...], seeds: int) -> 
         "start": result.start.loss,
         "missing": result.missing,
         "methods": {name: figures_of(result, name) for name in result.rates},
-        "untrained": task.without_training(0),
+        "untrained": task.without_training(),
     }
 
 
@@ -79,7 +78,7 @@ def figures_of(result: RaceResult, name: str) -> dict:
     lead, error = compare_runs(runs, result.runs_of("lora"))
     loss = fmean(run.loss for run in runs)
     figures = {"loss": loss, "lead": lead, "error": error, "rate": runs[0].rate, "weights": runs[0].weights}
-    return harness.finite(figures | {"seeds": len(runs)})
+    return page.finite(figures | {"seeds": len(runs)})
 
 
 def lead_of(row: dict, name: str | None) -> str:
@@ -190,19 +189,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two tiny races: shows that it runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    harness.MODELS = arguments.output / "pretrained_models"
     if arguments.quick:
         sizes = {"steps": 4, "growth_batches": 2, "d": 16, "width": 4, "episodes": 2, "held_out": 4, "pretraining": 4}
         tiny = Records(components=8, layers=1, rows=16, asked=4, labels=16, **sizes)
         tasks = [tiny, replace(tiny, kind=CLASSIFY)]
     else:
         tasks = make_tasks(arguments.encoder, arguments.pairs, arguments.text)
-    rows = []
+    rows, kept = [], arguments.output / "matching"
     for task in tasks:
-        task.model(0)  # pretrains it, which is no part of a race
+        task.model(kept)  # pretrains it, which is no part of a race
         whole = (task.table, task.kind, task.width) == ("mnist", MATCH, Records.width) or task.table == SENTENCES
         methods = ALL_METHODS if whole else ALL_METHODS[:3]
-        rows.append(measure(task, arguments.output / "matching", methods, 1 if arguments.quick else SEEDS))
+        rows.append(measure(task, kept, methods, 1 if arguments.quick else SEEDS))
     seconds = sum(row["seconds"] for row in rows)
     page.publish("matching", make_page(rows), {"races": rows}, list(range(SEEDS)), arguments.output, seconds)
 

@@ -2,37 +2,33 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-import tables
 import torch
-from harness import TUNING_SEED, Task, pretrained
-from neighbours import (
-    at_length_one,
-    best_loss,
-    logistic_regression_loss,
-    matched_pairs,
-    neighbour_scores,
-    shared_directions,
-)
+from fit import fit
+from neighbours import at_length_one, best_loss, logistic_regression_loss, matched_pairs, shared_directions
+from safetensors.torch import load_model, save_model
 from tables import EMBEDDINGS, MOST_FEATURES, SENTENCES, Table, read_embeddings, read_table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, pad
 from transformers import EuroBertConfig, EuroBertForTokenClassification
 
 from hf_growattn import patch_model
-from hf_growattn.growable.attention import attentions
 from hf_growattn.training.methods import weights_of_rank_one
 
 MATCH, CLASSIFY = "match", "classify"
 NEAREST, COSINE, LOGISTIC = "nearest neighbours", "cosine", "logistic regression"
 MOST_CLASSES = 26  # of a synthetic table
+TUNING_SEED = 100  # of the batches that neighbours are fitted to
 
 
 @dataclass(frozen=True)
-class Records(Task):
+class Records:
     """Rows with labels, then rows without. The labels mean something else in each episode.
 
     Attributes:
+        steps: of a race.
+        growth_batches: that a growth looks at.
         kind: to "match" a row with the one that it is a corrupted copy of, whose label is its own, or to "classify".
         table: one of `tables.SOURCES`, or embeddings or sentences; `encoder` and `pairs` say what is embedded.
         components: of the table, see `tables.read_table`.
@@ -44,10 +40,10 @@ class Records(Task):
         held_out: episodes to measure on.
         rank: of LoRA on all linear layers, whose weights are the budget.
         pretraining: steps on synthetic tables, at `pretraining_rate`.
-        head_dim: of a model whose heads are wider from the start; 0 for `width`.
     """
 
     steps: int = 200
+    growth_batches: int = 8
     kind: str = MATCH
     table: str = "digits"
     components: int = 0
@@ -65,11 +61,6 @@ class Records(Task):
     rank: int = 6
     pretraining: int = 2400
     pretraining_rate: float = 3e-3
-    head_dim: int = 0
-
-    def __post_init__(self):
-        if self.table:
-            self.split(held_out=False)  # once, before runs are forked
 
     @property
     def name(self) -> str:
@@ -78,11 +69,11 @@ class Records(Task):
         heads = f"{self.d // self.width} heads {self.width} wide"
         return f"{self.kind} {self.table}, {self.features} features, {heads}{given}"
 
-    def without_training(self, seed: int) -> dict[str, float]:
+    def without_training(self) -> dict[str, float]:
         """Nearest neighbours in a fitted metric and by cosine, and a logistic regression on the rows given."""
         directions = shared_directions(self.pairs_of_rows())
         seen = [self.batch(TUNING_SEED, step) for step in range(self.growth_batches)]
-        batches = list(self.held_out_batches(seed))
+        batches = list(self.held_out_batches())
         return {
             NEAREST: best_loss(seen, batches, directions, self.labels),
             COSINE: best_loss(at_length_one(seen), at_length_one(batches), torch.eye(self.features), self.labels),
@@ -93,10 +84,6 @@ class Records(Task):
     def features(self) -> int:
         """Of a row."""
         return self.split(held_out=False).features.shape[1]
-
-    def files(self) -> list[str]:
-        """How tables are read; what is embedded, and by what."""
-        return [tables.__file__, *filter(None, (self.encoder, self.pairs))]
 
     def split(self, held_out: bool) -> Table:
         """The rows for training, or the others."""
@@ -114,20 +101,9 @@ class Records(Task):
         batches = [self.batch(TUNING_SEED, step) for step in range(self.growth_batches)]
         return torch.cat([matched_pairs(batch) for batch in batches])
 
-    def accuracy_of_neighbours(self, dims: int) -> float:
-        """How often nearest neighbours are right about rows for training, by the best directions."""
-        directions = shared_directions(self.pairs_of_rows())[:, :dims]
-        right = []
-        for step in range(self.growth_batches):
-            batch = self.batch(TUNING_SEED + 1, step)
-            wanted = batch["labels"].flatten()
-            found = neighbour_scores(batch, directions, self.labels).argmax(-1) == wanted
-            right.append(found[wanted >= 0])
-        return torch.cat(right).float().mean().item()
-
-    def held_out_batches(self, seed: int) -> Iterator[dict]:
+    def held_out_batches(self) -> Iterator[dict]:
         """Episodes of the other rows."""
-        generator = torch.Generator().manual_seed(2000 + seed)
+        generator = torch.Generator().manual_seed(2000)
         for _ in range(self.held_out // self.episodes):
             yield self.draw(self.split(held_out=True), self.episodes, generator)
 
@@ -175,25 +151,18 @@ class Records(Task):
         """Weights of LoRA on all linear layers, read-in and head among them."""
         return self.rank * weights_of_rank_one(model, {})
 
-    def measure(self, model: nn.Module, seed: int) -> dict[str, float]:
-        """The loss, and the share of rows that get the right label; numbers that are kept of a row given."""
-        scores, labels = [], []
-        for batch in self.held_out_batches(seed):
-            scores.append(self.logits(model, batch).flatten(0, 1))
-            labels.append(batch["labels"].flatten())
-        found, wanted = torch.cat(scores), torch.cat(labels)
-        right = found.argmax(-1) == wanted
-        kept = sum(self.d // self.width * (each.width_of("key") + each.width_of("value")) for each in attentions(model))
-        figures = {"right": right[wanted >= 0].float().mean().item(), "kept": float(kept)}
-        return {"loss": cross_entropy(found, wanted).item(), **figures}
-
-    def model(self, seed: int, wide: bool = False) -> nn.Module:
-        """The model, trained on synthetic tables, the same for all tables; a `wide` one has heads twice as wide."""
-        whatever = {"kind": "", "table": "", "components": 0, "encoder": "", "pairs": ""}  # it will be used for
-        lengths = {"steps": Records.steps, "held_out": Records.held_out}
-        base = replace(self, **whatever, **lengths, head_dim=2 * self.width * wide)
-        model = pretrained(base, build(base), "records", synthetic_batches(base), self.pretraining_rate)
-        return patch_model(model)
+    def model(self, kept: Path) -> nn.Module:
+        """The model, trained on synthetic tables by the first call, which keeps it in a folder for all tables."""
+        base = replace(self, table="", encoder="")
+        model, file = build(base), kept / f"reader-{self.width}-{self.d}.safetensors"
+        if not file.exists():
+            weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            groups = [{"params": weights, "lr": self.pretraining_rate}]
+            fit(model, groups, synthetic_batches(base), base.loss, self.pretraining, warmup=0.0)
+            kept.mkdir(parents=True, exist_ok=True)
+            save_model(model, str(file))
+        load_model(model, file)
+        return patch_model(model.eval())
 
 
 def corrupt(rows: Tensor, table: Tensor, share: float, generator: torch.Generator) -> Tensor:
@@ -212,7 +181,7 @@ def build(task: Records) -> EuroBertForTokenClassification:
         intermediate_size=2 * task.d,
         num_hidden_layers=task.layers,
         num_attention_heads=task.d // task.width,
-        head_dim=task.head_dim or task.width,
+        head_dim=task.width,
         num_labels=task.labels,
         initializer_range=task.d**-0.5 / 2,
         use_cache=False,

@@ -1,15 +1,16 @@
 """The pages of benchmarks: Markdown, a picture and figures as JSON for each; README.md beside this sums them up."""
 
+import argparse
 import json
+import math
 import os
 import platform
 import shlex
-import subprocess
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,6 +26,25 @@ def table(head: Iterable[str], rows: Iterable[Iterable]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def spread(values: list[float], digits: int = 3) -> str:
+    """Median and range; the value alone where there is one, or all are equal. Whole numbers have no digits."""
+    if not values:
+        return ""
+    if all(float(value).is_integer() for value in values):
+        digits = 0
+    middle, *ends = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+    return middle if ends[0] == ends[1] else f"{middle} ({ends[0]} to {ends[1]})"
+
+
+def finite(value):
+    """The same with None for numbers that JSON has not: those of a diverged run."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass
@@ -95,13 +115,6 @@ def conditions(seeds: list[int]) -> dict:
     }
 
 
-@cache
-def commit() -> str:
-    """The commit of this repository, short."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
 def lines_of(value, indent: str = "") -> str:
     """JSON with a line for each figure, and for each entry of a list of runs."""
     inner = indent + " "
@@ -139,3 +152,20 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """The options that most pages have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="tiny, and with one seed: shows that it runs")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments; with `--quick` one seed."""
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seeds = arguments.seeds[:1]
+    return arguments

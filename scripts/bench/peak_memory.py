@@ -1,23 +1,10 @@
-"""The most memory that a process, or one call, holds at a time."""
+"""The most memory that one call holds at a time."""
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-
-def peak_bytes() -> int:
-    """The process's high-water mark since the last `forget_peak` (Linux)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def forget_peak() -> None:
-    """Lower the high-water mark to what is in memory now."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_of_tensors(action: Callable) -> int:

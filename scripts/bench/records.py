@@ -10,17 +10,18 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import page
 import torch
-from harness import forward_ratio
+from alternating import turns
+from fit import fit
 from neighbours import at_length_one, best_loss
+from page import make_parser, parse, spread
 from peft import HiraConfig, get_peft_model
-from records_task import LABELS, Reader, bilinear_loss, build, draw, fit, loss_of, read_domain
-from results import make_parser, parse, spread
+from records_task import LABELS, Reader, bilinear_loss, build, draw, loss_of, read_domain
 from torch import Tensor
 
 from hf_growattn import Method, race
@@ -34,6 +35,7 @@ NEW = ("read_in", "label_in", "label_out")  # what always trains
 LORA, COSINE = TITLES["lora"], "cosine of the embeddings"
 HIRA, HIRA_RATES = "HiRA on all linear layers", (0.01, 0.03, 0.09)
 RANKS = (8, 32, 64, 128, 384)  # of bilinear scores
+TURNS = 14  # of passes whose time is compared
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,17 @@ def adapt(cell: Cell, reader: Reader, papers: Tensor, kept: Path) -> Reader:
         new = [parameter for name, parameter in reader.named_parameters() if name.startswith(NEW)]
         for records, steps in cell.plan:
             groups = [{"params": own, "lr": cell.rates[0]}, {"params": new, "lr": cell.rates[1]}]
-            fit(reader, groups, draw(papers, records, cell.tokens, steps, near=False), steps)
+            fit(reader, groups, draw(papers, records, cell.tokens, steps, near=False), loss_of, steps)
         torch.save(reader.state_dict(), file)
     reader.load_state_dict(torch.load(file))
     return reader
 
 
 def run_hira(make: Callable[[], Reader], cell: Cell, train: list, held_out: list, seeds: int, rate_of_new: float):
-    """Trainings of HiRA, whose update has a high rank, on as many weights and the same batches as LoRA's."""
+    """Trainings of HiRA, whose update has a high rank, on as many weights and the same batches as LoRA's.
+
+    They are no part of the race, whose only adapter of peft is LoRA.
+    """
 
     def run(rate: float, steps: int, seed: int) -> Run:
         torch.manual_seed(seed)
@@ -108,8 +113,7 @@ def run_hira(make: Callable[[], Reader], cell: Cell, train: list, held_out: list
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
         order = order if seed else range(len(train))  # as a race orders them
         groups = [{"params": weights, "lr": rate}, {"params": new, "lr": rate_of_new}]
-        fit(adapted, groups, [train[number] for number in order[:steps]], steps)
-        adapted.eval()
+        fit(adapted, groups, [train[number] for number in order[:steps]], loss_of, steps)
         with torch.no_grad():
             losses = [loss_of(adapted, batch).item() for batch in held_out]
         return Run(HIRA, rate, steps, seed, losses, sum(weight.numel() for weight in weights), 0)
@@ -132,9 +136,9 @@ def serving_cost(make: Callable[[], Reader], method: Method, train: list[dict]) 
     found = attentions(growable_model(merged))
     before = sum(each.cached_numbers([]) for each in found)
     kept = sum(each.cached_numbers([*each.growths.values()]) for each in found) / before - 1
-    task: Any = SimpleNamespace(loss=loss_of)
-    forward = forward_ratio(task, merged.eval(), make().eval(), train[0])
-    return {"kept": kept, "forward": forward}
+    passes = [partial(loss_of, each.eval(), train[0]) for each in (merged, make())]
+    with torch.no_grad():
+        return {"kept": kept, "forward": turns(*passes, seconds=0.0, least=TURNS)["cpu"]["ratio"]}
 
 
 def run_cell(cell: Cell, arguments: argparse.Namespace, kept: Path) -> dict:

@@ -1,9 +1,8 @@
 """Records read as one embedding token each: the data, the model that reads them, and scores without a model."""
 
-import math
 import re
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from tables import TRAINING_SHARE, embed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
-from transformers import AutoModel, get_cosine_schedule_with_warmup
+from transformers import AutoModel
 
 LABELS, NEAREST = 256, 8  # names that records may bear; the nearest others that are given with a record
 MAGELLAN = {
@@ -135,20 +134,6 @@ def build(width: int, d: int, features: int, source: str) -> Reader:
 def loss_of(model: nn.Module, batch: dict) -> Tensor:
     """Of the names of the records asked for."""
     return cross_entropy(model(**batch).flatten(0, 1), batch["labels"].flatten())
-
-
-def fit(model: nn.Module, groups: list[dict], batches: Iterable[dict], steps: int) -> None:
-    """Train as a race does."""
-    weights = [parameter for group in groups for parameter in group["params"]]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0)
-    schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(steps / 10), steps)
-    model.train()
-    for batch in batches:
-        loss_of(model, batch).backward()
-        nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
 
 
 def bilinear_loss(seen: list[dict], held_out: list[dict], rank: int) -> float:
