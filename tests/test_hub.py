@@ -31,7 +31,7 @@ def grown():
     """A grown model and the report of its growth."""
     torch.manual_seed(0)
     model = patch_model(build("llama-2"))
-    report = Grower(model, GrowthConfig(qk_dims=3, v_dims=2, layers=[1], oversampling=4)).find(lm_batches()).keep()
+    report = Grower(model, GrowthConfig(qk_dims=3, v_dims=2, layers=[1])).find(lm_batches()).keep()
     assert report.kept
     return model, report
 
