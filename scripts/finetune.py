@@ -112,8 +112,7 @@ def main() -> None:
     trainer.save_model()  # with the tokenizer; of LoRA the adapters, and the new dims in the folder `growth`
     if has_grown and not chosen.use_peft and trainer.is_world_process_zero():
         reports = callback.reports if callback else []
-        source = (chosen.model_name_or_path, script.dataset_name or "")
-        write_card(model, training.output_dir, reports, *source, trainer.state.log_history)
+        write_card(model, training.output_dir, reports, chosen.model_name_or_path, script.dataset_name or "")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A tour of hf_growattn, from the race to a saved model: about a minute on one core, and nothing is downloaded.
 
-    pip install ".[peft,trl]"
+    pip install ".[peft,trl]" matplotlib
     python scripts/tour.py
 
 Or cell by cell: as `scripts/tour.ipynb`, which `python scripts/notebook.py` makes of this file, in Jupyter or Colab; or

@@ -22,8 +22,8 @@ ESTIMATORS = ("pooled-truncated", "per-sequence", "gradient", "random")
 def sketched(model, batches, dims):
     """The directions of every layer and kind, as `Grower` measures them."""
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches, 0.05)
-        return sketched_directions(Objective(model), bottlenecks, halves_of(batches), dims, oversampling=8, seed=0)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches)
+        return sketched_directions(Objective(model), bottlenecks, halves_of(batches), dims, seed=0)
 
 
 def best_directions(whitened: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +110,7 @@ class ComparedGrower(Grower):
     def find_directions(self, objective: Objective, bottlenecks: list[Bottleneck], halves) -> list[Directions]:
         """Find them, in one pass over the batches."""
         dims = max(self.config.most_dims(bottleneck.attention, bottleneck.kind) for bottleneck in bottlenecks)
-        found = objective, bottlenecks, halves, dims, self.config.ridge, self.config.seed
+        found = objective, bottlenecks, halves, dims, self.config.seed
         return compared_directions(self.estimator, *found)
 
     def search_steps(self, session, trial):
@@ -126,7 +126,6 @@ def compared_directions(
     bottlenecks: list[Bottleneck],
     halves: tuple[list[dict], list[dict]],
     dims: int,
-    ridge: float,
     seed: int,
 ) -> list[Directions]:
     """Return every bottleneck's directions by one of the `ESTIMATORS`.
@@ -139,7 +138,7 @@ def compared_directions(
     weights = shares(halves)
     targets: list[list[Tensor]]
     if name == "per-sequence":
-        targets = _sequence_targets(objective, bottlenecks, halves, ridge)
+        targets = _sequence_targets(objective, bottlenecks, halves)
     else:
         targets = [[_target(name, bottleneck, part) for part in parts] for bottleneck, parts in zip(bottlenecks, whole)]
     generator = torch.Generator().manual_seed(seed)
@@ -176,7 +175,7 @@ def transposed(root: Tensor) -> Tensor:
     return root.mT if root.dim() else root
 
 
-def _sequence_targets(objective: Objective, bottlenecks: list[Bottleneck], halves, ridge: float) -> list[list[Tensor]]:
+def _sequence_targets(objective: Objective, bottlenecks: list[Bottleneck], halves) -> list[list[Tensor]]:
     """Mean over the sequences of each half of the pooled-truncated target with that sequence's moments."""
     attentions = list(dict.fromkeys(bottleneck.attention for bottleneck in bottlenecks))
     kinds = list(dict.fromkeys(bottleneck.kind for bottleneck in bottlenecks))
@@ -185,7 +184,7 @@ def _sequence_targets(objective: Objective, bottlenecks: list[Bottleneck], halve
         rows = [{key: value[i : i + 1] for key, value in batch.items()} for batch in half for i in range(_rows(batch))]
         sums: list[Tensor | float] = [0.0] * len(bottlenecks)
         for row in rows:
-            own, _ = compute_moments(objective, attentions, kinds, [row], ridge)
+            own, _ = compute_moments(objective, attentions, kinds, [row])
             for index, (bottleneck, (part,)) in enumerate(zip(own, whole_gradients(objective, own, ([row],)))):
                 sums[index] = sums[index] + _target("pooled-truncated", bottleneck, part)
         for target, total in zip(targets, sums):

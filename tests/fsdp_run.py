@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights, patch_model
 
-FIXED = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+FIXED = GrowthConfig(qk_dims=2, v_dims=2)
 
 
 def mine(count, seed=11):
@@ -76,7 +76,7 @@ def equal_to_ddp(folder: Path):
     On 4 ranks sums round in another order. Weights that differ by 1e-7 give directions that differ by 1e-5, on one
     process, too: in fp32 the model then grows before it trains.
     """
-    budget, before = GrowthConfig(budget=0.1, oversampling=4), 3 if dist.get_world_size() == 2 else 0
+    budget, before = GrowthConfig(budget=0.1), 3 if dist.get_world_size() == 2 else 0
     cases = [("gpt2-2", budget, torch.float64, 3, 1e-12), ("llama-2", FIXED, torch.float32, before, 1e-6)]
     for variant, config, dtype, steps, tolerance in cases:
         ends = []

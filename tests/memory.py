@@ -42,7 +42,7 @@ with profile(profile_memory=True) as allocations:  # what the process keeps of f
     else:
         objective = Objective(model)
         with evaluation_mode(model):
-            bottlenecks, _ = compute_moments(objective, attentions(model), [QK, V], [batch], ridge=0.05)
-            sketched_directions(objective, bottlenecks, ([batch], [batch]), dims=8, oversampling=8, seed=0)
+            bottlenecks, _ = compute_moments(objective, attentions(model), [QK, V], [batch])
+            sketched_directions(objective, bottlenecks, ([batch], [batch]), dims=8, seed=0)
 sizes = [event.nbytes() for event in allocations.kineto_results.events() if event.name() == "[memory]"]
 print(json.dumps({"work": max(accumulate(sizes)), "square": BATCH * HEADS * TOKENS**2 * 4}))

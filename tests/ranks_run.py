@@ -13,7 +13,7 @@ from torchrun import leave
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.training_state import all_gather
 
-CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
 
 
 def wrapped(variant="llama-2", **options):
@@ -67,7 +67,7 @@ def settings_of_the_wrapper_and_hooks():
 def existing_weights_move_too():
     model, ddp, optimizer = wrapped("gpt2-2")
     train(ddp, optimizer)
-    config = GrowthConfig(budget=0.1, update_existing=True, oversampling=4)
+    config = GrowthConfig(budget=0.1, update_existing=True)
     reports = all_gather(Grower(ddp, config, optimizer).find(mine(3)).keep())
     assert reports[0].kept and reports[0] == reports[1]
     train(ddp, optimizer)

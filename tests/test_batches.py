@@ -7,7 +7,7 @@ from families import HEADS, build, lm_batches, tokens
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.plan import read_batches
 
-CONFIG = GrowthConfig(qk_dims=2, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=2)
 
 
 def test_tensors_and_generators_are_batches():

@@ -13,16 +13,14 @@ import torch
 from command import Done, call
 from conftest import ROOT
 from datasets import Dataset
-from families import VOCABULARY, add_dims, build, lm_batches, save_with_text, tokens, word_tokenizer
+from families import VOCABULARY, build, lm_batches, save_with_text, tokens, word_tokenizer
 from test_saving import contents
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, Method, patch_model
 from hf_growattn.cli.commands import COMMANDS, _format_race
-from hf_growattn.cli.inspection import inspect_model
 from hf_growattn.cli.measuring import training_code
 from hf_growattn.cli.options import read_recipe
-from hf_growattn.growable.attention import attentions
 from hf_growattn.report.comparison import RaceResult, Run
 
 # What is no file of options: its text, and what is said of it.
@@ -67,34 +65,6 @@ def only_line(done: Done) -> str:
     return lines[0]
 
 
-def test_inspect_counts_the_directions_of_each_head(tmp_path):
-    """The query weights of one head have rank 1."""
-    model = build("gpt2-2")
-    with torch.no_grad():  # head 2 of layer 1 sees one direction only; its biases would be another
-        attention = model.transformer.h[1].attn.c_attn
-        attention.weight[:, 32:48] = attention.weight[:, 32:33]
-        attention.bias[32:48] = attention.bias[32]
-    model.save_pretrained(tmp_path)
-    figures = json.loads(call("inspect", tmp_path, "--json").out)
-    assert (figures["family"], figures["grown"], len(figures["layers"])) == ("gpt2", False, 2)
-    assert figures["layers"][0]["stock_widths"] == [16, 16]
-    patterns = figures["layers"][1]["qk"]
-    assert patterns["width"] == 16 and patterns["effective_rank"][2] == pytest.approx(1, abs=1e-3)  # fp32 rounding
-    assert min(patterns["effective_rank"][:2]) > 5
-    table = call("inspect", tmp_path).out
-    assert "gpt2, stock widths" in table and f"{model.num_parameters():,}" in table
-
-
-@pytest.mark.parametrize("variant, head", [("qwen3", "causal-lm"), ("llama-2", "sequence-classification")])
-def test_inspect_takes_any_family_and_head(variant, head, tmp_path):
-    from families import HEADS
-
-    build(variant, HEADS[head]).save_pretrained(tmp_path)
-    done = call("inspect", tmp_path)
-    assert done.code == 0, done
-    assert ("normalized" in done.out) == (variant == "qwen3")
-
-
 def test_measure_changes_nothing(given):
     before = {path.name: path.read_bytes() for path in (given / "model").iterdir()}
     words = ["measure", given / "model", given / "text.txt", "--budget", "0.05", *SMALL]
@@ -109,12 +79,6 @@ def test_measure_changes_nothing(given):
         done
     )
     assert {path.name: path.read_bytes() for path in (given / "model").iterdir()} == before
-
-
-def test_inspect_tells_what_has_grown(grown):
-    figures = json.loads(call("inspect", grown, "--json").out)
-    widths = [layer[kind]["width"] for layer in figures["layers"] for kind in ("qk", "v")]
-    assert figures["grown"] and max(widths) > 16
 
 
 def test_where_nothing_holds_an_exit_code_says_so(given, monkeypatch):
@@ -169,10 +133,9 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
     (tmp_path / "albert").mkdir()
     (tmp_path / "albert" / "config.json").write_text('{"model_type": "albert"}')
     for options, fix in {
-        ("inspect", tmp_path / "empty"): "There is no checkpoint in",
-        ("inspect", tmp_path / "damaged"): "cannot be loaded. SafetensorError",
-        ("inspect", tmp_path / "albert"): "for this kind of AutoModel: AutoModelForCausalLM.",
-        ("inspect", "no/such-model"): "Check the name and the network",
+        ("export", tmp_path / "empty", "-o", tmp_path / "out"): "There is no checkpoint in",
+        ("export", tmp_path / "damaged", "-o", tmp_path / "out"): "cannot be loaded. SafetensorError",
+        ("export", tmp_path / "albert", "-o", tmp_path / "out"): "for this kind of AutoModel: AutoModelForCausalLM.",
         ("measure", "no/such-model", given / "text.txt"): "Check the name and the network",
         ("export", given / "model", "-o", tmp_path / "out"): "which did not grow",
         ("measure", given / "text.txt", given / "model"): "text.txt is a file, and no model: name",
@@ -195,7 +158,7 @@ def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
         "race m d": "--output",
         "race --budget 0.02 m d -o out": "Name MODEL and DATA first",
         "measure m d --config nowhere.yaml": "No such file or directory: 'nowhere.yaml'. See --help",
-        "inspect": "required: MODEL",
+        "export": "required: FOLDER",
         "race m d -o out --learning_rat 1": "'--learning_rat'",
         "export m --outpt out": "unrecognized arguments: --outpt",
         "measure m d --growth_batches many": "invalid int value: 'many'",
@@ -233,7 +196,7 @@ def test_budgets_out_of_range_are_refused(text):
 
 
 @pytest.mark.parametrize("kind, options", [(RuntimeError, []), (ValueError, ["--debug"])])
-def test_a_fault_shows_where(kind, options, monkeypatch):
+def test_a_fault_shows_where(kind, options, tmp_path, monkeypatch):
     """One of ours always, one that names its fix when asked."""
 
     def broken(*_):
@@ -241,7 +204,7 @@ def test_a_fault_shows_where(kind, options, monkeypatch):
 
     monkeypatch.setattr("hf_growattn.interop.checkpoints.load_model", broken)
     with pytest.raises(kind, match="on\npurpose"):
-        call("inspect", "m", *options)
+        call("export", "m", "-o", tmp_path / "out", *options)
 
 
 def test_ctrl_c_on_a_real_process(given, tmp_path):
@@ -291,14 +254,6 @@ def test_the_next_command_writes_elsewhere(flag):
         model_name="m", datasets=["a.txt"], words=[flag, "here", "--v-dims", "8", "--max_length", "64"]
     )
     assert _format_race(recipe) == "growattn race m a.txt -o DIR --max_length 64"
-
-
-def test_inspect_tells_both_widths_apart():
-    model = patch_model(build("llama-2"))
-    for attention in attentions(model):
-        add_dims(attention, 3, 1)
-    for layer in inspect_model(model)["layers"]:
-        assert (layer["qk"]["width"], layer["v"]["width"]) == (19, 17)
 
 
 def test_the_seed_of_a_training_is_that_of_its_growth():

@@ -6,47 +6,52 @@ import shlex
 
 import pytest
 from command import call
-from every_type import build as build_type
-from families import build
+from families import add_dims, build
 
 from hf_growattn import patch_model
 from hf_growattn.cli.commands import COMMANDS
-from hf_growattn.cli.inspection import format_inspection, inspect_model
 from hf_growattn.cli.options import UsageError, check_new_folder
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 from hf_growattn.report import words
 
 
 @pytest.fixture
-def inspected(tmp_path):
-    build("llama-2").save_pretrained(tmp_path)
-    return tmp_path
+def words_of_export(tmp_path):
+    """A command that works, and writes a new folder."""
+    model = patch_model(build("llama-2"))
+    add_dims(attentions(model)[0], 4)
+    sync_config(model)
+    model.save_pretrained(tmp_path / "grown")
+    return "export", tmp_path / "grown", "-o", tmp_path / "stock"
 
 
-def test_what_a_command_prints_amid_its_work_is_not_its_result(inspected, monkeypatch):
-    @functools.wraps(COMMANDS["inspect"])  # whose help its docstring is
-    def talkative(options, inspect=COMMANDS["inspect"]):
+def test_what_a_command_prints_amid_its_work_is_not_its_result(words_of_export, monkeypatch):
+    @functools.wraps(COMMANDS["export"])  # whose help its docstring is
+    def talkative(options, export=COMMANDS["export"]):
         print("a library says this")
-        return inspect(options)
+        return export(options)
 
-    monkeypatch.setitem(COMMANDS, "inspect", talkative)
-    done = call("inspect", inspected, "--json")
-    assert json.loads(done.out)["family"] == "llama" and "a library says this" in done.err
+    monkeypatch.setitem(COMMANDS, "export", talkative)
+    done = call(*words_of_export, "--json")
+    assert json.loads(done.out)["model_type"] == "llama" and "a library says this" in done.err
 
 
-def test_one_process_of_several_prints(inspected, monkeypatch):
+def test_one_process_of_several_prints(words_of_export, monkeypatch):
+    *words, folder = words_of_export
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        assert bool(call("inspect", inspected).out) == (rank == "0")
+        assert bool(call(*words, folder / rank).out) == (rank == "0")
 
 
 @pytest.mark.parametrize("error", [ValueError, OSError, ImportError])
-def test_an_error_that_names_its_fix_is_one_line(error, inspected, monkeypatch):
-    @functools.wraps(COMMANDS["inspect"])
+def test_an_error_that_names_its_fix_is_one_line(error, words_of_export, monkeypatch):
+    @functools.wraps(COMMANDS["export"])
     def fail(options):
         raise error("install it")
 
-    monkeypatch.setitem(COMMANDS, "inspect", fail)
-    assert call("inspect", inspected)[::2] == (1, "Error: install it\n")
+    monkeypatch.setitem(COMMANDS, "export", fail)
+    assert call(*words_of_export)[::2] == (1, "Error: install it\n")
 
 
 def test_an_empty_folder_is_as_good_as_a_new_one(tmp_path):
@@ -54,15 +59,6 @@ def test_an_empty_folder_is_as_good_as_a_new_one(tmp_path):
     (tmp_path / "notes.txt").write_text("theirs")
     with pytest.raises(UsageError, match="not empty"):
         check_new_folder(str(tmp_path))
-
-
-def test_inspection_knows_both_stock_widths_and_counts_all_heads():
-    layer = inspect_model(patch_model(build_type("deepseek_v3")))["layers"][0]
-    assert layer["stock_widths"] == [layer["qk"]["width"], layer["v"]["width"]] == [24, 16]
-    figures = inspect_model(patch_model(build("llama-5-bias")))
-    used = figures["layers"][0]["qk"]["effective_rank"]
-    assert figures["layers"][0]["key_value_heads"] < len(used)
-    assert f"{sum(used) / len(used):.1f} ({min(used):.1f} to {max(used):.1f})" in format_inspection(figures)
 
 
 def test_a_command_to_copy_is_one():

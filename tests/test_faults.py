@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, export_model
 
-CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
 CHANGES = ("os.", "shutil.", "ctypes.dlsym")  # of the disk, among the events that Python audits; and opening to write
 
 

@@ -10,7 +10,7 @@ from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_m
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters
 
-CONFIG = GrowthConfig(qk_dims=2, v_dims=1, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=2, v_dims=1)
 
 
 def frozen(variant="llama-5-bias"):
@@ -43,7 +43,7 @@ def test_new_dims_train_and_the_rest_stays(name, held):
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["weight_decay"] = 0.1
     train(model, optimizers, lm_batches(1))
-    for config in (CONFIG, GrowthConfig(budget=0.05, oversampling=4)):
+    for config in (CONFIG, GrowthConfig(budget=0.05)):
         assert Grower(model, config, optimizers).find(lm_batches()).keep().kept
         grown = [parameter.detach().clone() for parameter in extra_parameters(model)]
         train(model, optimizers, lm_batches(3, seed=5))
@@ -62,7 +62,7 @@ def test_frozen_old_dims_can_follow_nothing(variant, trains, moved):
     found = {}
     for said in (None, False, True):
         model, _ = frozen(variant)
-        config = GrowthConfig(qk_dims=2, v_dims=1, oversampling=4, old_dims_train=said)
+        config = GrowthConfig(qk_dims=2, v_dims=1, old_dims_train=said)
         found[said] = [layer.gain for layer in Grower(model, config).measure(lm_batches(16)).layers]
     assert found[None] == found[False] != found[True]
     attentions(model)[1].module.get_submodule(trains).requires_grad_(True)

@@ -70,7 +70,7 @@ def test_growths_load_in_the_order_in_which_they_grew(tmp_path):
 def test_a_growth_of_the_same_name_and_another_size_takes_the_place_of_the_former(tmp_path):
     models = [patch_model(build("llama-2")) for _ in range(2)]
     for model, dims in zip(models, (3, 1)):
-        assert Grower(model, GrowthConfig(qk_dims=dims, v_dims=2, oversampling=4)).find(lm_batches(4)).keep().kept
+        assert Grower(model, GrowthConfig(qk_dims=dims, v_dims=2)).find(lm_batches(4)).keep().kept
     save_growth(models[0], tmp_path)
     load_growth(models[1], tmp_path)
     one, other = (model(tokens()).logits for model in models)

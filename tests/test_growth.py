@@ -37,7 +37,7 @@ def everything(model, batches, kinds, dims=4):
     """A trial of the best directions, held or not, and the loss without them."""
     objective = Objective(model)
     with evaluation_mode(model):
-        bottlenecks, losses = compute_moments(objective, attentions(model), list(kinds), batches, 0.05)
+        bottlenecks, losses = compute_moments(objective, attentions(model), list(kinds), batches)
         directions = exact_directions(objective, bottlenecks, (batches[0::2], batches[1::2]), dims=dims)
     return Trial([Candidate(found, dims, torch.ones(dims)) for found in directions]), mean_over_ranks(losses)
 
@@ -199,7 +199,7 @@ def test_an_exception_in_any_phase_leaves_everything_as_it_was(phase, error, mon
 
     monkeypatch.setattr(room, phase, failing)
     with pytest.raises(error):
-        Grower(model, GrowthConfig(**FIXED, oversampling=4), optimizer).find(lm_batches()).keep()
+        Grower(model, GrowthConfig(**FIXED), optimizer).find(lm_batches()).keep()
     assert same(fingerprint(model, optimizer), before)
 
 
@@ -207,7 +207,7 @@ def test_what_is_found_is_kept_or_dropped():
     model = patch_model(build("llama-5-bias")).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     before, names = fingerprint(model, optimizer), {name for name, _ in model.named_parameters()}
-    grower = Grower(model, GrowthConfig(**FIXED, oversampling=4), optimizer)
+    grower = Grower(model, GrowthConfig(**FIXED), optimizer)
     first, second = grower.find(lm_batches(8)), grower.find(lm_batches(8))
     assert same(fingerprint(model, optimizer), before)
     assert first.report.fall > 0 and [*first.new_dims] == attentions(model)
@@ -244,13 +244,12 @@ def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
 
 
 @pytest.mark.parametrize("former", [0, 3])
-def test_a_limit_and_a_multiple_hold_together(former):
+def test_the_size_of_the_input_and_a_multiple_hold_together(former):
     attention = attentions(patch_model(build("llama-2")))[0]
     if former:
         attention.add_new_dims("growth_1", former, 0)
-    width = attention.width_of("query")
-    dims = GrowthConfig(qk_dims=20, max_qk_head_dim=width + 13, multiple_of=8).most_dims(attention, QK)
-    assert 0 < dims <= 13 and (width + dims) % 8 == 0
+    dims = GrowthConfig(qk_dims=40, multiple_of=9).most_dims(attention, QK)
+    assert attention.width_of("query") + dims == 45  # of 48 features
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
@@ -293,7 +292,7 @@ def _fail_at(call, error):
 def test_many_growths_leave_no_tensor_behind():
     """Training needs a weight, its gradient, two moments of its size and the number of the step."""
     model, optimizer = in_training("llama-2")
-    grower, beside = Grower(model, GrowthConfig(qk_dims=1, v_dims=1, oversampling=4), optimizer), []
+    grower, beside = Grower(model, GrowthConfig(qk_dims=1, v_dims=1), optimizer), []
     for _ in range(4):
         assert grower.find(lm_batches(4)).keep().kept
         model(**lm_batches()[0]).loss.backward()

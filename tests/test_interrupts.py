@@ -11,7 +11,7 @@ from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 
-SIZES = {"qk_dims": 2, "v_dims": 2, "oversampling": 4}
+SIZES = {"qk_dims": 2, "v_dims": 2}
 WAYS = {"append": SIZES, "old dims, too": SIZES | {"update_existing": True}, "a budget": {"budget": 0.05}}
 POINTS = 200 if LONG else 12
 PACKAGE = str(ROOT / "hf_growattn")

@@ -14,7 +14,7 @@ from transformers.trainer_utils import load_sharded_checkpoint
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_growth
 from hf_growattn.growable.attention import attentions
 
-CONFIG = GrowthConfig(qk_dims=3, v_dims=2, layers=[1], oversampling=4)
+CONFIG = GrowthConfig(qk_dims=3, v_dims=2, layers=[1])
 
 
 def trained(model, optimizer, steps=2):

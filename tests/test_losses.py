@@ -175,7 +175,7 @@ def test_policies_are_learned_as_by_stock(tmp_path):
 def test_a_policy_grows_where_its_loss_depends_on_the_model(tmp_path, iterations, kept_by_word):
     """Without old log-probabilities, the ratio of the loss is always 1, and no step lowers it."""
     run = policy(tmp_path, patch_model(build("llama-2")), max_steps=6, num_iterations=iterations)
-    growth = GrowthCallback(run, GrowthConfig(qk_dims=1, v_dims=1, oversampling=4), steps=[4], batches=4)
+    growth = GrowthCallback(run, GrowthConfig(qk_dims=1, v_dims=1), steps=[4], batches=4)
     run.add_callback(growth)
     run.train()
     (report,) = growth.reports
@@ -189,7 +189,7 @@ def grown_in_memory(folder):
     build("llama-2").save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     model = patch_model(AutoModelForCausalLM.from_pretrained(folder))
-    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)).find(lm_batches()).keep().kept
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches()).keep().kept
     return model
 
 

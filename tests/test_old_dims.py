@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compared import product_norm, residual, sketched, whole_gradients
-from families import build, lm_batches
+from families import add_dims, build, lm_batches
 from test_growth import fingerprint, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
@@ -92,11 +92,13 @@ def test_refactored_weights_start_with_a_fresh_optimizer_state():
 
 def test_where_no_dims_join_old_weights_are_not_refactored_and_keep_their_optimizer_state():
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
+    for attention in attentions(model):
+        add_dims(attention, v_dims=48 - STOCK)  # as wide as they can be
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(**batches[0]).loss.backward()
     optimizer.step()
-    report = grow(model, batches, optimizer, budget=0.1, method="refactor", max_v_head_dim=STOCK)
-    assert report.added_parameters and {layer.width[1] for layer in report.layers if layer.kind == "v"} == {STOCK}
+    report = grow(model, batches, optimizer, budget=0.1, method="refactor")
+    assert report.added_parameters and {layer.width[1] for layer in report.layers if layer.kind == "v"} == {48}
     assert all(attention.module.c_proj.weight in optimizer.state for attention in attentions(model))
 
 
@@ -145,7 +147,7 @@ def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
     """Where nothing rotates the ordinary gradients are `T W_K` and `T^T W_Q`; messages never rotate."""
     model, batches = patch_model(build(variant)), lm_batches()
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches, 0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches)
         steps = tangent_steps(
             Objective(model), bottlenecks, (batches, batches)
         )  # halves that agree keep the step's length
@@ -176,7 +178,7 @@ def test_updating_the_existing_weights_moves_them_with_the_rest():
 def test_old_weights_move_alone_where_a_budget_buys_nothing():
     model, optimizer = patch_model(build("llama-2")), None
     before, weights = loss_of(model, lm_batches(6)), old_weights(model)
-    report = grow(model, None, optimizer, budget=10_000, update_existing=True, max_v_head_dim=16, kinds=["v"])
+    report = grow(model, None, optimizer, budget=10_000, update_existing=True, multiple_of=64, kinds=["v"])
     assert report.kept and not report.added_parameters
     assert loss_of(model, lm_batches(6)) < before
     assert not any(attention.extra for attention in attentions(model)) and model.config.extra_dims == {}
@@ -254,7 +256,7 @@ def test_halves_that_disagree_promise_no_more_than_the_step_that_is_taken():
     """The step is shortened by what held on the other half, and so is its promise."""
     model = patch_model(build("llama-2"))
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK], lm_batches(2), ridge=0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK], lm_batches(2))
         steps = tangent_steps(Objective(model), bottlenecks, tuple([batch] for batch in lm_batches(2)))
     for step in steps:
         shortened = step.validated / step.slope  # of a step of which all held, its promise is its slope

@@ -13,7 +13,7 @@ from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_gro
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters, set_dims
 
-CONFIG = GrowthConfig(qk_dims=4, v_dims=2, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=4, v_dims=2)
 
 
 def step(model, optimizers, batch):

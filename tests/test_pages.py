@@ -1,8 +1,7 @@
-"""A report as text, as pictures and as JSON: measured losses, and what they cost."""
+"""A report as text and as JSON: measured losses, and what they cost."""
 
 import json
 import statistics
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from families import build, lm_batches
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model
 from hf_growattn.measure.functional import step_factors
 from hf_growattn.report import words
-from hf_growattn.report.pictures import draw_growth
 
 EMPTY = GrowthReport(1.0, 0.0, 0.0, False, [], 0)
 
@@ -31,15 +29,6 @@ def rolled_back():
             lambda *args: [s * (-1) ** i for i, s in enumerate(step_factors(*args))],
         )
         return Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, layers=[1])).grow(lm_batches(8))
-
-
-@pytest.fixture(scope="module")
-def history(grown, rolled_back):
-    """As Trainer keeps it: a growth at step 4 and one at step 8, and a loss that was not finite."""
-    losses = [{"step": step, "loss": 4.0 - step / 8 if step != 6 else float("nan")} for step in range(1, 12)]
-    evaluated = [{"step": step, "eval_loss": 4.1 - step / 8} for step in (0, 6, 11)]
-    growths = [{**report.figures(), "step": step, "epoch": 1.0} for report, step in ((grown, 4), (rolled_back, 8))]
-    return sorted([*losses, *evaluated, *growths], key=lambda entry: entry["step"])
 
 
 def join_lines(text: str) -> str:
@@ -105,38 +94,7 @@ def test_a_report_as_json(grown, rolled_back):
         assert [layer["width"] for layer in read_back["layers"]] == [list(layer.width) for layer in report.layers]
 
 
-def test_two_pictures_of_a_growth(grown, rolled_back, history):
-    (places,) = draw_growth([grown]).axes
-    assert places.get_title() == "Where it grew: share of the gain"
-    assert len(places.texts) == len(grown.layers)
-    places, loss = draw_growth([grown, rolled_back], history).axes
-    training, held_out, *growths = loss.lines
-    assert len(training.get_xdata()) == 10 and list(held_out.get_xdata()) == [0, 6, 11]  # one loss is not finite
-    assert training.get_xdata()[0] == 0.5  # the mean since the last one, drawn in the middle
-    assert [line.get_xdata()[0] for line in growths] == [4, 8]
-    assert len(draw_growth([grown], [{"step": 1, "loss": 3.0}]).axes) == 2  # of a loop of one's own
-    assert draw_growth([EMPTY]).axes == []
-
-
-def test_the_picture_of_several_growths_adds_their_gains_by_layer(grown):
-    """Each layer that was looked at has a row: of 4 and 7 alone, the second is that of layer 7."""
-    layers = [replace(grown.layers[0], layer=layer, gain=gain, step_size=1.0) for layer, gain in ((4, 0.1), (7, 0.3))]
-    first, second = replace(grown, layers=layers), replace(grown, layers=layers[:1])
-    for reports, shares in (([first], ["25%", "75%"]), ([first, second], ["40%", "60%"])):
-        (places,) = draw_growth(reports).axes
-        assert [(text.get_position()[1], text.get_text()) for text in places.texts] == [*enumerate(shares)]
-        assert [label.get_text() for label in places.get_yticklabels()] == ["4", "7"]
-
-
 def test_in_a_notebook(grown, monkeypatch):
     expected = str(grown)
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert str(grown) == repr(grown) == expected
-
-
-def test_without_matplotlib(grown, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        draw_growth([grown])

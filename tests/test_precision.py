@@ -8,7 +8,7 @@ from families import add_dims, build, lm_batches
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
 
-CONFIG = GrowthConfig(qk_dims=4, v_dims=4, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=4, v_dims=4)
 FAMILIES = ["llama-2", "gpt2-2"]
 
 

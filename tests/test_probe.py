@@ -69,8 +69,8 @@ def cut(cross, bottleneck):
     return cross[:, : stacked.shape[1], : shared.shape[1]]
 
 
-def measured(model, batches, ridge=0.05, kinds=(QK, V)):
-    return compute_moments(Objective(model), attentions(model), list(kinds), batches, ridge)
+def measured(model, batches, kinds=(QK, V)):
+    return compute_moments(Objective(model), attentions(model), list(kinds), batches)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_directions_are_those_of_the_whitened_gradient(variant):
     model = patch_model(build(variant))
     with evaluation_mode(model):
         bottlenecks, losses = measured(model, batches)
-        found = sketched_directions(Objective(model), bottlenecks, halves, dims=64, oversampling=0, seed=0)
+        found = sketched_directions(Objective(model), bottlenecks, halves, dims=64, seed=0)
     assert losses == pytest.approx([model(**b).loss.item() for b in batches], rel=1e-6)
     for bottleneck, own in zip(bottlenecks, found):
         layer = attentions(model).index(bottleneck.attention)
@@ -178,7 +178,7 @@ def test_cross_attention_has_a_moment_for_either_input():
     cross.module.register_forward_hook(record)
     batches = [{**encoded, "labels": tokens(seed=4)}]
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), [cross], [QK, V], batches, 0.05)
+        bottlenecks, _ = compute_moments(Objective(model), [cross], [QK, V], batches)
         sources = model.model.encoder(**encoded).last_hidden_state
 
     def root(inputs, mask):
@@ -210,9 +210,7 @@ def test_sketch_keeps_the_gain(name, every, old_dims_train):
         bottlenecks = [replace(bottleneck, old_dims_train=old_dims_train) for bottleneck in bottlenecks]
         exact = exact_directions(Objective(model), bottlenecks, halves, dims=16)
         for dims in every:
-            sketched = sketched_directions(
-                Objective(model), bottlenecks, halves, dims, GrowthConfig.oversampling, seed=dims
-            )
+            sketched = sketched_directions(Objective(model), bottlenecks, halves, dims, seed=dims)
             for kind in (QK, V):
                 pairs = [(s, e) for s, e in zip(sketched, exact) if s.bottleneck.kind is kind]
                 kept = torch.cat([s.sigma.square().sum(-1) / e.sigma[:, :dims].square().sum(-1) for s, e in pairs])
@@ -232,9 +230,9 @@ def test_beside_old_dims_that_train_new_ones_leave_out_what_those_can_follow():
     model, batches = patch_model(build("llama-5-bias")), lm_batches(4)
     with evaluation_mode(model):
         bottlenecks, _ = measured(model, batches)
-        beyond = sketched_directions(Objective(model), bottlenecks, halves_of(batches), 4, oversampling=8, seed=0)
+        beyond = sketched_directions(Objective(model), bottlenecks, halves_of(batches), 4, seed=0)
         frozen = [replace(bottleneck, old_dims_train=False) for bottleneck in bottlenecks]
-        alone = sketched_directions(Objective(model), frozen, halves_of(batches), 4, oversampling=8, seed=0)
+        alone = sketched_directions(Objective(model), frozen, halves_of(batches), 4, seed=0)
     for bottleneck, one, other in zip(bottlenecks, beyond, alone):
         assert one.out_of_reach == other.out_of_reach
         if bottleneck.kind is QK:  # they rotate, and take the whole gradient
@@ -251,7 +249,7 @@ def test_sketched_gain_is_what_the_exact_gradient_gives_its_directions():
     expected = crosses(patch_model(build("llama-5-bias")), batches)
     with evaluation_mode(model):
         bottlenecks, _ = measured(model, batches)
-        sketched = sketched_directions(Objective(model), bottlenecks, halves_of(batches), 4, oversampling=4, seed=0)
+        sketched = sketched_directions(Objective(model), bottlenecks, halves_of(batches), 4, seed=0)
     for found in sketched:
         bottleneck = found.bottleneck
         layer = attentions(model).index(bottleneck.attention)
@@ -309,7 +307,7 @@ def test_nothing_is_disturbed(variant, fails):
     try:
         with evaluation_mode(model):
             bottlenecks, _ = measured(model, batches[:1])
-            sketched_directions(Objective(model), bottlenecks, (batches[:1], batches[1:]), 2, oversampling=2, seed=0)
+            sketched_directions(Objective(model), bottlenecks, (batches[:1], batches[1:]), 2, seed=0)
         assert not fails
     except IndexError:
         assert fails
@@ -355,7 +353,7 @@ def test_halves_of_unequal_size_weigh_as_many_batches_as_they_hold():
     model, dims = patch_model(build("llama-2")), 8
     batches = lm_batches(3)
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches, ridge=0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches)
         for bottleneck in bottlenecks:
             bottleneck.old_dims_train = False
         found = exact_directions(Objective(model), bottlenecks, halves_of(batches), dims)
@@ -377,10 +375,10 @@ def test_a_half_chooses_its_columns_without_the_other(monkeypatch):
 
     monkeypatch.setattr(directions, "_solve_directions", noting)
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches, ridge=0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK, V], batches)
         for halves in ((batches[:2], batches[2:]), (batches[:2], others), (others, batches[2:])):
             seen.append([])
-            sketched_directions(Objective(model), bottlenecks, halves, dims=4, oversampling=4, seed=0)
+            sketched_directions(Objective(model), bottlenecks, halves, dims=4, seed=0)
     for usual, other_second, other_first in zip(*seen):
         # fp32: kernels may sum the same columns in another order.
         torch.testing.assert_close(usual[0], other_second[0], rtol=1e-3, atol=1e-3)
@@ -391,7 +389,7 @@ def test_a_half_chooses_its_columns_without_the_other(monkeypatch):
 
 def test_a_sketch_without_more_columns_than_dims_finds_as_many():
     model = patch_model(build("llama-2"))
-    report = Grower(model, GrowthConfig(qk_dims=8, oversampling=0)).find(lm_batches(4)).keep()
+    report = Grower(model, GrowthConfig(qk_dims=8)).find(lm_batches(4)).keep()
     assert report.kept and attentions(model)[0].width_of("query") == 16 + 8
 
 
@@ -403,7 +401,7 @@ def test_padding_does_not_count_in_the_size_of_outputs():
     for attention in attentions(model):
         attention.module.register_forward_hook(lambda module, args, output: outputs.update({module: output[0]}))
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [V], [batch], ridge=0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [V], [batch])
     counted = batch["attention_mask"].bool()
     for bottleneck in bottlenecks:
         size = outputs[bottleneck.attention.module][counted].square().sum(-1).mean().sqrt()

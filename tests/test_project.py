@@ -90,5 +90,5 @@ def test_the_command_lines_of_the_readme_are_true(tmp_path, monkeypatch):
             monkeypatch.setattr("sys.argv", [command, *words, *CHANGED.get(command, [])])
             runpy.run_path(command, run_name="__main__")
         seen.append(command)
-    assert {"inspect", "measure", "race", "export", "scripts/finetune.py"} <= {*seen}
+    assert {"measure", "race", "export", "scripts/finetune.py"} <= {*seen}
     assert (tmp_path / "stock" / "config.json").exists()

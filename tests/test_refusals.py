@@ -148,16 +148,6 @@ def with_loss(loss):
     return lambda given: Grower(given.patched(), GrowthConfig(qk_dims=4), loss=loss).find(lm_batches(2))
 
 
-def limited(limit, value, layers=None, added=0):
-    def call(given):
-        model = given.patched()
-        if added:
-            add_dims(attentions(model)[0], added, added)
-        Grower(given.watch(model), GrowthConfig(**{limit: value, "budget": 0.1, "layers": layers}))
-
-    return call
-
-
 def callback(given):
     rows = [{"input_ids": row, "labels": row} for row in tokens(8)]
     options = dict(max_steps=4, use_cpu=True, report_to="none", save_strategy="no", per_device_train_batch_size=2)
@@ -283,11 +273,6 @@ REFUSED = {
     "fewer dims": (config(qk_dims=-2), ValueError, "qk_dims must be a whole number"),
     "half a dim": (config(qk_dims=2.5), ValueError, "qk_dims must be a whole number"),
     "dims as a flag": (config(qk_dims=True), ValueError, "qk_dims must be a whole number"),
-    "no ridge": (config(qk_dims=2, ridge=0.0), ValueError, "ridge must be positive"),
-    "a ridge of nan": (config(qk_dims=2, ridge=float("nan")), ValueError, "ridge must be positive"),
-    "an endless ridge": (config(qk_dims=1, ridge=float("inf")), ValueError, "ridge must be positive"),
-    "a ridge as a text": (config(qk_dims=1, ridge="a"), ValueError, "ridge must be positive"),
-    "oversampling": (config(qk_dims=2, oversampling=-1), ValueError, "oversampling must be"),
     "no layers": (config(qk_dims=2, layers=[]), ValueError, "layers must be an index, a list"),
     "layers as a text": (config(qk_dims=1, layers="01"), ValueError, "layers must be an index, a list"),
     "a seed as a text": (config(qk_dims=1, seed="x"), ValueError, "seed must be a whole number"),
@@ -299,11 +284,6 @@ REFUSED = {
     "a budget one too small": (find(ROWS, budget=DIM - 1), ValueError, "287 weights buy nothing"),
     "a share too small": (find(ROWS, budget=0.001), ValueError, "46 weights buy nothing"),
     "a budget of a callback": (callback, ValueError, "5 weights buy nothing"),
-    **{
-        f"{limit} below the width": (limited(limit, 15), ValueError, rf"{limit}=15 is below.*less than 16.*at least 17")
-        for limit in ("max_qk_head_dim", "max_v_head_dim")
-    },
-    "a limit below a chosen layer": (limited("max_v_head_dim", 18, [0], 4), ValueError, "no layer has less than 20"),
 }
 
 

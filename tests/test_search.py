@@ -16,7 +16,7 @@ from hf_growattn.grow import growth, trial
 from hf_growattn.measure import directions
 from hf_growattn.measure.bottlenecks import KINDS
 
-CONFIGS = [GrowthConfig(budget=0.05, oversampling=4), GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)]
+CONFIGS = [GrowthConfig(budget=0.05), GrowthConfig(qk_dims=2, v_dims=2)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["budget", "fixed"])

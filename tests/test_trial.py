@@ -70,7 +70,7 @@ def test_the_directions_of_either_half_are_judged_on_the_other(monkeypatch):
 
     monkeypatch.setattr(Trial, "set_steps", set_steps)
     with evaluation_mode(model):
-        bottlenecks, losses = compute_moments(Objective(model), attentions(model), [QK], batches, 0.05)
+        bottlenecks, losses = compute_moments(Objective(model), attentions(model), [QK], batches)
         halves.note_losses(losses)
         directions = exact_directions(Objective(model), bottlenecks, halves.halves, dims=2)
         trial, search = Trial(all_candidates(GrowthConfig(qk_dims=2), directions)), StepSearch(Objective(model), halves)

@@ -16,7 +16,7 @@ from hf_growattn.growable.growths import extra_parameters
 from hf_growattn.measure.passes import HalvedBatches
 from hf_growattn.report import words
 
-CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
 
 
 def small_llama(seed: int, **config):

@@ -33,7 +33,7 @@ from hf_growattn import Grower, GrowthCallback, GrowthConfig, load_growth, patch
 from hf_growattn.growable.growths import is_grown
 
 STEPS, GROWTHS, ACCUMULATION, BATCH, GROWTH_BATCHES = 12, (4, 8), 2, 8, 3
-CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
 
 
 class Rows(Dataset):

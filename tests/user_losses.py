@@ -22,7 +22,7 @@ from transformers import AutoModel, Trainer, TrainingArguments, set_seed
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
 
-CONFIG = GrowthConfig(qk_dims=2, v_dims=2, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
 ROUNDING = 2e-6  # of the loss: fp32, whose sums run over other batch sizes or in another order
 QUIET = dict(
     max_steps=6, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=3, use_cpu=True, report_to="none",

@@ -1,4 +1,4 @@
-"""The command line `growattn`: look at a model, measure it on data, write it for others.
+"""The command line `growattn`: measure a model on data, race, write a model for others.
 
 The docstrings of the `run_` functions are the help of their commands. Each imports what it needs itself, so that help
 is shown without torch.
@@ -66,21 +66,6 @@ def _format_race(recipe: Any) -> str:
     return shlex.join(["growattn", "race", recipe.model_name, *recipe.datasets, "-o", "DIR", *options])
 
 
-def run_inspect(options: argparse.Namespace) -> Result:
-    """Show how wide the heads are, and how much of that they use.
-
-    The effective rank counts the directions that a head uses; it is at most the width.
-    """
-    from ..growable.models import patch_model
-    from ..interop.checkpoints import load_model
-    from .inspection import format_inspection, inspect_model
-
-    model: Any = patch_model(load_model(options.model))
-    figures = inspect_model(model)
-    text = format_inspection(figures)
-    return Result(figures, f"{text}Does that hold the model back on your data? growattn measure {options.model} DATA")
-
-
 def run_measure(recipe: Any) -> Result:
     """Measure where width holds the model back on your data.
 
@@ -142,7 +127,6 @@ def run_export(options: argparse.Namespace) -> Result:
 
 
 COMMANDS: dict[str, Callable[[Any], Result]] = {
-    "inspect": run_inspect,
     "measure": run_measure,
     "race": run_race,
     "export": run_export,

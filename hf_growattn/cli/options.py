@@ -74,7 +74,6 @@ class OutputOptions:
 
 # What a command takes: names, then groups of options, of which the last one is parsed along with TRL's for data.
 OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
-    "inspect": (("MODEL",), ()),
     "measure": (("MODEL", DATA), (GrowthOptions,)),
     "race": (("MODEL", DATA), (OutputOptions, RaceOptions)),
     "export": (("FOLDER",), (OutputOptions,)),

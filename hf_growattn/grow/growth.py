@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..growable.attention import GrowableAttention, attentions
+from ..growable.attention import GrowableAttention
 from ..growable.growths import check_saving, growable_model, growths_of, leave_checkpoint, next_name, replace_growths
 from ..growable.training_state import (
     all_reduce_sum,
@@ -40,7 +40,6 @@ from ..report.report import GrowthReport
 from .plan import (
     GrowthConfig,
     all_candidates,
-    check_room,
     dims_worth_a_look,
     growth_report,
     layers_to_grow,
@@ -171,8 +170,7 @@ class Grower:
     FSDP2, where the ranks run the model together, only a loss that is not finite is.
 
     Raises:
-        ValueError: the model is not patched, model or optimizer are sharded in other ways, adapters add prompts, or no
-            layer is as narrow as the config's limits.
+        ValueError: the model is not patched, model or optimizer are sharded in other ways, or adapters add prompts.
     """
 
     def __init__(self, model: nn.Module, config: GrowthConfig, optimizer=None, loss=None):
@@ -184,7 +182,6 @@ class Grower:
         self.optimizers = bare_optimizers(optimizer)
         self.model, self.wrapped, self.loss = model_to_grow(model), model, loss
         refuse_sharded(model, self.optimizers, but_fsdp2=True)
-        check_room(config, attentions(self.model))
         self.config = config
 
     def find(self, batches: Iterable) -> Growth:
@@ -282,9 +279,7 @@ class Grower:
     def _measure_directions(self, session: Session) -> list[Directions]:
         """Note the losses of the batches, and return the best directions of every bottleneck that the loss runs."""
         config, batches = self.config, session.batches
-        bottlenecks, losses = compute_moments(
-            session.objective, session.layers, config.chosen_kinds, batches.as_given, config.ridge
-        )
+        bottlenecks, losses = compute_moments(session.objective, session.layers, config.chosen_kinds, batches.as_given)
         batches.note_losses(losses)
         if not bottlenecks:
             raise ValueError("The loss runs none of the attention modules that shall grow: choose other layers.")
@@ -303,7 +298,7 @@ class Grower:
         dims = max(config.most_dims(bottleneck.attention, bottleneck.kind) for bottleneck in bottlenecks)
         if config.budget is not None:
             dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
-        return sketched_directions(objective, bottlenecks, halves, dims, config.oversampling, config.seed)
+        return sketched_directions(objective, bottlenecks, halves, dims, config.seed)
 
     def _choose_candidates(self, session: Session, directions: list[Directions]) -> list[Candidate]:
         """Choose the dims of each bottleneck: those of the config, or what a budget buys at the prices of a trial."""

@@ -14,7 +14,7 @@ from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import cache_bytes, growable_model
 from ..growable.training_state import is_distributed
 from ..measure import functional as F
-from ..measure.bottlenecks import KINDS, QK, Kind
+from ..measure.bottlenecks import KINDS, Kind
 from ..measure.directions import Directions
 from ..measure.passes import input_embeddings
 from ..report.report import GrowthReport, LayerGrowth
@@ -93,7 +93,6 @@ class GrowthConfig(AddedDims):
 
     Attributes:
         qk_dims, v_dims, budget, kinds, layers: see `AddedDims`, also for errors.
-        max_qk_head_dim, max_v_head_dim: widths that growth does not exceed; None means the size of the input.
         multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
         method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
             factors of the product after a step of both, for position-free heads.
@@ -102,31 +101,22 @@ class GrowthConfig(AddedDims):
         old_dims_train: that training will move the old dims too, itself or by adapters, so that new ones need not do
             what those can; False where the new dims train alone. None for what `requires_grad` says of each layer and
             kind.
-        ridge: fraction of the mean eigenvalue of the inputs' second moment that is added before whitening.
-        oversampling: probe dims beyond the wanted ones in the sketch, half of them for either half of the batches.
         seed: of the sketch's random inputs.
     """
 
-    max_qk_head_dim: int | None = None
-    max_v_head_dim: int | None = None
     multiple_of: int = 1
     method: str = "append"
     update_existing: bool = False
     old_dims_train: bool | None = None
-    ridge: float = 0.05
-    oversampling: int = 32
     seed: int = 0
 
     def __post_init__(self):
         super().__post_init__()
-        limits = {name: 1 for name in ("max_qk_head_dim", "max_v_head_dim") if getattr(self, name) is not None}
-        check_numbers(self, oversampling=0, multiple_of=1, seed=-(2**63), **limits)
+        check_numbers(self, multiple_of=1, seed=-(2**63))
         if self.method not in ("append", "refactor"):
             raise ValueError(f"method must be one of append, refactor; got {self.method!r}.")
         if self.update_existing and self.old_dims_train is False:
             raise ValueError("update_existing=True moves the old dims, and old_dims_train=False keeps them. Drop one.")
-        if not (isinstance(self.ridge, (int, float)) and 0 < self.ridge < math.inf):
-            raise ValueError(f"ridge must be positive, such as 0.05; got {self.ridge!r}.")
 
     @property
     def moves_old_dims(self) -> bool:
@@ -136,9 +126,7 @@ class GrowthConfig(AddedDims):
     def most_dims(self, attention: GrowableAttention, kind: Kind) -> int:
         """The largest number of dims that this growth may add to one kind of a layer."""
         width = attention.width_of(kind.shared)
-        limit = self.max_qk_head_dim if kind is QK else self.max_v_head_dim
-        # Beyond hidden_size the product gains no rank.
-        room = max(min(limit or attention.shape.in_features, attention.shape.in_features) - width, 0)
+        room = max(attention.shape.in_features - width, 0)  # beyond, the product gains no rank
         wanted = getattr(self, kind.width) if self.budget is None else _CANDIDATES
         wanted += -(width + wanted) % self.multiple_of if wanted else 0
         if wanted <= room:
@@ -202,25 +190,16 @@ def check_affordable(bought: int, cheapest: int, parameters: int) -> None:
         )
 
 
-def check_room(config: GrowthConfig, layers: Iterable[GrowableAttention]) -> None:
-    """Raise a ValueError if the layers that may grow are as wide as a config's limits, or as their input."""
-    indices = config.chosen_layers
-    chosen = [layer for layer in layers if indices is None or layer.layer in indices]
-    for name, role in (("qk", "key"), ("v", "value")):
-        limit, dims = getattr(config, f"max_{name}_head_dim"), getattr(config, f"{name}_dims")
-        width = min((layer.width_of(role) for layer in chosen), default=0)
-        if limit is not None and limit < width:
+def _check_room(config: GrowthConfig, layer: GrowableAttention) -> None:
+    """Raise a ValueError if fixed dims would make a layer's heads wider than their input."""
+    for kind in KINDS.values():
+        width, dims = layer.width_of(kind.shared), getattr(config, kind.width)
+        if dims and width + dims > layer.shape.in_features:
             raise ValueError(
-                f"max_{name}_head_dim={limit} is below the present width: no layer has less than {width}. The limit is "
-                f"for the whole width of a head, not for what is added: choose at least {width + 1}, or leave it out."
+                f"Layer {layer.layer} has {kind.name}_head_dim={width}; {dims} more would exceed the input's "
+                f"{layer.shape.in_features} features, beyond which a head gains no rank. Choose fewer {kind.width}, or "
+                "other layers."
             )
-        for layer in chosen if limit is None and dims else ():
-            if layer.width_of(role) + dims > layer.shape.in_features:
-                raise ValueError(
-                    f"Layer {layer.layer} has {name}_head_dim={layer.width_of(role)}; {dims} more would exceed the "
-                    f"input's {layer.shape.in_features} features, beyond which a head gains no rank. Choose fewer "
-                    f"{name}_dims, set max_{name}_head_dim, or choose other layers."
-                )
 
 
 def model_to_grow(model: nn.Module) -> PreTrainedModel:
@@ -251,6 +230,7 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
         raise ValueError("Growth needs gradients: call it outside torch.inference_mode().")
     chosen = layers_of(model, config.chosen_layers)
     for attention in chosen:
+        _check_room(config, attention)
         for name, parameter in attention.module.named_parameters():
             # Old weights of an offloaded module come from elsewhere for each call.
             owner = attention.module.get_submodule(name.rpartition(".")[0])
@@ -261,7 +241,6 @@ def layers_to_grow(model: PreTrainedModel, config: GrowthConfig) -> list[Growabl
                     f"{name} of layer {attention.layer} {state}: load the model onto a real device, and outside of "
                     "inference_mode."
                 )
-    check_room(config, chosen)
     if config.budget is not None:
         costs = [parameters_of_a_dim(attention, kind) for attention in chosen for kind in config.chosen_kinds]
         weights = model.num_parameters()

@@ -1,7 +1,6 @@
 """Model cards of grown models."""
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -15,11 +14,9 @@ from ..growable.folders import replacing
 from ..growable.growths import check_kind, is_grown, origin_of
 from ..model.compat import model_class_names
 from ..model.configuration import PREFIX
-from ..report.pictures import draw_growth, read_losses
 from ..report.report import GrowthReport
 from ..report.words import format_width, summary_of
 
-CARD, PICTURE = "README.md", "growth.png"
 TASKS = {  # the Hub's name of the task, by the Auto class, in the order in which a model class is looked for
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
@@ -51,10 +48,9 @@ def write_card(
     reports: Iterable[GrowthReport] = (),
     base_model: str = "",
     dataset: str = "",
-    log_history: Iterable[dict] = (),
     repo_id: str = "you/your-model",
 ) -> None:
-    """Write the model card of a grown model, `README.md`, and where matplotlib is installed `growth.png`.
+    """Write the model card of a grown model, `README.md`.
 
     `hf upload you/your-model FOLDER` pushes a folder with its card. `model.push_to_hub` pushes the model alone: the
     card in the repository stays.
@@ -65,7 +61,6 @@ def write_card(
         reports: of its growths, as `Grower.grow` returned them.
         base_model: Hub id of the model that grew; by default what the model came from.
         dataset: Hub id of the data.
-        log_history: `trainer.state.log_history` of the training.
         repo_id: Hub id of the model, by which the card says how to load it.
 
     Raises:
@@ -77,12 +72,8 @@ def write_card(
             f"This {type(model).__name__} has not grown, and the card would say that it has. Grow it first, or write a "
             "card with huggingface_hub.ModelCard."
         )
-    reports, log_history = list(reports), list(log_history)
     base, dataset = (name if _is_hub_id(name) else "" for name in (base_model or origin_of(model), dataset))
     auto_class, task = task_of(type(model).__name__)
-    steps = {entry["growth_loss_before"]: entry["step"] for entry in log_history if "growth_loss_before" in entry}
-    held_out = read_losses(log_history, "eval_loss")
-    has_picture = any(report.kept for report in reports) and find_spec("matplotlib") is not None
     data = ModelCardData(
         base_model=base or None,
         library_name="transformers",
@@ -102,14 +93,10 @@ def write_card(
             [format_width((each.stock_width_of(role), each.width_of(role))) for role in ("key", "value")]
             for each in attentions(model)
         ],
-        growths=[(steps.get(report.loss_before), summary_of(report)) for report in reports],
-        losses=held_out[:1] + held_out[1:][-1:],
-        picture=PICTURE if has_picture else None,
+        growths=[summary_of(report) for report in reports],
     )
     with replacing(Path(folder).resolve()) as partial:
-        card.save(partial / CARD)
-        if has_picture:
-            draw_growth(reports, log_history).savefig(partial / PICTURE, dpi=110)
+        card.save(partial / "README.md")
 
 
 def _is_hub_id(name: str) -> bool:

@@ -15,7 +15,7 @@ from ..growable.folders import replacing
 from ..growable.growths import cache_bytes, is_grown
 from ..growable.models import GrowableModelMixin
 from ..growable.training_state import refuse_meta, refuse_sharded
-from .stock import fresh_rotary, padded_width, stock_model
+from .stock import fresh_rotary, stock_model
 
 # Largest difference of the logits, over the largest logit, that is never questioned; and how many times the rounding
 # of the exported model itself is not: two models that compute the same round apart.
@@ -61,8 +61,9 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
     it takes its place at `directory`. The model stays as it is. Of several processes, call it in one.
 
     All heads become as wide as the widest, rounded up to a multiple of 8 for flash kernels; the report gives the bytes
-    of the KV cache that this costs. A grown model may rotate by frequencies of type "default" or "llama3".
-    transformers 4 reads the same rotation, except in Gemma 3.
+    of the KV cache that this costs. A grown model may rotate by frequencies of type "default" or "llama3", which
+    transformers 4 reads, too. Families that normalize queries or keys, or rotate a part of each head, have no stock
+    form once their heads are wider.
 
     Args:
         model: a patched model, with any head; adapters merged.
@@ -92,24 +93,18 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
         parameters = model.num_parameters(), stock.num_parameters()
+        cached, width = (cache_bytes(model), cache_bytes(stock)), attentions(stock)[0].shape.qk_head_dim
         del stock  # what is new in it makes room for what is reloaded
         difference = _verify(model, stock_class, partial)
-    width, caches = padded_width(model), [attention for attention in attentions(model) if attention.caches]
-    numbers = 2 * width * sum(attention.shape.num_key_value_heads for attention in caches)
-    before = cache_bytes(model)  # which stays what it is where nothing grew
-    cached = before, numbers * next(model.parameters()).element_size() if is_grown(model) else before
     return ExportReport(directory, stock_class.config_class.model_type, width, difference, cached, parameters)
 
 
 def _add_older_names(file: Path) -> None:
     """Repeat the rotation under the names of transformers 4, whose readers would silently take the default one."""
     config = json.loads(file.read_text())
-    rope = config.get("rope_parameters") or {}
-    if "rope_type" in rope:  # one for each type of layer has no name there
-        for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
-            config[name] = rope[name]
-        if rope["rope_type"] != "default":
-            config["rope_scaling"] = rope
+    rope = config.get("rope_parameters")
+    if rope:
+        config |= {"rope_theta": rope["rope_theta"], "rope_scaling": rope}
         if rope["rope_type"] == "longrope":
             config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

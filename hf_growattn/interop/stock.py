@@ -8,12 +8,11 @@ with frequency zero; and queries carry `s / s'`, the scale over the one that the
 import contextlib
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import is_grown
@@ -26,22 +25,12 @@ ROPE_TYPES = "default", "llama3"  # that a grown model may have
 ZERO_TO_ALL = 1e-6  # weights of padded dims: no logit shows them, and DoRA divides by the norm of each row
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotation of the exported heads: config parameters, and where each old dim goes."""
-
-    parameters: dict
-    places: Tensor
-
-
 @torch.no_grad()
 def stock_model(model: PreTrainedModel) -> PreTrainedModel:
     """Build the stock model. Tensors that need not change are the model's own ones, and new ones lie on the CPU."""
-    stock, ropes = empty_stock(model)
-    layer_types = getattr(model.config, "layer_types", None)
+    stock, places = _empty_stock(model)
     for source, target in zip(attentions(model), attentions(stock)) if is_grown(model) else ():
-        kind = layer_types[source.layer] if layer_types else None
-        _write_attention(source, target, ropes.get(kind, ropes.get(None)) if source.rotate else None)
+        _write_attention(source, target, places)
     unpatch_model(stock)
 
     names = stock.state_dict()
@@ -64,8 +53,8 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
     return stock
 
 
-def empty_stock(model: Any) -> tuple[PreTrainedModel, dict[str | None, Rope]]:
-    """The stock model, patched and on the meta device, and how its heads rotate, by layer type if that matters."""
+def _empty_stock(model: Any) -> tuple[PreTrainedModel, Tensor]:
+    """The stock model, patched and on the meta device, and where it has the dims of a query or key."""
     for name, module in model.named_modules():
         problem = quantization(module)
         if problem:
@@ -74,20 +63,18 @@ def empty_stock(model: Any) -> tuple[PreTrainedModel, dict[str | None, Rope]]:
     ours = ("model_type", "growable_submodels", "extra_dims", "architectures")
     fields = stock_class.config_class.to_dict(model.config)
     values = {name: value for name, value in fields.items() if name not in ours}
+    width = _padded_width(model)
+    places = torch.arange(width)
     if not is_grown(model):
-        return _build(stock_class, values), {}
-    reason = _why_not_exportable(model)
+        return _build(stock_class, values), places
+    reason = _why_not_exportable(model, width)
     if reason is None:
-        values["head_dim"] = width = padded_width(model)
         with contextlib.suppress(Exception):  # a config that refuses this width or this rotation
-            ropes = _ropes(model, width)
-            if ropes:
-                written = _rope_parameters(model.config) | {kind: rope.parameters for kind, rope in ropes.items()}
-                values["rope_parameters"] = written.get(None, written)
-                values.pop("partial_rotary_factor", None)
-            stock = _build(stock_class, values)
+            if values.get("rope_parameters"):
+                values["rope_parameters"], places = _rope(model, width)
+            stock = _build(stock_class, values | {"head_dim": width})
             if all(attention.shape.qk_head_dim == width for attention in attentions(stock)):
-                return stock, ropes
+                return stock, places
         reason = "its config takes no other width of heads"
     raise ValueError(
         f"This grown {stock_class.config_class.model_type} model has no exact stock form: {reason}. Save it as it is, "
@@ -100,26 +87,30 @@ def _build(stock_class: Any, values: dict) -> PreTrainedModel:
         return patch_model(stock_class(stock_class.config_class(**values)))
 
 
-def padded_width(model: PreTrainedModel) -> int:
-    """The width of all heads of the stock model: of the widest one, in a grown model rounded up for flash kernels."""
+def _padded_width(model: PreTrainedModel) -> int:
+    """The width of all heads of the stock model: of the widest one, rounded up for flash kernels."""
     widest = max(attention.width_of(role) for attention in attentions(model) for role in ("key", "value"))
-    return widest + -widest % MULTIPLE if is_grown(model) else widest
+    return widest + -widest % MULTIPLE
 
 
-def _why_not_exportable(model: PreTrainedModel) -> str | None:
-    """What keeps a grown model from having a stock form; None where nothing is known to."""
+def _why_not_exportable(model: PreTrainedModel, width: int) -> str | None:
+    """What keeps a grown model from having a stock form with heads of a width; None where nothing is known to."""
     for attention in attentions(model):
         for role in ROLES:
             if reason := attention.why_unreadable(role):
                 return reason
-        if _norms(attention) and attention.width_of("query") > attention.shape.qk_head_dim:
-            return "its norm of queries or keys runs over all dims, and the new ones are outside the norm"
+        if attention.normalizes and attention.shape.qk_head_dim != width:
+            return "it normalizes queries or keys over all dims of a head, new and padded ones too"
         if attention.rotate is not None and not _rotates_halves(attention):
             return "its stock class rotates neighbouring dims in pairs"
-    for parameters in _rope_parameters(model.config).values():
-        if parameters["rope_type"] not in ROPE_TYPES:
-            return f"it rotates by frequencies of type {parameters['rope_type']}"
-    return None
+    parameters = getattr(model.config, "rope_parameters", None)
+    if not parameters:
+        return None
+    if "rope_type" not in parameters:
+        return "it rotates each type of layer in a way of its own"
+    if parameters["rope_type"] not in ROPE_TYPES:
+        return f"it rotates by frequencies of type {parameters['rope_type']}"
+    return "it rotates only a part of each head" if parameters.get("partial_rotary_factor", 1.0) != 1.0 else None
 
 
 def _rotates_halves(attention: GrowableAttention) -> bool:
@@ -130,26 +121,12 @@ def _rotates_halves(attention: GrowableAttention) -> bool:
     return bool(attention.rotate(half, half, *quarter_turn)[0][..., 2] == 1.0)
 
 
-def _rope_parameters(config: PreTrainedConfig) -> dict[str | None, dict]:
-    """How a config says that heads rotate, by layer type; by None where all layers share it."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return {None: parameters} if "rope_type" in parameters else parameters
-
-
-def _ropes(model: PreTrainedModel, width: int) -> dict[str | None, Rope]:
-    """The exported rotation, by layer type as `_rope_parameters`."""
-    used = {None, *(getattr(model.config, "layer_types", None) or ())}  # a short model may lack a type
-    parameters = {kind: of for kind, of in _rope_parameters(model.config).items() if kind in used}
-    rotaries = [module.rotary_emb for module in model.modules() if hasattr(module, "rotary_emb")]
-    return {kind: _rope(fresh_rotary(rotaries[0]), kind, of, width) for kind, of in parameters.items()}
-
-
-def fresh_rotary(rotary) -> nn.Module:
+def fresh_rotary(rotary) -> Any:
     """A rotary embedding as loading would build it: the live one follows the lengths it met, and `model.to(dtype)`."""
     return type(rotary)(copy.deepcopy(rotary.config))
 
 
-def _rope(rotary, layer_type: str | None, parameters: dict, width: int) -> Rope:
+def _rope(model: PreTrainedModel, width: int) -> tuple[dict, Tensor]:
     """Let the dims that rotate do so as before, among `width` ones, and all others stand still.
 
     Stock rotation pairs dim `i` with `i + width / 2`. Default frequencies `theta^(-2 i / d)` are continued to the wider
@@ -158,18 +135,16 @@ def _rope(rotary, layer_type: str | None, parameters: dict, width: int) -> Rope:
     token. vLLM and llama.cpp read it by the same formula, the latter at 8192 positions only, hence that number. A
     model that is of type "llama3" itself needs that one `factor`: its frequencies are written out one by one, as the
     factors of "longrope" over `rope_theta` 1.
+
+    Returns:
+        The config's parameters, and the place of each dim of a query or key, (width,).
     """
-    prefix = f"{layer_type}_" if layer_type else ""
-    frequencies = getattr(rotary, f"{prefix}inv_freq").double()  # (rotated / 2,)
-    rotated, kind, theta = 2 * len(frequencies), parameters["rope_type"], parameters["rope_theta"]
-    places = torch.arange(width)
-    if "partial_rotary_factor" in (type(rotary.config)().rope_parameters or {}):  # of a family: the first dims rotate
-        # Readers cut `factor * width` down to a whole number.
-        exported = parameters | {"partial_rotary_factor": math.nextafter(rotated / width, 1)}
-        return Rope(exported, places)
+    rotary = fresh_rotary(next(module.rotary_emb for module in model.modules() if hasattr(module, "rotary_emb")))
+    frequencies, theta = rotary.inv_freq.double(), rotary.config.rope_parameters["rope_theta"]
+    rotated, places = 2 * len(frequencies), torch.arange(width)
     turning = places % (width // 2) < rotated // 2
     places = torch.cat((places[turning], places[~turning]))
-    if kind == "default":
+    if rotary.config.rope_parameters["rope_type"] == "default":
         longest, next_one = 2 * math.pi * theta ** ((rotated - 2) / rotated), 2 * math.pi * theta
         step = (next_one / longest) ** (1 / 3)
         exported = {
@@ -180,7 +155,7 @@ def _rope(rotary, layer_type: str | None, parameters: dict, width: int) -> Rope:
             "low_freq_factor": 8192 / (longest * step**2),
             "original_max_position_embeddings": 8192,
         }
-        return Rope(exported, places)
+        return exported, places
 
     factors = [1 / max(frequency, 1e-30) for frequency in frequencies.tolist()] + [1e30] * ((width - rotated) // 2)
     exported = {
@@ -192,34 +167,12 @@ def _rope(rotary, layer_type: str | None, parameters: dict, width: int) -> Rope:
         "attention_factor": 1.0,
         "original_max_position_embeddings": rotary.config.max_position_embeddings,
     }
-    return Rope(exported, places)
+    return exported, places
 
 
-def _norms(attention: GrowableAttention) -> dict[str, str]:
-    """By role, the attribute that holds the norm of queries or keys, where there is one."""
-    names = [name for name in attention.layout.norms if getattr(attention.module, name, None) is not None]
-    return {"query" if name.startswith("q") else "key": name for name in names}
-
-
-def _write_attention(source: GrowableAttention, target: GrowableAttention, rope: Rope | None) -> None:
+def _write_attention(source: GrowableAttention, target: GrowableAttention, places: Tensor) -> None:
     """Give the stock attention its weights: each role's, per head, at their places among zeros."""
-    width, old_width = target.shape.qk_head_dim, source.shape.qk_head_dim
-    dtype, exact = source.empty_like().dtype, torch.float64
-    dims = source.width_of("query")
-    places = torch.arange(dims) if rope is None else rope.places[:dims]
-    at = {"query": places, "key": places, "value": torch.arange(source.width_of("value"))}
-    factors = {"query": source.softmax_scale / target.softmax_scale}
-    if width > old_width:  # the mean square over padded dims is the old one once they are that much larger
-        growth = math.sqrt(width / old_width)
-        for role, name in _norms(source).items():
-            norm = getattr(source.module, name)
-            offset = round((norm(torch.ones_like(norm.weight)) - norm.weight).mean().item())  # 1 in Gemma 3
-            weight = norm.weight.cpu().double().unflatten(0, (-1, old_width)) + offset
-            new = torch.zeros(len(weight), width, dtype=dtype)
-            new[:, places] = (weight * factors.get(role, 1.0) / growth - offset).to(dtype)
-            getattr(target.module, name).weight = nn.Parameter(new.flatten(), False)
-            factors[role] = growth
-
+    dtype, features = source.empty_like().dtype, source.shape.in_features
     for role in ROLES:
         projection = target.projection_of(role)
         # A bias of the output is carried over whole; where the target alone has one, it is zero.
@@ -229,12 +182,15 @@ def _write_attention(source: GrowableAttention, target: GrowableAttention, rope:
             if written is not None and written.is_meta:
                 padding = ZERO_TO_ALL if name == "weight" and role != "output" else 0.0
                 setattr(projection, name, nn.Parameter(torch.full(written.shape, padding, dtype=dtype), False))
-    features = source.shape.in_features
-    for role, positions in at.items():
-        scaled = source.factors_of(role, exact, adapters=False).cpu() * factors.get(role, 1.0)
-        target.weight_of(role)[:, positions] = scaled[:, :features].transpose(1, 2).to(dtype)
+    for role in ROLES[:3]:
+        factors = source.factors_of(role, torch.float64, adapters=False).cpu()
+        if role == "query":
+            factors *= source.softmax_scale / target.softmax_scale
+        dims = factors.shape[-1]
+        at = torch.arange(dims) if role == "value" else places[:dims]
+        target.weight_of(role)[:, at] = factors[:, :features].transpose(1, 2).to(dtype)
         written = target.bias_of(role)
-        if scaled.shape[1] > features and written is not None:
-            written[:, positions] = scaled[:, features].to(dtype)
-    output = source.factors_of("output", exact, adapters=False).cpu().transpose(1, 2)
+        if factors.shape[1] > features and written is not None:
+            written[:, at] = factors[:, features].to(dtype)
+    output = source.factors_of("output", torch.float64, adapters=False).cpu().transpose(1, 2)
     target.weight_of("output")[:, : output.shape[1]] = output.to(dtype)

@@ -43,6 +43,7 @@ class Kind:
 QK = Kind("qk", "query", "key", "qk_dims")
 V = Kind("v", "output", "value", "v_dims")
 KINDS = {kind.name: kind for kind in (QK, V)}
+RIDGE = 0.05  # of the mean eigenvalue of the inputs' moments, added to each: those of real inputs are uneven
 
 
 def _spread_rows(matrix: Tensor) -> Tensor:
@@ -163,7 +164,6 @@ def compute_moments(
     attentions: list[GrowableAttention],
     kinds: list[Kind],
     batches: list,
-    ridge: float,
 ) -> tuple[list[Bottleneck], list[float]]:
     """Pool the second moments of every attention's input over all tokens that are not padding, in one forward pass.
 
@@ -175,7 +175,7 @@ def compute_moments(
     Cross-attention has two moments, that of the queries' input and that of what keys and values read.
 
     Padding is read from the two-dimensional "attention_mask" that the model is called with, or a decoder's
-    "encoder_attention_mask"; `ridge` is the fraction of the mean eigenvalue to add.
+    "encoder_attention_mask".
 
     Returns:
         One bottleneck for each layer and kind, in this order, of those layers that the loss runs, and the loss of each
@@ -189,7 +189,7 @@ def compute_moments(
     sums.sum_over_ranks()
     bottlenecks = []
     for attention in attentions:
-        roots_of = sums.pop_roots(attention, ridge)
+        roots_of = sums.pop_roots(attention)
         if roots_of is not None:
             bottlenecks += [Bottleneck(attention, kind, roots_of(kind)) for kind in kinds]
     return bottlenecks, losses
@@ -276,7 +276,7 @@ class _MomentSums:
             sum_over_ranks(*moments)
         sum_over_ranks(*self.outputs.values())
 
-    def pop_roots(self, attention: GrowableAttention, ridge: float) -> Callable[[Kind], Roots] | None:
+    def pop_roots(self, attention: GrowableAttention) -> Callable[[Kind], Roots] | None:
         """The roots of an attention's kinds; None for one that the loss does not run. Its sums are used up.
 
         In large models all layers' moments and roots do not fit into memory at once.
@@ -292,10 +292,10 @@ class _MomentSums:
             return None
         size = (self.outputs[attention] / count.to(self.outputs[attention])).sqrt()
         size = torch.where(size > 0, size, 1.0)  # a layer whose output weights are zero has no size of its own
-        inputs = sources = _roots_of(moment / count, ridge, size.dtype, self.spread)
+        inputs = sources = _roots_of(moment / count, size.dtype, self.spread)
         if attention in self.sources:
             moment = full_tensor(self.sources.pop(attention))
-            sources = _roots_of(moment / moment[-1, -1], ridge, size.dtype, self.spread)
+            sources = _roots_of(moment / moment[-1, -1], size.dtype, self.spread)
 
         def roots_of(kind: Kind) -> Roots:
             shared = sources(attention.features_of(kind.shared))
@@ -322,9 +322,9 @@ def _add_moment(total: Tensor, states: Tensor, mask: Tensor | None, counts: bool
     total += moment
 
 
-def _roots_of(moment: Tensor, ridge: float, dtype: torch.dtype, spread: bool) -> Callable[[int], list[Tensor]]:
+def _roots_of(moment: Tensor, dtype: torch.dtype, spread: bool) -> Callable[[int], list[Tensor]]:
     """A function that gives `R` and `R^-1` of the first features of an input, all or all but the constant."""
-    both = [root.to(dtype) for root in F.square_roots(F.ridged(moment, ridge))]
+    both = [root.to(dtype) for root in F.square_roots(F.ridged(moment, RIDGE))]
 
     @cache
     def roots(features: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a growth or a race found, as tables, a page and pictures.
+"""What a growth or a race found, as words and tables.
 
 May import `model`.
 """

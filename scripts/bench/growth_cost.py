@@ -49,7 +49,7 @@ class Setting:
         budget: share of the weights.
         frozen: whether the base does not train.
         first: passes of the sketch, each over one batch in so many, before that over all of them.
-        oversampling: of `GrowthConfig`.
+        oversampling: columns of the sketch beyond the dims.
     """
 
     model: str = ""
@@ -61,7 +61,7 @@ class Setting:
     budget: float = 0.025
     frozen: bool = False
     first: tuple[int, int] = directions.FIRST_PASSES
-    oversampling: int = GrowthConfig.oversampling
+    oversampling: int = directions.OVERSAMPLING
 
     @property
     def name(self) -> str:
@@ -123,7 +123,8 @@ def measure(setting: Setting, seed: int) -> dict:
     began = time.monotonic()
     directions.FIRST_PASSES = setting.first
     grown, optimizer, growing, fresh = prepare(setting, seed)
-    config = GrowthConfig(budget=setting.budget, old_dims_train=not setting.frozen, oversampling=setting.oversampling)
+    directions.OVERSAMPLING = setting.oversampling
+    config = GrowthConfig(budget=setting.budget, old_dims_train=not setting.frozen)
     steps = seconds_of_steps(grown, optimizer, growing)[1:]
     start = now()
     report = Grower(grown, config, optimizer).find(growing).keep()
@@ -242,7 +243,7 @@ def page_of(groups: dict[str, list[dict]]) -> page.Page:
             "in seconds of the processor); median (range) over the seeds. "
             "Memory is what torch allocates in a growth over that of a training step. The passes of a sketch "
             f"read one batch in {first}, one in {second} and all, unless the name says otherwise, with as many columns "
-            f"more than dims as its oversampling says, {GrowthConfig.oversampling} by default. A growth also reads all "
+            f"more than dims as its oversampling says, {Setting.oversampling} by default. A growth also reads all "
             "batches once for the moments and once for the check, and a few for the line search.\n\n"
             + page.table(LOSSES, losses)
         ),
