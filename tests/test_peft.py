@@ -8,8 +8,7 @@ import sys
 import pytest
 import torch
 from compared import column_basis, exact_directions
-from families import build, lm_batches
-from test_growth import fingerprint, same
+from families import build, fingerprint, lm_batches, same
 from transformers import AutoModelForCausalLM
 
 import hf_growattn.measure.functional as F

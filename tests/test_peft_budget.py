@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from families import build
-from test_growth import same
+from families import build, same
 from test_peft_method import BATCHES, LLAMA, VARIANTS, logits, near, peft, pytestmark, stir, train, trainable  # noqa: F401
 
 import hf_growattn.measure.functional as F

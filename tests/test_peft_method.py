@@ -10,10 +10,9 @@ import sys
 
 import pytest
 import torch
-from families import HEADS, build, lm_batches, tokens
+from families import HEADS, build, fingerprint, lm_batches, same, tokens
 from packaging.version import Version
 from safetensors.torch import load_file
-from test_growth import fingerprint, same
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthConfig, patch_model

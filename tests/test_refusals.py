@@ -8,8 +8,7 @@ from functools import partial
 import peft
 import pytest
 import torch
-from families import HEADS, VOCABULARY, add_dims, build, lm_batches, padded, tokens, word_tokenizer
-from test_growth import fingerprint, same
+from families import HEADS, VOCABULARY, add_dims, build, fingerprint, lm_batches, padded, same, tokens, word_tokenizer
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import (
@@ -113,6 +112,15 @@ def freeze(model):
         getattr(attentions(model)[1].module, role).requires_grad_(False)
 
 
+def freeze_a_bias(model):
+    attentions(model)[0].module.q_proj.bias.requires_grad_(False)
+
+
+def wrap(model):
+    first = attentions(model)[0].module
+    first.o_proj = nn.Sequential(first.o_proj)
+
+
 def compute(model):
     parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
     prune.l1_unstructured(model.model.layers[1].self_attn.v_proj, "weight", 0.3)
@@ -190,7 +198,6 @@ def albert(given):
 ROWS, ONE = lm_batches(4), GrowthConfig(qk_dims=1)
 SHORT = [batch | {"labels": batch["labels"][:, :-1]} for batch in ROWS]
 IGNORED = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}
-OLD, ANEW = {"qk_dims": 2, "update_existing": True}, {"v_dims": 2, "method": "refactor"}
 
 REFUSED = {
     # what is no model, or not the one that is meant
@@ -263,6 +270,21 @@ REFUSED = {
         ValueError,
         "v_proj of layer 1 is frozen",
     ),
+    "a frozen bias": (
+        find([BATCH], "llama-5-bias", change=freeze_a_bias, qk_dims=2, update_existing=True),
+        ValueError,
+        "q_proj of layer 0 is frozen",
+    ),
+    "weights within another module": (
+        find([BATCH], change=wrap, v_dims=2, update_existing=True),
+        ValueError,
+        "o_proj of layer 0 is a Sequential",
+    ),
+    "rotated queries refactored": (
+        find([BATCH], qk_dims=2, method="refactor"),
+        ValueError,
+        "rotates its queries and keys.*append",
+    ),
     "computed weights": (
         find(ROWS, change=compute, qk_dims=1, update_existing=True),
         ValueError,
@@ -285,7 +307,6 @@ REFUSED = {
     "dims as a flag": (config(qk_dims=True), ValueError, "qk_dims must be a whole number"),
     "no ridge": (config(qk_dims=2, ridge=0.0), ValueError, "ridge must be positive"),
     "a ridge of nan": (config(qk_dims=2, ridge=float("nan")), ValueError, "ridge must be positive"),
-    "an endless ridge": (config(qk_dims=1, ridge=float("inf")), ValueError, "ridge must be positive"),
     "a ridge as a text": (config(qk_dims=1, ridge="a"), ValueError, "ridge must be positive"),
     "oversampling": (config(qk_dims=2, oversampling=-1), ValueError, "oversampling must be"),
     "no layers": (config(qk_dims=2, layers=[]), ValueError, "layers must be an index, a list"),
@@ -293,6 +314,17 @@ REFUSED = {
     "a seed as a text": (config(qk_dims=1, seed="x"), ValueError, "seed must be a whole number"),
     "a seed too large": (config(qk_dims=1, seed=2**70), ValueError, r"seed must be a whole number, .*below 2\*\*63"),
     "kinds as a text": (config(budget=0.1, kinds="qk"), ValueError, "kinds must be a list of 'qk', 'v'"),
+    "an unknown kind": (config(budget=0.1, kinds=["values"]), ValueError, "kinds must be a list of 'qk', 'v'"),
+    "a budget of nothing": (config(budget=0), ValueError, "between 0 and 1"),
+    "a budget as a text": (config(budget="1%"), ValueError, "between 0 and 1"),
+    "no multiple": (config(qk_dims=2, multiple_of=0), ValueError, "multiple_of must be"),
+    "no room": (config(qk_dims=2, max_qk_head_dim=0), ValueError, "max_qk_head_dim must be"),
+    "an unknown method": (config(qk_dims=2, method="replace"), ValueError, "append, refactor"),
+    "old dims that move and stay": (
+        config(qk_dims=2, update_existing=True, old_dims_train=False),
+        ValueError,
+        "Drop one",
+    ),
     "a layer too many": (find([BATCH], qk_dims=2, layers=[2]), ValueError, "no attention in layer 2.*0, 1"),
     "a negative layer": (find([BATCH], qk_dims=2, layers=-1), ValueError, "no attention in layer -1.*0, 1"),
     "more dims than rank": (find([BATCH], qk_dims=33), ValueError, "48 features"),

@@ -6,11 +6,10 @@ import shutil
 import tracemalloc
 
 import pytest
-from families import VARIANTS, build
+from families import VARIANTS, build, fingerprint, same
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_growth import fingerprint, same
 from test_saving import grown
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from families import build, lm_batches
-from test_growth import fingerprint, same
+from families import build, fingerprint, lm_batches, same
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model
