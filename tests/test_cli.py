@@ -117,10 +117,7 @@ def test_inspect_tells_what_has_grown(grown):
     assert figures["grown"] and max(widths) > 16
 
 
-def test_where_nothing_holds_an_exit_code_says_so(given, monkeypatch):
-    monkeypatch.setattr(
-        "hf_growattn.grow.growth.StepSearch.run", lambda search, trial, **_: ([0.0] * len(trial.candidates), 9.0)
-    )
+def test_where_nothing_holds_an_exit_code_says_so(given, no_step):
     done = call("measure", given / "model", given / "text.txt", "--budget", "0.05", *SMALL)
     assert done.code == 3, done
 

@@ -55,8 +55,7 @@ def test_what_does_not_hold_is_told_with_its_error_and_kept_by_word():
     assert report.added_parameters == sum(parameter.numel() for parameter in extra_parameters(model))
 
 
-def test_kept_by_word_without_a_step_they_change_nothing_yet(monkeypatch):
-    monkeypatch.setattr(growing.StepSearch, "run", lambda self, trial, spare=0: ([0.0] * len(trial.candidates), 0.0))
+def test_kept_by_word_without_a_step_they_change_nothing_yet(no_step):
     model, batches = small_llama(0), lm_batches(8)
     logits = model(**batches[0]).logits
     growth = Grower(model, CONFIG).find(batches)
