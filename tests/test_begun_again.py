@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import dims_of, extra_parameters
-from hf_growattn.training.schedule import Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -141,30 +140,6 @@ def test_a_training_that_is_begun_again_does_not_grow_again(when, tmp_path, kept
     reports = run.growth.reports
     assert len(reports) == (2 if "steps" in when else 1)
     assert len(reports) == len({name for parts in dims_of(run.model).values() for name in parts})
-
-
-NEVER = [
-    ({}, {"max_steps": 1}),
-    ({"steps": [3, 6]}, {}),
-    ({"at": "epoch"}, {"max_steps": -1, "num_train_epochs": 1}),
-    ({"at": "epoch"}, {"max_steps": 5}),
-    ({"at": "plateau"}, {"eval_strategy": "steps", "eval_steps": 4}),
-    ({"at": "plateau"}, {"eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}),
-]
-
-
-@pytest.mark.parametrize("when, options", NEVER)
-def test_a_growth_that_can_never_come_is_refused_before_training(when, options, tmp_path):
-    run = trainer(tmp_path, when, **options)
-    with pytest.raises(ValueError, match=r"set for step \d+, but training ends at step \d+"):
-        run.train()
-    assert run.state.global_step == 0
-
-
-@pytest.mark.parametrize("steps", [[], range(0), 5, iter([2])])
-def test_steps_are_a_list_of_some(steps):
-    with pytest.raises(ValueError, match=r"steps must be a list of at least one step"):
-        Schedule(steps=steps)
 
 
 def test_a_reference_that_is_mixed_with_the_model_is_refused(tmp_path):

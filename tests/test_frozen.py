@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import build, lm_batches
-from optimizers import OPTIMIZERS
+from test_optimizer import OPTIMIZERS
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_model, save_growth

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from families import add_dims, build, lm_batches
+from families import build, lm_batches, wide
 from hub_server import Hub
 from huggingface_hub import metadata_load
 from packaging.version import Version
@@ -19,8 +19,6 @@ from test_layering import TRAVELLING
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, write_card
-from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import sync_config
 from hf_growattn.report.words import summary_of
 
 CODE = {f"growattn/{name}.py" for name in TRAVELLING}
@@ -60,9 +58,7 @@ def test_what_is_pushed_is_what_was_saved(hub, grown, tmp_path):
 
 @pytest.mark.skipif(Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason="transformers asks for a newer peft")
 def test_a_push_of_adapters_takes_the_new_dims_along(hub, tmp_path):
-    model = patch_model(build("llama-2"))
-    add_dims(attentions(model)[0], 4)
-    sync_config(model)
+    model = wide("llama-2")
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "m", push_to_hub=True, repo_id="me/adapters")
     for name in ("adapter_model.safetensors", "growth/growth.safetensors"):
@@ -128,9 +124,7 @@ def test_losses_that_are_not_finite_stay_out(grown, tmp_path):
 
 @pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
 def test_task_heads_and_a_growth_that_kept_nothing(task, tmp_path):
-    model = patch_model(build("gpt2-2", getattr(transformers, f"AutoModelFor{task}")))
-    add_dims(attentions(model)[0], 4)
-    sync_config(model)
+    model = wide("gpt2-2", 4, auto_class=getattr(transformers, f"AutoModelFor{task}"))
     text = made_card(model, tmp_path, [GrowthReport(1.0, 1.0, [], 0, {}, {})])
     assert f"AutoModelFor{task}.from_pretrained" in text and "| 0 | 16 -> 20 | 16 |" in text
     assert "Nothing was grown" in text and "growth.png" not in text

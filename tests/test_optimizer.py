@@ -5,15 +5,64 @@ import warnings
 
 import pytest
 import torch
-from compared import ComparedGrower
 from families import build, lm_batches, same
-from optimizers import LR, OPTIMIZERS, SCHEDULERS, step_scheduler
+from torch.optim import lr_scheduler
+from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from transformers.optimization import Adafactor
 
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_growth, unpatch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters, set_dims
 
+LR = 1e-3
 CONFIG = GrowthConfig(qk_dims=4, v_dims=2, oversampling=4)
+
+
+def _one(cls, **options):
+    return lambda parameters, lr=LR: [cls(parameters, **{"lr": lr, **options})]
+
+
+def _muon_and_adamw(parameters, lr=LR):
+    parameters = list(parameters)
+    matrices, rest = ([p for p in parameters if (p.dim() == 2) is two] for two in (True, False))
+    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.0), torch.optim.AdamW(rest, lr=lr, weight_decay=0.0)]
+
+
+OPTIMIZERS = {
+    "adam": _one(torch.optim.Adam),
+    "adamw": _one(torch.optim.AdamW, weight_decay=0.0, foreach=False),
+    "adamw-foreach": _one(torch.optim.AdamW, weight_decay=0.0, foreach=True),
+    "adamw-fused": _one(torch.optim.AdamW, weight_decay=0.0, fused=True),
+    "adamw-amsgrad": _one(torch.optim.AdamW, weight_decay=0.0, foreach=False, amsgrad=True),
+    "nadam": _one(torch.optim.NAdam),
+    "adafactor-torch": _one(torch.optim.Adafactor),
+    "adafactor-transformers": _one(Adafactor, relative_step=False),
+    "sgd-momentum": _one(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "rmsprop": _one(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "adagrad": _one(torch.optim.Adagrad),  # whose state is there before a step
+    "asgd": _one(torch.optim.ASGD),
+} | ({"muon": _muon_and_adamw} if hasattr(torch.optim, "Muon") else {})  # from torch 2.9 on
+
+SCHEDULERS = {
+    "cosine": lambda o: get_cosine_schedule_with_warmup(o, 2, 12),
+    "constant-warmup": lambda o: get_constant_schedule_with_warmup(o, 5),
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(
+        o, max_lr=10 * LR, total_steps=12, cycle_momentum=not o.defaults.keys().isdisjoint(("betas", "momentum"))
+    ),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "annealing": lambda o: lr_scheduler.CosineAnnealingLR(o, 12),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.ExponentialLR(o, 0.8)], milestones=[4]
+    ),
+}
+
+
+def step_scheduler(scheduler, loss: float) -> None:
+    """Step as its class asks for: some follow the loss."""
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
 
 
 def step(model, optimizers, batch):
@@ -107,7 +156,7 @@ def test_old_states_stay_and_new_dims_train_and_all_is_saved_and_loaded(name):
     model, optimizers = trained("gpt2-2", OPTIMIZERS[name], steps=2)
     old = states(optimizers)
     before = {key: copy.deepcopy(state) for key, state in old.items()}
-    ComparedGrower(model, GrowthConfig(qk_dims=4, v_dims=2, layers=[0]), optimizers).find(lm_batches(2)).keep()
+    Grower(model, GrowthConfig(qk_dims=4, v_dims=2, layers=[0]), optimizers).find(lm_batches(2)).keep()
     new = extra_parameters(model)
     assert len(new) == 3 and states(optimizers) == old  # the very same objects
     assert all(same(old[key], before[key]) for key in old)
@@ -233,14 +282,3 @@ def test_an_optimizer_that_was_not_passed_is_told_of_once():
         for parameter in extra_parameters(frozen):
             parameter.requires_grad_(False)
         step(frozen, [optimizer], lm_batches()[0])
-
-
-def test_optimizers_prepared_by_accelerate_are_followed():
-    from accelerate import Accelerator
-
-    model, accelerator = patch_model(build("llama-2")), Accelerator(cpu=True)
-    prepared = [accelerator.prepare(optimizer) for optimizer in OPTIMIZERS["adamw"](model.parameters())]
-    step(model, prepared, lm_batches()[0])
-    Grower(accelerator.prepare(model), CONFIG, prepared).find(lm_batches()).keep()
-    step(model, prepared, lm_batches()[1])
-    assert {*prepared[0].optimizer.state} == {*model.parameters()}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import HEADS, build, fingerprint, lm_batches, same, tokens
 from safetensors.torch import load_file
+from test_peft import logits, near
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthConfig, patch_model
@@ -44,15 +45,6 @@ def stir(model, seed=5):
         if "growattn_" in name:
             parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return model
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(**BATCHES[0]).logits
-
-
-def near(one, other):
-    assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
 def differ(one, other):

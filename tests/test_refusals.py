@@ -8,7 +8,19 @@ from functools import partial
 import peft
 import pytest
 import torch
-from families import HEADS, VOCABULARY, add_dims, build, fingerprint, lm_batches, padded, same, tokens, word_tokenizer
+from families import (
+    HEADS,
+    VOCABULARY,
+    add_dims,
+    build,
+    fingerprint,
+    lm_batches,
+    padded,
+    same,
+    tokens,
+    wide,
+    word_tokenizer,
+)
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import (
@@ -35,7 +47,6 @@ from hf_growattn import (
     write_card,
 )
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import sync_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 BATCH = lm_batches(1)[0]
@@ -184,10 +195,7 @@ def old_cache(given):
 
 
 def grown(given):
-    model = patch_model(build("llama-2"))
-    add_dims(attentions(model)[0], 2, 2)
-    sync_config(model)
-    return given.watch(model)
+    return given.watch(wide("llama-2", 2, 2))
 
 
 def albert(given):

@@ -85,4 +85,4 @@ def test_what_growing_together_must_bear(forks):
     """Settings and hooks of the wrapper, accumulation, uneven and absent batches, a failure."""
     done = forks.run(SCRIPT.with_name("ranks_run.py"), ranks=2)
     assert done.returncode == 0, done.stderr
-    assert "uneven_batches" in done.stdout and "You've set static_graph" not in done.stderr
+    assert "one_verdict" in done.stdout and "You've set static_graph" not in done.stderr
