@@ -1,14 +1,15 @@
-"""Run by torchrun with two processes: what growing together must bear. Each rank checks for itself."""
+"""On two ranks: what growing together must bear. Run by torchrun.py. Each rank checks for itself."""
 
 import warnings
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from families import build, fingerprint, lm_batches, same
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torchrun import leave
+from torchrun import report
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.training_state import all_gather
@@ -182,9 +183,7 @@ def a_failure_on_one_rank_is_one_on_both():
     assert_alike(model)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main(folder: Path) -> None:
     for check in (
         settings_of_the_wrapper_and_hooks,
         existing_weights_move_too,
@@ -196,7 +195,4 @@ if __name__ == "__main__":
         a_failure_on_one_rank_is_one_on_both,
     ):
         check()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(check.__name__, flush=True)
-    leave()
+        report(check.__name__)

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 from families import build, lm_batches, word_tokenizer
-from training import Rows
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -13,18 +12,10 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from user_losses import Uneven, preferring
 
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.growths import origin_of
-
-
-class Uneven(Rows):
-    """Rows of which some labels count not, each row another number of them."""
-
-    def __getitem__(self, row: int) -> dict:
-        labels = self.ids[row].clone()
-        labels[: 1 + row % 7] = -100
-        return {"input_ids": self.ids[row], "labels": labels}
 
 
 def own_loss(outputs, labels, num_items_in_batch=None):
@@ -72,25 +63,6 @@ def test_patched_trains_on_the_losses_of_stock(tmp_path, variant, options):
     assert losses(patch_model(build(variant)), tmp_path, **options) == stock
 
 
-def preferences():
-    from datasets import Dataset
-
-    words = [" ".join(f"w{2 + (7 * row + step) % 90}" for step in range(12)) for row in range(16)]
-    rows = [{"prompt": w[:20], "chosen": w[20:], "rejected": w[:2] * 4} for w in words]
-    return Dataset.from_list([{key: value.strip() for key, value in row.items()} for row in rows])
-
-
-def preferred(folder, model, ref_model=None):
-    """A DPOTrainer of TRL over a few preferences."""
-    trl = pytest.importorskip("trl")
-    set_seed(0)
-    arguments = trl.DPOConfig(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-        use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
-    return trl.DPOTrainer(model, ref_model, arguments, train_dataset=preferences(), processing_class=word_tokenizer())
-
-
 def logged(trainer) -> list[float]:
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -108,11 +80,11 @@ def grown_in_memory(folder):
 def test_no_other_model_becomes_the_reference_of_one_that_grew(tmp_path):
     model = grown_in_memory(tmp_path / "stock")
     with pytest.raises(OSError, match="Repo id must"):  # of transformers: no checkpoint has an empty name
-        preferred(tmp_path, model)
-    trainer = preferred(tmp_path, model, copy.deepcopy(model))
+        preferring(tmp_path, model)
+    trainer = preferring(tmp_path, model, copy.deepcopy(model))
     assert logged(trainer)[0] == pytest.approx(0.6931, abs=1e-4)  # the policy begins at its reference
     model.save_pretrained(tmp_path / "grown")
-    trainer = preferred(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path / "grown"))
+    trainer = preferring(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path / "grown"))
     assert type(trainer.ref_model) is type(model) and logged(trainer)[0] == pytest.approx(0.6931, abs=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""What a config buys: budgets, limits, multiples, validated gains, and the roads beside the main one."""
+"""What a config buys: budgets, limits, multiples and gains; and what a growth takes as batches."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -6,16 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compared import sketched
-from families import add_dims, build, lm_batches
+from families import HEADS, add_dims, build, lm_batches, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import trial as trying
-from hf_growattn.grow.plan import all_candidates
+from hf_growattn.grow.plan import all_candidates, read_batches
 from hf_growattn.grow.trial import Candidate, Trial, price_kinds, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.bottlenecks import QK, V
 from hf_growattn.measure.passes import halves_of
 
+SMALL = GrowthConfig(qk_dims=2, oversampling=4)
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
 DIM = {"qk": 6 * (48 + 1), "v": 4 * 48 + 2 * (48 + 1)}
 
@@ -161,3 +162,37 @@ def test_a_single_batch_keeps_its_odd_row():
     rows = torch.arange(15).view(5, 3)
     first, second = halves_of([{"input_ids": rows}])
     assert torch.equal(torch.cat([first[0]["input_ids"], second[0]["input_ids"]]), rows)
+
+
+def test_tensors_and_generators_are_batches():
+    reports = [
+        Grower(patch_model(build("llama-2")), SMALL).find(batches).keep()
+        for batches in (
+            (tokens(seed=s) for s in range(2)),
+            [{"input_ids": tokens(seed=s), "labels": tokens(seed=s)} for s in range(2)],
+        )
+    ]
+    assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_tokens_of_any_whole_numbers_grow_without_gradients_around(dtype):
+    ids = tokens().to(dtype)
+    with torch.no_grad():
+        assert Grower(patch_model(build("llama-2")), SMALL).find([ids, ids]).keep().loss_before > 0
+
+
+def test_labels_of_detection_are_a_list_of_dicts():
+    batch = {"pixel_values": torch.zeros(1, 3, 4, 4), "labels": [{"boxes": torch.zeros(1, 4)}]}
+    assert read_batches([batch], patch_model(build("llama-2"))) == [batch]
+
+
+def test_labels_of_other_heads_are_no_tokens():
+    model = patch_model(build("llama-2", HEADS["sequence-classification"]))
+    batch = {"input_ids": tokens(4), "labels": torch.tensor([0, 1, 1, 0])}
+    assert Grower(model, SMALL).measure([batch]).layers
+
+
+def test_a_single_layer_may_be_chosen_by_its_number():
+    report = Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, layers=1)).measure(lm_batches(2))
+    assert {layer.layer for layer in report.layers} == {1}

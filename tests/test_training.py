@@ -81,8 +81,8 @@ def test_resumed_from_before_a_growth_killed_after_it_and_resumed(unbroken, fork
     assert_same(load(output / "optimizer-0.pt"), load(tmp_path / "optimizer-0.pt"))
 
 
-def test_what_growing_together_must_bear(forks):
+def test_what_growing_together_must_bear(forks, tmp_path):
     """Settings and hooks of the wrapper, accumulation, uneven and absent batches, a failure."""
-    done = forks.run(SCRIPT.with_name("ranks_run.py"), ranks=2)
+    done = forks.run(SCRIPT.with_name("torchrun.py"), tmp_path, "ranks_run", ranks=2)
     assert done.returncode == 0, done.stderr
     assert "one_verdict" in done.stdout and "You've set static_graph" not in done.stderr

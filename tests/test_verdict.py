@@ -38,20 +38,14 @@ def test_noise_is_not_kept():
     assert kept <= 1
 
 
-def test_what_does_not_hold_is_told_with_its_error_and_kept_by_word():
+def test_what_does_not_hold_is_kept_by_word():
     model = small_llama(0)
     growth = Grower(model, CONFIG).find(torch.randint(97, (8, 4, 32)))
     report = growth.report
-    assert not report.holds and 0 < abs(report.fall) < report.error
-    text = " ".join(str(report).split())
-    assert f"by {abs(report.fall):.2g}, and the error of that is {report.error:.2g} (95 %)" in text
-    assert "Pass more batches, or keep the new dims all the same by Grower.find(batches).keep()" in text
-    assert "share of gain" not in text and "Cost" not in text and "8 -> 10" not in text
+    assert not report.holds and 0 < abs(report.fall) < report.error and "8 -> 10" not in str(report)
     report = growth.keep()
-    text = " ".join(str(report).split())
-    assert report.kept and not report.holds and "were kept all the same" in text and "weights added" in text
+    assert report.kept and not report.holds and "8 -> 10" in str(report)
     assert all(layer.width == (8, 10 if layer.step_size > 0 else 8) for layer in report.layers)
-    assert "8 -> 10" in text
     assert report.added_parameters == sum(parameter.numel() for parameter in extra_parameters(model))
 
 

@@ -110,22 +110,6 @@ def test_refactored_attention_is_the_modules_output(variant, grown):
         assert_close(rebuild_output(view, x), output, **(EXACT if "gpt2" in variant else ROTATED))
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_refactored_attention_in_both_directions_and_under_a_mask(variant):
-    model = built(variant, True)
-    mask = torch.zeros(2, 1, 11, 11, dtype=torch.float64)
-    mask[1, :, :, 3] = torch.finfo(torch.float64).min
-    for view, x, causal in recorded(model, input_ids=tokens(2, 11)):
-        arguments = {}
-        if "llama" in variant:
-            arguments["position_embeddings"] = model.model.rotary_emb(x, torch.arange(11)[None])
-        with torch.no_grad():
-            expected, _ = view.module(hidden_states=x, attention_mask=mask, **arguments)
-        found = rebuild_output(view, x, causal=False, attention_mask=mask)
-        assert_close(found, expected, **ROTATED)
-        assert (found - causal).abs().max() > 0.1
-
-
 @GROWN
 @pytest.mark.parametrize("name", encoders.ENCODERS)
 def test_views_of_encoders_compute_what_the_module_does(name, grown):
