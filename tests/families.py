@@ -233,3 +233,15 @@ def in_training(variant: str):
     model(**lm_batches()[0]).loss.backward()
     optimizer.step()
     return model, optimizer
+
+
+def train(model, optimizer, batches) -> list[float]:
+    """Take a step on each batch, and return the losses."""
+    losses = []
+    for batch in batches:
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -6,7 +6,7 @@ from functools import partialmethod
 import pytest
 import torch
 from families import build, lm_batches, tokens
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_trainer import CONFIG, grown_at, trainer
 from training import Rows
@@ -58,23 +58,6 @@ def test_lora_on_a_grown_base_keeps_what_the_base_grew_before(how, grown_base, t
     assert len(found) == len(before)
     for one, other in zip(found, before):
         torch.testing.assert_close(one, other, rtol=0, atol=0)  # LoRA froze them
-
-
-@pytest.mark.parametrize("part", ["one layer", "queries", "adapters with a copy"])
-def test_a_state_of_a_part_of_the_model_leaves_the_growth(part, tmp_path):
-    model = patch_model(build("llama-2"))
-    assert Grower(model, CONFIG).find(lm_batches(2)).keep().kept
-    dims = dims_of(model)
-    if part == "adapters with a copy":
-        adapted(patch_model(build("llama-2")), target_modules=["q_proj"], modules_to_save=["o_proj"]).save_pretrained(
-            tmp_path
-        )
-        model = PeftModel.from_pretrained(model, tmp_path)
-    else:
-        chosen = "layers.0." if part == "one layer" else "q_proj"
-        state = {name: value for name, value in build("llama-2").state_dict().items() if chosen in name}
-        model.load_state_dict(state, strict=False)
-    assert dims_of(model) == dims
 
 
 def test_dims_that_were_not_loaded_are_missed_before_training(tmp_path, kept_by_word):

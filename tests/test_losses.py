@@ -28,7 +28,6 @@ def own_loss(outputs, labels, num_items_in_batch=None):
 
 OPTIONS = {
     "plain": {},
-    "label smoothing": dict(label_smoothing_factor=0.1),
     "smoothing and accumulation": dict(label_smoothing_factor=0.1, gradient_accumulation_steps=3),
     "noisy embeddings": dict(neftune_noise_alpha=5.0),
     "packing and smoothing": dict(data_collator=DataCollatorWithFlattening(), label_smoothing_factor=0.1),
@@ -55,7 +54,7 @@ def losses(model, folder, data_collator=None, compute_loss_func=None, **options)
 
 
 @pytest.mark.parametrize(
-    "variant, options", [*(("llama-2", name) for name in OPTIONS), ("gpt2-2", "plain"), ("gpt2-2", "label smoothing")]
+    "variant, options", [*(("llama-2", name) for name in OPTIONS), ("gpt2-2", "packing and smoothing")]
 )
 def test_patched_trains_on_the_losses_of_stock(tmp_path, variant, options):
     options = OPTIONS[options]

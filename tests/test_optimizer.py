@@ -6,8 +6,6 @@ import warnings
 import pytest
 import torch
 from families import build, lm_batches, same
-from torch.optim import lr_scheduler
-from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from transformers.optimization import Adafactor
 
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_growth, unpatch_model
@@ -42,27 +40,6 @@ OPTIMIZERS = {
     "adagrad": _one(torch.optim.Adagrad),  # whose state is there before a step
     "asgd": _one(torch.optim.ASGD),
 } | ({"muon": _muon_and_adamw} if hasattr(torch.optim, "Muon") else {})  # from torch 2.9 on
-
-SCHEDULERS = {
-    "cosine": lambda o: get_cosine_schedule_with_warmup(o, 2, 12),
-    "constant-warmup": lambda o: get_constant_schedule_with_warmup(o, 5),
-    "one-cycle": lambda o: lr_scheduler.OneCycleLR(
-        o, max_lr=10 * LR, total_steps=12, cycle_momentum=not o.defaults.keys().isdisjoint(("betas", "momentum"))
-    ),
-    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "annealing": lambda o: lr_scheduler.CosineAnnealingLR(o, 12),
-    "sequential": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.ExponentialLR(o, 0.8)], milestones=[4]
-    ),
-}
-
-
-def step_scheduler(scheduler, loss: float) -> None:
-    """Step as its class asks for: some follow the loss."""
-    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(loss)
-    else:
-        scheduler.step()
 
 
 def step(model, optimizers, batch):
@@ -209,27 +186,6 @@ def test_of_two_groups_as_near_the_one_without_weight_decay_is_taken(decays):
     Grower(model, CONFIG, optimizer).find(lm_batches()).keep()
     kept = optimizer.param_groups[decays.index(0.0)]["params"]
     assert extra_parameters(model) and {*extra_parameters(model)} <= {*kept}
-
-
-def learning_rates(name, grow_at=None):
-    model = patch_model(build("llama-2"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    scheduler, groups = SCHEDULERS[name](optimizer), []
-    for index in range(10):
-        if index == grow_at:
-            Grower(model, GrowthConfig(qk_dims=4, layers=[0]), optimizer).find(lm_batches(2)).keep()
-            assert attentions(model)[0].width_of("query") == 20
-        optimizer.step()
-        step_scheduler(scheduler, loss=max(1.0, 5.0 - index))
-        groups += [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return groups
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_go_on_with_the_learning_rates_they_would_have_had(name):
-    expected = learning_rates(name)
-    assert len({group["lr"] for group in expected}) > 1
-    assert learning_rates(name, grow_at=3) == expected
 
 
 def test_lbfgs_grows_before_its_first_step_alone(tmp_path):

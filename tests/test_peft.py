@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from compared import column_basis, exact_directions
-from families import build, lm_batches, same
+from families import build, lm_batches, same, train
 from transformers import AutoModelForCausalLM
 
 import hf_growattn.measure.functional as F
@@ -54,13 +54,6 @@ def near(one, other):
     assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
-def train(model, optimizer, steps=3):
-    for step in range(steps):
-        model(**BATCHES[step % len(BATCHES)]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def trainable(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -69,7 +62,7 @@ def trainable(model):
 def test_growth_under_lora_lowers_the_loss_and_training_goes_on(variant, targets):
     model = adapted(variant, targets)
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
-    train(model, optimizer)
+    train(model, optimizer, BATCHES[:3])
     before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
     states = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -87,7 +80,7 @@ def test_growth_under_lora_lowers_the_loss_and_training_goes_on(variant, targets
     assert [id(p) for p in held] == [id(p) for p in trainable(model)]
     assert same(dict(optimizer.state), states)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    train(model, optimizer, steps=8)
+    train(model, optimizer, 2 * BATCHES)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, values[name]) == (name in frozen), name
     base = model.get_base_model()
@@ -144,9 +137,9 @@ def test_half_precision_adds_adapters_in_fp32():
 def test_lora_before_and_after_growth_merges_saves_and_reloads(variant, tmp_path):
     model = adapted(variant, ALL[variant], lora_bias=True)
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
-    train(model, optimizer)
+    train(model, optimizer, BATCHES[:3])
     assert Grower(model, GROWTH, optimizer).find(BATCHES).keep().kept
-    train(model, optimizer)
+    train(model, optimizer, BATCHES[:3])
     double = copy.deepcopy(model).double()
     exact = logits(double)
     assert (logits(double.merge_and_unload()) - exact).abs().max() <= 1e-12 * exact.abs().max()
@@ -166,7 +159,7 @@ def test_lora_on_a_grown_model(variant):
     adapter = peft.get_peft_model(model, lora(variant))
     assert adapter.peft_config["default"].target_modules == DEFAULT[variant]
     near(logits(adapter), expected)
-    train(adapter, torch.optim.AdamW(trainable(adapter), lr=1e-2))
+    train(adapter, torch.optim.AdamW(trainable(adapter), lr=1e-2), BATCHES[:3])
     expected = logits(adapter)
     near(logits(adapter.merge_and_unload()), expected)
 
@@ -217,4 +210,4 @@ def test_growth_under_other_adapters(method):
     unknown = {layer.kind for layer in report.layers if layer.out_of_reach is None}
     assert unknown == UNKNOWN.get(method, {"qk"})
     model.set_adapter("default")
-    train(model, torch.optim.AdamW(trainable(model), lr=1e-3))
+    train(model, torch.optim.AdamW(trainable(model), lr=1e-3), BATCHES[:3])

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from families import HEADS, build, fingerprint, lm_batches, same, tokens
+from families import train as take_steps
 from safetensors.torch import load_file
 from test_peft import logits, near
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -57,14 +58,7 @@ def trainable(model):
 
 def train(model, steps=4):
     optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        loss = model(**BATCHES[step % 2]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return take_steps(model, optimizer, [BATCHES[step % 2] for step in range(steps)])
 
 
 def is_base(model, variant):

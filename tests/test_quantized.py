@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import add_dims, build, lm_batches
+from families import add_dims, build, lm_batches, train
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.bitnet import AutoBitLinear
@@ -125,14 +125,6 @@ def loss_of(model):
         return sum(model(**batch).loss.item() for batch in BATCHES) / len(BATCHES)
 
 
-def train(model, parameters):
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    for step in range(8):
-        model(**BATCHES[step % 4]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("wrap", [patch_model, with_lora], ids=["alone", "beside LoRA"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_growth_keeps_new_dims_next_to_quantized_weights(kind, wrap, folders):
@@ -141,7 +133,7 @@ def test_growth_keeps_new_dims_next_to_quantized_weights(kind, wrap, folders):
     assert report.kept and report.fall > 0.1
     new = {name: parameter for name, parameter in model.named_parameters() if ".extra.growths." in name}
     assert all(parameter.dtype == torch.float32 and parameter.requires_grad for parameter in new.values())
-    train(model, new.values())
+    train(model, torch.optim.AdamW(new.values(), lr=1e-3), 2 * BATCHES[:4])
     # bitsandbytes packs its layers now, and they give no more gradients.
     assert loss_of(model) < report.loss_before - report.fall
     base = model.get_base_model() if wrap is with_lora else model
@@ -181,7 +173,7 @@ def test_patching_and_adapters_work_beside_quantized_weights(kind, folders):
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all("growattn_" in name and parameter.dtype == torch.float32 for name, parameter in trained.items())
     assert (logits(model) - in_training).abs().max() <= 1e-5 * in_training.abs().max()
-    train(model, trained.values())
+    train(model, torch.optim.AdamW(trained.values(), lr=1e-3), 2 * BATCHES[:4])
     model.eval()
     with model.disable_adapter():
         assert torch.equal(logits(model), expected)

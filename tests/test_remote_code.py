@@ -11,19 +11,8 @@ from families import wide
 
 MODEL = ROOT / "hf_growattn" / "model"
 # Of the standard library: nothing that starts a process, opens a connection, or reads what a pickle holds.
-HARMLESS = {
-    "collections",
-    "copy",
-    "dataclasses",
-    "functools",
-    "importlib",
-    "inspect",
-    "itertools",
-    "json",
-    "math",
-    "pathlib",
-}
-HARMLESS |= {"contextlib", "copyreg", "re", "sys", "threading", "types", "typing"}
+HARMLESS = {"collections", "contextlib", "copy", "copyreg", "dataclasses", "functools", "importlib", "inspect"}
+HARMLESS |= {"itertools", "json", "math", "pathlib", "re", "sys", "threading", "types", "typing"}
 LOAD = """
 import copy, sys
 from collections import OrderedDict
