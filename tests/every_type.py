@@ -211,14 +211,16 @@ def check(model_type: str) -> str:
 
 
 def main() -> None:
+    is_wrong = False
     for model_type in sys.argv[1:] or TYPES:
         try:
             outcome = check(model_type)
         except AssertionError as error:
-            outcome = f"WRONG: {error}"
+            outcome, is_wrong = f"WRONG: {error}", True
         except Exception as error:
             outcome = f"not built: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
         print(f"{model_type:24} {outcome}", flush=True)
+    sys.exit(is_wrong)
 
 
 if __name__ == "__main__":

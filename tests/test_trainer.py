@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import build
 from training import Rows
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
+from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
@@ -15,16 +15,6 @@ from hf_growattn.training.schedule import Schedule
 
 CONFIG = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4)
 pytestmark = pytest.mark.usefixtures("kept_by_word")  # what training does with a growth is asked here
-
-
-class Heard(TrainerCallback):
-    """Keeps what a tracker would be told."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append((state.global_step, dict(logs)))
 
 
 def trainer(tmp_path, growth, model=None, data=None, optimizer=None, cls=Trainer, collate=None, **arguments):
@@ -47,7 +37,6 @@ def trainer(tmp_path, growth, model=None, data=None, optimizer=None, cls=Trainer
         TrainingArguments(**(defaults | arguments)),
         train_dataset=data if data is not None else Rows(24),
         eval_dataset=Rows(8),
-        callbacks=[Heard()],
         optimizers=(optimizer, None),
         data_collator=collate,
     )
@@ -92,14 +81,14 @@ def test_a_plateau_of_the_evaluation_loss(tmp_path):
     assert all(later - earlier >= 4 for earlier, later in itertools.pairwise(grown_at(run.state)))  # two new ones first
 
 
-def test_trackers_hear_the_losses_of_a_growth(tmp_path):
+def test_a_growth_is_logged(tmp_path):
     run = trainer(tmp_path, dict(steps=[3]))
     run.train()
-    heard = next(callback for callback in run.callback_handler.callbacks if isinstance(callback, Heard)).logs
-    (logs,) = [logs for step, logs in heard if "growth_fall" in logs]
+    (logs,) = [logs for logs in run.state.log_history if "growth_fall" in logs]
     assert logs["growth_fall"] and logs["growth_error"] > 0 and logs["growth_holds"] in (0, 1)
     assert logs["growth_added_parameters"] > 0
-    assert [step for step, logs in heard if "loss" in logs] == [1, 2, 3, 4, 5, 6]  # none of the usual ones is lost
+    # None of the usual ones is lost.
+    assert [logs["step"] for logs in run.state.log_history if "loss" in logs] == [1, 2, 3, 4, 5, 6]
 
 
 class Read(Rows):
