@@ -10,8 +10,6 @@ from transformers import (
     AttentionMaskInterface,
     CompileConfig,
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
 )
 from transformers.generation import ContinuousBatchingConfig
 from transformers.masking_utils import sdpa_mask
@@ -196,22 +194,3 @@ def test_continuous_batching_takes_no_grown_model(variant):
     for begin in (batched, model.init_continuous_batching, adapted.init_continuous_batching):
         with pytest.raises(ValueError, match=r"Continuous batching keeps.*Use model\.generate instead"):
             begin()
-
-
-def test_gpt2_with_cross_attention():
-    config = GPT2Config(
-        vocab_size=97, n_embd=32, n_head=4, n_layer=2, n_positions=64, add_cross_attention=True, eos_token_id=None
-    )
-    model = patch_model(GPT2LMHeadModel(config).eval())
-    arguments = {"encoder_hidden_states": torch.randn(3, 5, 32), "use_cache": True}
-    before = model(tokens(), **arguments).logits
-    wide(model, 4, 2)
-    assert [attention.layer for attention in attentions(model)] == [0, 1, 2, 3]  # two modules have the same layer_idx
-    full = model(tokens(), **arguments).logits
-    assert not torch.allclose(full, before, atol=1e-2)
-    cached = model(tokens()[:, :-2], **arguments)
-    for place in (-2, -1):  # the cache of cross-attention is read, not written
-        one = tokens()[:, place:][:, :1]
-        name = "cache" if "cache" in cached else "past_key_values"  # its name before transformers 5.24
-        cached = model(one, **{name: cached[name]}, **arguments)
-        torch.testing.assert_close(cached.logits[:, 0], full[:, place], rtol=1e-4, atol=1e-4)

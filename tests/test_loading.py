@@ -89,15 +89,6 @@ def test_accelerate_resumes_after_a_growth(tmp_path):
     assert_is(model, optimizer.optimizer, after)
 
 
-def test_an_optimizer_is_told_of_that_was_there_before_a_wider_state():
-    model, _, grower = fresh("gpt2-2")
-    other, its_optimizer, _ = fresh("gpt2-2")
-    assert grower.find(lm_batches()).keep().kept
-    other.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="AdamW steps without the new dims"):
-        train(other, its_optimizer, lm_batches(1))
-
-
 def test_other_models_may_lend_their_state():
     """Weights without an optimizer: the values are those of the state, and a stock state has no new dims."""
     grown, _, grower = fresh("gpt2-2")

@@ -96,13 +96,6 @@ def test_new_dims_join_the_group_that_trains_what_is_around_them(kinds):
     assert held_by_names == set(names.values())
 
 
-def test_several_optimizers_share_the_new_dims():
-    model = patch_model(build("llama-2"))
-    halves = [torch.optim.AdamW(list(model.parameters())[i::2], lr=LR) for i in (0, 1)]
-    assert Grower(model, CONFIG, tuple(halves)).find(lm_batches()).keep().kept
-    assert sorted(map(id, parameters_of(halves))) == sorted(map(id, model.parameters()))
-
-
 def test_names_in_the_groups_follow():
     model = patch_model(build("llama-2"))
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
