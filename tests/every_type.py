@@ -12,6 +12,7 @@ import tempfile
 from contextlib import suppress
 
 import torch
+from families import COMMON, GROUPED, VOCABULARY
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -19,26 +20,11 @@ from hf_growattn import Grower, GrowthConfig, patch_model
 
 TYPES = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith("growattn"))
 LARGEST = 3e7  # weights: some configs ignore the small values
-VOCABULARY = 97
 
 # Where a kernel's order of sums follows from where weights lie in memory, stock differs by as much.
 RELOADED = {"qwen3_next": 1e-3}
-SMALL = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    d_model=64,
-    intermediate_size=96,
-    ffn_hidden_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    initializer_range=0.3,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SMALL = COMMON | GROUPED | dict(num_hidden_layers=2, head_dim=16, eos_token_id=2)
+SMALL |= dict(d_model=64, intermediate_size=96, ffn_hidden_size=96)
 EXPERTS = dict(
     num_experts=4,
     num_local_experts=4,
@@ -225,14 +211,16 @@ def check(model_type: str) -> str:
 
 
 def main() -> None:
+    is_wrong = False
     for model_type in sys.argv[1:] or TYPES:
         try:
             outcome = check(model_type)
         except AssertionError as error:
-            outcome = f"WRONG: {error}"
+            outcome, is_wrong = f"WRONG: {error}", True
         except Exception as error:
             outcome = f"not built: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
         print(f"{model_type:24} {outcome}", flush=True)
+    sys.exit(is_wrong)
 
 
 if __name__ == "__main__":

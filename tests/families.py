@@ -35,6 +35,7 @@ LLAMA = COMMON | GROUPED | dict(hidden_size=48, head_dim=16)
 GPT2 = COMMON | dict(n_embd=64, n_head=4, n_positions=128)
 GPT2.pop("max_position_embeddings")
 EXPERTS = dict(num_experts_per_tok=2, output_router_logits=False)
+STRAY = dict(num_key_value_heads=1, head_dim=24)  # fields of other families, which the stock attention ignores
 WINDOW = 6  # narrower than the inputs below are long
 
 
@@ -49,7 +50,7 @@ VARIANTS = {
     "llama-2": _of("llama", LLAMA),
     "llama-5-bias": _of("llama", LLAMA, layers=5, attention_bias=True),
     "gpt2-2": lambda: GPT2Config(**GPT2, n_layer=2),
-    "gpt2-5-scaled": lambda: GPT2Config(**GPT2, n_layer=5, scale_attn_by_inverse_layer_idx=True),
+    "gpt2-5-scaled": lambda: GPT2Config(**GPT2, **STRAY, n_layer=5, scale_attn_by_inverse_layer_idx=True),
     "mistral": _of("mistral", LLAMA, sliding_window=WINDOW),
     "mixtral": _of("mixtral", LLAMA, EXPERTS, num_local_experts=4, sliding_window=None),
     "qwen2": _of("qwen2", GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
@@ -77,8 +78,8 @@ VARIANTS = {
     "phi3": _of(
         "phi3", GROUPED, partial_rotary_factor=0.5, sliding_window=WINDOW, original_max_position_embeddings=128
     ),
-    "gpt-neox": _of("gpt_neox", HEADS_OF_16, rotary_pct=0.5),
-    "opt": _of("opt", hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_attention_heads=4),
+    "gpt-neox": _of("gpt_neox", HEADS_OF_16, STRAY, rotary_pct=0.5),
+    "opt": _of("opt", STRAY, hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_attention_heads=4),
 }
 # transformers offers these nothing but the eager implementation.
 EAGER_ONLY = ("gemma2", "gpt_oss")
@@ -232,3 +233,15 @@ def in_training(variant: str):
     model(**lm_batches()[0]).loss.backward()
     optimizer.step()
     return model, optimizer
+
+
+def train(model, optimizer, batches) -> list[float]:
+    """Take a step on each batch, and return the losses."""
+    losses = []
+    for batch in batches:
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -99,16 +99,6 @@ def test_a_folder_of_adapters_loads_with_the_growth(saved, way):
     assert torch.equal(logits(copy.deepcopy(loaded)), expected)
 
 
-def test_without_the_library_peft_stops_at_the_type(saved):
-    script = """
-import sys, peft, transformers
-peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/base"), sys.argv[2])
-"""
-    words = [sys.executable, "-c", script, str(saved[0]), str(saved[0] / "adapters")]
-    run = subprocess.run(words, capture_output=True, text=True)
-    assert run.returncode and "KeyError: 'GROWATTN_LORA'" in run.stderr
-
-
 def test_adapters_of_another_growth_are_refused_next_to_others(saved, tmp_path):
     other = adapted(LLAMA, **CAUSAL)
     other.save_pretrained(tmp_path)

@@ -10,8 +10,6 @@ from transformers import (
     AttentionMaskInterface,
     CompileConfig,
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
 )
 from transformers.generation import ContinuousBatchingConfig
 from transformers.masking_utils import sdpa_mask
@@ -104,16 +102,6 @@ def test_static_caches_beyond_the_sliding_window(variant):
     )
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_left_padding_changes_nothing(variant):
-    model = widened(variant)
-    batch = padded()
-    out = model.generate(**batch, max_new_tokens=8, do_sample=False)
-    for row in range(3):
-        alone = model.generate(batch["input_ids"][row : row + 1, 2 * row :], max_new_tokens=8, do_sample=False)
-        assert torch.equal(alone[0, -8:], out[row, -8:])
-
-
 @pytest.mark.parametrize("variant, backend", [("llama-2", "inductor"), ("gpt2-2", "inductor" if LONG else "aot_eager")])
 def test_compiled_decoding(variant, backend):
     model = widened(variant, 4, 2)
@@ -177,23 +165,6 @@ def test_a_forward_of_others_around_the_stock_one_stays_and_grows():
     assert type(layers[1].module) is Doubled
 
 
-def test_a_forward_that_other_code_has_put_there_runs():
-    model = build("llama-2")
-    module = model.model.layers[1].self_attn
-    stock, calls = module.forward, []
-
-    def forward(*args, **kwargs):
-        calls.append(1)
-        return stock(*args, **kwargs)
-
-    module.forward = forward
-    add_dims(attentions(patch_model(model))[1], 2, 2)
-    grown = model(tokens()).logits
-    assert len(calls) == 1
-    module.forward = stock
-    assert torch.equal(model(tokens()).logits, grown)
-
-
 @pytest.mark.parametrize("dims", [(4, 0), (0, 4)])
 def test_vllm_refuses_wider_heads(dims):
     model = widened("llama-2", *dims)
@@ -223,22 +194,3 @@ def test_continuous_batching_takes_no_grown_model(variant):
     for begin in (batched, model.init_continuous_batching, adapted.init_continuous_batching):
         with pytest.raises(ValueError, match=r"Continuous batching keeps.*Use model\.generate instead"):
             begin()
-
-
-def test_gpt2_with_cross_attention():
-    config = GPT2Config(
-        vocab_size=97, n_embd=32, n_head=4, n_layer=2, n_positions=64, add_cross_attention=True, eos_token_id=None
-    )
-    model = patch_model(GPT2LMHeadModel(config).eval())
-    arguments = {"encoder_hidden_states": torch.randn(3, 5, 32), "use_cache": True}
-    before = model(tokens(), **arguments).logits
-    wide(model, 4, 2)
-    assert [attention.layer for attention in attentions(model)] == [0, 1, 2, 3]  # two modules have the same layer_idx
-    full = model(tokens(), **arguments).logits
-    assert not torch.allclose(full, before, atol=1e-2)
-    cached = model(tokens()[:, :-2], **arguments)
-    for place in (-2, -1):  # the cache of cross-attention is read, not written
-        one = tokens()[:, place:][:, :1]
-        name = "cache" if "cache" in cached else "past_key_values"  # its name before transformers 5.24
-        cached = model(one, **{name: cached[name]}, **arguments)
-        torch.testing.assert_close(cached.logits[:, 0], full[:, place], rtol=1e-4, atol=1e-4)

@@ -6,7 +6,7 @@ from functools import partialmethod
 import pytest
 import torch
 from families import build, lm_batches, tokens
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_trainer import CONFIG, grown_at, trainer
 from training import Rows
@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import dims_of, extra_parameters
-from hf_growattn.training.schedule import Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -59,23 +58,6 @@ def test_lora_on_a_grown_base_keeps_what_the_base_grew_before(how, grown_base, t
     assert len(found) == len(before)
     for one, other in zip(found, before):
         torch.testing.assert_close(one, other, rtol=0, atol=0)  # LoRA froze them
-
-
-@pytest.mark.parametrize("part", ["one layer", "queries", "adapters with a copy"])
-def test_a_state_of_a_part_of_the_model_leaves_the_growth(part, tmp_path):
-    model = patch_model(build("llama-2"))
-    assert Grower(model, CONFIG).find(lm_batches(2)).keep().kept
-    dims = dims_of(model)
-    if part == "adapters with a copy":
-        adapted(patch_model(build("llama-2")), target_modules=["q_proj"], modules_to_save=["o_proj"]).save_pretrained(
-            tmp_path
-        )
-        model = PeftModel.from_pretrained(model, tmp_path)
-    else:
-        chosen = "layers.0." if part == "one layer" else "q_proj"
-        state = {name: value for name, value in build("llama-2").state_dict().items() if chosen in name}
-        model.load_state_dict(state, strict=False)
-    assert dims_of(model) == dims
 
 
 def test_dims_that_were_not_loaded_are_missed_before_training(tmp_path, kept_by_word):
@@ -141,30 +123,6 @@ def test_a_training_that_is_begun_again_does_not_grow_again(when, tmp_path, kept
     reports = run.growth.reports
     assert len(reports) == (2 if "steps" in when else 1)
     assert len(reports) == len({name for parts in dims_of(run.model).values() for name in parts})
-
-
-NEVER = [
-    ({}, {"max_steps": 1}),
-    ({"steps": [3, 6]}, {}),
-    ({"at": "epoch"}, {"max_steps": -1, "num_train_epochs": 1}),
-    ({"at": "epoch"}, {"max_steps": 5}),
-    ({"at": "plateau"}, {"eval_strategy": "steps", "eval_steps": 4}),
-    ({"at": "plateau"}, {"eval_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}),
-]
-
-
-@pytest.mark.parametrize("when, options", NEVER)
-def test_a_growth_that_can_never_come_is_refused_before_training(when, options, tmp_path):
-    run = trainer(tmp_path, when, **options)
-    with pytest.raises(ValueError, match=r"set for step \d+, but training ends at step \d+"):
-        run.train()
-    assert run.state.global_step == 0
-
-
-@pytest.mark.parametrize("steps", [[], range(0), 5, iter([2])])
-def test_steps_are_a_list_of_some(steps):
-    with pytest.raises(ValueError, match=r"steps must be a list of at least one step"):
-        Schedule(steps=steps)
 
 
 def test_a_reference_that_is_mixed_with_the_model_is_refused(tmp_path):

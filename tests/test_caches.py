@@ -3,12 +3,11 @@
 import pytest
 import torch
 from every_type import build as build_type
-from families import add_dims, build, build_encoder_decoder, tokens
+from families import build, build_encoder_decoder, tokens, wide
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
-from transformers.integrations.executorch import convert_and_export_with_cache
+from transformers import DynamicCache, StaticCache
 
-from hf_growattn import GrowAttnConfig, export_model, patch_model
+from hf_growattn import GrowAttnConfig, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import cache_bytes
 from hf_growattn.model.hooks import Call, common_width
@@ -21,18 +20,11 @@ def kept(outputs):
     return next(outputs[name] for name in CACHE if name in outputs)
 
 
-def widened(model, qk_dims: int, v_dims: int):
-    patch_model(model)
-    for attention in attentions(model):
-        add_dims(attention, qk_dims, v_dims)
-    return model
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama-2", "gpt2-2", "deepseek_v3"])
 @torch.no_grad()
 def test_a_token_takes_the_bytes_that_reports_tell(name, attention):
-    model = widened(build_type(name) if name == "deepseek_v3" else build(name), qk_dims=5, v_dims=2)
+    model = wide(build_type(name) if name == "deepseek_v3" else build(name), qk_dims=5, v_dims=2)
     model.set_attn_implementation(attention)
     layers = kept(model(tokens(1, 1), use_cache=True)).layers
     assert sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) == cache_bytes(model)
@@ -47,7 +39,7 @@ def test_accelerators_get_multiples_of_eight():
 @torch.no_grad()
 def test_a_layer_takes_its_cache_by_either_name(keyword):
     """Forwards of transformers do, by a decorator."""
-    model = widened(build("llama-2"), qk_dims=3, v_dims=2)
+    model = wide(build("llama-2"), qk_dims=3, v_dims=2)
     layer, cache = attentions(model)[0], DynamicCache()
     for start in (0, 4):
         states = torch.randn(1, 4, 48)
@@ -60,7 +52,7 @@ def test_a_layer_takes_its_cache_by_either_name(keyword):
 @torch.no_grad()
 def test_keys_that_a_forward_changes_after_the_cache_keep_their_new_dims(one_width):
     """As a norm behind the cache does."""
-    layer = attentions(widened(build("llama-2"), qk_dims=3, v_dims=1))[0]
+    layer = attentions(wide(build("llama-2"), qk_dims=3, v_dims=1))[0]
     call = Call(layer.module, [*layer.growths.values()], torch.randn(1, 5, 48), None)
     call.one_width = one_width
     key, value = torch.randn(2, 1, 2, 5, 16)
@@ -77,7 +69,7 @@ def test_keys_that_a_forward_changes_after_the_cache_keep_their_new_dims(one_wid
 @torch.no_grad()
 def test_cross_attention_reads_what_it_kept(qk_dims, v_dims, attention):
     """Of one kind alone, so that the keys or the values of a filled cache are as wide as those of the stock model."""
-    model = widened(build_encoder_decoder(), qk_dims, v_dims)
+    model = wide(build_encoder_decoder(), qk_dims, v_dims)
     model.set_attn_implementation(attention)
     source, target = tokens(), tokens(seed=4)
     full = model(source, decoder_input_ids=target).logits
@@ -111,7 +103,7 @@ def test_a_cache_of_other_dims_is_refused_until_it_is_empty():
 @torch.no_grad()
 def test_static_caches_that_are_made_early(attention):
     """By the user, or by `generate` for a prefill in chunks."""
-    model = widened(build("llama-2"), qk_dims=3, v_dims=2)
+    model = wide(build("llama-2"), qk_dims=3, v_dims=2)
     model.set_attn_implementation(attention)
     cache = StaticCache(model.config, max_cache_len=16)
     cache.early_initialization(2, 2, 16, torch.float32, "cpu")
@@ -120,16 +112,3 @@ def test_static_caches_that_are_made_early(attention):
     assert torch.equal(model.generate(tokens(2, 8), cache=cache, **given), wanted)
     chunked = model.generate(tokens(2, 8), cache_implementation="static", prefill_chunk_size=3, **given)
     assert torch.equal(chunked, wanted)
-
-
-def test_executorch_is_given_a_stock_model(tmp_path):
-    model = widened(build("llama-2"), qk_dims=3, v_dims=2)
-    stock = AutoModelForCausalLM.from_pretrained(export_model(model, tmp_path).path)
-    for each in (model, stock):
-        each.generation_config.cache_implementation = "static"
-        each.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 16}
-    with pytest.raises(Exception, match=r"write a stock model with hf_growattn\.export_model"):
-        convert_and_export_with_cache(model, tokens(1, 4), torch.arange(4))
-    exported = convert_and_export_with_cache(stock, tokens(1, 4), torch.arange(4)).module()
-    found = exported(input_ids=tokens(1, 4), cache_position=torch.arange(4))
-    torch.testing.assert_close(found, model(tokens(1, 4)).logits, rtol=1e-3, atol=1e-3)  # fp32, padded heads

@@ -27,10 +27,8 @@ from hf_growattn.report.comparison import RaceResult, Run
 YAML = {
     "list.yaml": ("- 1", "must contain a YAML mapping"),
     "open.yaml": ("a: [1", "cannot be read: while parsing a flow sequence"),
-    "tab.yaml": ("\tx: 1", "cannot be read: while scanning"),
     "data.yaml": ("datasets: 3", "cannot be read: 'int' object is not iterable"),
     "budget.yaml": ("budget: [1]", "budget must be a number such as 0.02, and is [1]"),
-    "batches.yaml": ("growth_batches: {a: 1}", "growth_batches must be a number such as 16, and is {'a': 1}"),
     "null.yaml": ("growth_batches: null", "growth_batches must be a number such as 16, and is None"),
     "word.yaml": ("growth_batches: many", "invalid int value: 'many'"),
     "other.yaml": ("no_such_option: 3", "Unknown arguments from config file"),
@@ -81,10 +79,13 @@ def test_measure_changes_nothing(given):
     assert {path.name: path.read_bytes() for path in (given / "model").iterdir()} == before
 
 
-def test_where_nothing_holds_an_exit_code_says_so(given, monkeypatch):
-    monkeypatch.setattr(
-        "hf_growattn.grow.growth.StepSearch.run", lambda search, trial, **_: ([0.0] * len(trial.candidates), 9.0)
-    )
+def test_inspect_tells_what_has_grown(grown):
+    figures = json.loads(call("inspect", grown, "--json").out)
+    widths = [layer[kind]["width"] for layer in figures["layers"] for kind in ("qk", "v")]
+    assert figures["grown"] and max(widths) > 16
+
+
+def test_where_nothing_holds_an_exit_code_says_so(given, no_step):
     done = call("measure", given / "model", given / "text.txt", "--budget", "0.05", *SMALL)
     assert done.code == 3, done
 
@@ -187,12 +188,6 @@ def test_models_that_cannot_take_the_data_are_refused(given, tmp_path):
 def test_budgets_as_people_write_them(text, value):
     budget = read_recipe("measure", ["m", "d", "--budget", text]).growth_config().budget
     assert budget == value and type(budget) is type(value)
-
-
-@pytest.mark.parametrize("text", ["0", "1.5", "-3", "nan", "inf"])
-def test_budgets_out_of_range_are_refused(text):
-    with pytest.raises(ValueError, match="budget must be"):
-        read_recipe("measure", ["m", "d", "--budget", text]).growth_config()
 
 
 @pytest.mark.parametrize("kind, options", [(RuntimeError, []), (ValueError, ["--debug"])])

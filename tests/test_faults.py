@@ -1,4 +1,4 @@
-"""Faults that are real: a save that is killed at any step, or has no room; a batch that is not finite.
+"""Faults that are real: a save that is killed at any step, or has no room.
 
 GROWATTN_LONG=1 kills a save at every single change of the disk.
 """
@@ -12,15 +12,14 @@ import sys
 import traceback
 
 import pytest
-import torch
 import transformers
 from conftest import LONG
-from families import fingerprint, in_training, lm_batches, same, wide
+from families import same, wide
+from test_saving import contents
 from transformers import AutoModelForCausalLM
 
-from hf_growattn import Grower, GrowthConfig, export_model
+from hf_growattn import export_model
 
-CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
 CHANGES = ("os.", "shutil.", "ctypes.dlsym")  # of the disk, among the events that Python audits; and opening to write
 
 
@@ -30,10 +29,6 @@ def no_progress_bars():
     transformers.logging.disable_progress_bar()
     yield
     transformers.logging.enable_progress_bar()
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def in_child(work) -> int:
@@ -111,16 +106,6 @@ def test_a_save_killed_at_any_step(size, tmp_path):
     assert {0, 1} <= set(found)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_shard_size": "20kB"}])
-def test_a_config_replaces_the_former_one_when_its_weights_are_there(options, tmp_path, monkeypatch):
-    """Until then the former checkpoint loads from there, should the process be killed."""
-    moved, move = [], os.replace
-    monkeypatch.setattr(os, "replace", lambda *paths: (moved.append(paths[1].name), move(*paths)))
-    wide("llama-2").save_pretrained(tmp_path / "model", **options)
-    index = ["model.safetensors.index.json"] if options else []
-    assert moved[-1 - len(index) :] == [*index, "config.json"] and len(moved) > 2
-
-
 def test_a_save_where_no_file_may_grow(tmp_path):
     """The kernel refuses to write on: an OSError that names the place, and nothing has changed."""
     model = wide("llama-2", 9)
@@ -144,19 +129,3 @@ def test_a_damaged_checkpoint_in_a_subfolder_is_told_of(tmp_path):
     (tmp_path / "inner" / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is not an index of weights\. Copy, download or save it again"):
         type(model).from_pretrained(tmp_path, subfolder="inner")
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_one_batch_that_is_not_finite(value):
-    """One number of one token of one sequence: the error says which batch to leave out, and training goes on."""
-    model, optimizer = in_training("llama-2")
-    embedded = [
-        {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach(), "labels": batch["input_ids"]}
-        for batch in lm_batches()
-    ]
-    embedded[2]["inputs_embeds"][1, 3, 5] = value
-    before = fingerprint(model, optimizer)
-    with pytest.raises(ValueError, match=r"loss of batch 1 is nan.*leave that batch out"):
-        Grower(model, CONFIG, optimizer).find([embedded[index] for index in (0, 2, 1)]).keep()
-    assert same(fingerprint(model, optimizer), before)
-    assert Grower(model, CONFIG, optimizer).find(embedded[:2]).keep().kept

@@ -8,6 +8,7 @@ from conftest import ROOT
 from families import save_with_text
 from peft import PeftModel
 from safetensors.torch import load_file
+from test_data import TEMPLATE
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from hf_growattn import patch_model, unpatch_model
@@ -103,12 +104,6 @@ def test_adapters_and_new_dims_load_again(finetune, given, tmp_path):
     unpatch_model(model.get_base_model(), drop_growth=True)
     assert not torch.equal(model(SAMPLE).logits, adapted)
     assert "hf_growattn" not in (tmp_path / "README.md").read_text()  # the card is peft's
-
-
-TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }} <eos>"
-    "{% endgeneration %}{% else %}{{ 'w90 ' + message.content + ' w91 ' }}{% endif %}{% endfor %}"
-)
 
 
 @pytest.mark.parametrize("recipe", ["chat", "completions", "growth", "lora", "text"])

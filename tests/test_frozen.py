@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import build, lm_batches
-from optimizers import OPTIMIZERS
+from test_optimizer import OPTIMIZERS
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_model, save_growth
@@ -101,10 +101,3 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
             ValueError, match=r"on the meta device, where offloading leaves it: load the model into memory"
         ):
             action()
-
-
-def test_a_frozen_bias_is_not_rewritten():
-    model = patch_model(build("llama-5-bias"))
-    attentions(model)[0].module.q_proj.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match="q_proj of layer 0 is frozen"):
-        Grower(model, GrowthConfig(qk_dims=2, update_existing=True)).find(lm_batches(4))

@@ -1,18 +1,21 @@
-"""The mathematics: small functions against their definitions (the drafts' formulas are in test_drafts.py)."""
+"""The mathematics: small functions against their definitions, and what mathematics.md derives of them."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import best_directions, column_basis, directions_from_products
+from compared import best_directions, column_basis, directions_from_products, residual, whiten
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from hf_growattn.grow.old_dims import tangent_step
 from hf_growattn.measure import functional as F
 
 always = settings(deadline=None, max_examples=50, derandomize=True, database=None)
 seeds = st.integers(0, 2**31)
+sizes = st.integers(1, 6)
 
 
 def spd(n, spread=2.0, seed=0):
@@ -130,18 +133,80 @@ def test_allocate_spends_by_gain_per_cost():
     assert F.allocate([[3.0], [2.0]], [[6], [1]], 6) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "freedom, expected",
-    [
-        (1, 12.7062),
-        (2, 4.30265),
-        (3, 3.18245),
-        (4, 2.77645),
-        (8, 2.30600),
-        (15, 2.13145),
-        (30, 2.04227),
-        (1000, 1.96234),
-    ],
-)
-def test_student_quantiles_are_those_of_the_tables(freedom, expected):
-    assert F.student_quantile(freedom) == pytest.approx(expected, rel=3e-6)
+QUANTILES = {1: 12.7062, 2: 4.30265, 3: 3.18245, 4: 2.77645, 8: 2.30600, 15: 2.13145, 30: 2.04227, 1000: 1.96234}
+
+
+@pytest.mark.parametrize("freedom", QUANTILES)
+def test_student_quantiles_are_those_of_the_tables(freedom):
+    assert F.student_quantile(freedom) == pytest.approx(QUANTILES[freedom], rel=3e-6)
+
+
+@st.composite
+def layers(draw):
+    """Statistics and factors of a layer; the stacked metric is a moment (patterns) or a scalar (messages)."""
+    groups, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    a, b, k, p, seed = draw(sizes), draw(sizes), draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(seeds)
+    heads, spread = groups * group, draw(st.floats(0, 1))
+    root_a = F.square_roots(spd(a, spread, seed))
+    if draw(st.booleans()):
+        root_a = torch.tensor(1.7).double(), 1 / torch.tensor(1.7).double()
+    root_b = F.square_roots(spd(b, spread, seed + 1))
+    cross, w_a = normal(heads, a, b, seed=seed + 2), normal(heads, a, k, seed=seed + 3)
+    w_b = normal(groups, b, k, seed=seed + 4)
+    whitened = whiten(cross, root_a[1], root_b[1], groups)
+    stacked, shared = F.stack_groups(F.apply_root(root_a[0], w_a), groups), root_b[0] @ w_b
+    names = "heads groups p seed root_a root_b cross whitened stacked shared"
+    return SimpleNamespace(**{name: value for name, value in locals().items() if name in names.split()})
+
+
+@always
+@given(layers())
+def test_a_step_is_the_best_of_its_rank_in_the_metric_and_gains_the_squares_of_its_singular_values(layer):
+    """By Eckart and Young, so nothing of the same rank and size gains more."""
+    u, sigma, v = best_directions(layer.whitened, layer.p)
+    new_a, new_b = F.step_factors(u, sigma, v, layer.root_a[1], layer.root_b[1], layer.heads)
+    step = new_a @ new_b.repeat_interleave(layer.heads // layer.groups, 0).mT  # (H, a, b)
+    moved = F.stack_groups(F.apply_root(layer.root_a[0], step), layer.groups) @ layer.root_b[0].mT
+    gain = sigma.square().sum()
+    assert_close(moved, -(u * sigma.unsqueeze(-2)) @ v.mT)
+    assert_close((layer.cross * step).sum(), -gain)
+    assert_close(moved.square().sum(), gain)
+    tail = torch.linalg.svdvals(layer.whitened)[..., layer.p :].square().sum()
+    assert_close((layer.whitened + moved).square().sum(), tail)
+
+
+@always
+@given(layers())
+def test_the_step_of_old_factors_is_the_tangent_part_of_the_gradient(layer):
+    m, rest = layer.whitened, residual(layer.whitened, layer.stacked, layer.shared)
+    d_a, d_b = tangent_step(m @ layer.shared, m.mT @ layer.stacked, layer.stacked, layer.shared)
+    reached = d_a @ layer.shared.mT + layer.stacked @ d_b.mT
+    assert_close(reached, rest - m, rtol=1e-6, atol=1e-8)
+    p_a, p_b = (side @ torch.linalg.pinv(side) for side in (layer.stacked, layer.shared))
+    assert_close(reached, -(p_a @ m + m @ p_b - p_a @ m @ p_b), rtol=1e-6, atol=1e-8)
+
+
+@always
+@given(seeds, sizes, st.integers(1, 3), st.integers(1, 3))
+def test_a_bias_is_one_more_row_of_every_formula(seed, d, heads, p):
+    x, g = normal(2, d + 5, d, seed=seed), normal(heads, 2, d + 5, d + 5, seed=seed + 1)
+    augmented = F.augment(x)
+    cross = (augmented.mT @ g @ augmented).sum(1)  # (heads, d + 1, d + 1)
+    roots = F.square_roots(F.ridged(F.moment_sum(augmented), 0.05))
+    u, sigma, v = best_directions(whiten(cross, roots[1], roots[1], heads), p)
+    sides = [F.split_bias(side, d) for side in F.step_factors(u, sigma, v, roots[1], roots[1], heads)]
+    queries, keys = (x[:, None] @ w.mT + b[:, None] for w, b in sides)
+    assert_close((g * (queries @ keys.mT).transpose(0, 1)).sum(), -sigma.square().sum())
+
+
+@always
+@given(seeds, st.integers(1, 2), sizes, sizes, sizes, sizes)
+def test_balanced_factors_are_the_best_of_their_rank(seed, groups, n, m, k, rank):
+    left, right = normal(groups, n, k, seed=seed), normal(groups, m, k, seed=seed + 1)
+    new = F.balanced_factors(left, right, rank)
+    assert [side.shape for side in new] == [(groups, n, rank), (groups, m, rank)]
+    product = left @ right.mT
+    u, sigma, vh = torch.linalg.svd(product, full_matrices=False)
+    assert_close(new[0] @ new[1].mT, (u[..., :rank] * sigma[..., None, :rank]) @ vh[..., :rank, :])
+    assert rank < min(n, m, k) or (new[0] @ new[1].mT - product).norm() < 1e-9 * product.norm()
+    assert_close(new[0].mT @ new[0], new[1].mT @ new[1])

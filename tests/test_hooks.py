@@ -6,17 +6,15 @@ import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import peft
 import pytest
 import torch
-import transformers.models.llama.modeling_llama as modeling
 from accelerate.hooks import ModelHook, add_hook_to_module
 from families import add_dims, build, lm_batches, tokens, wide
 from test_families import traces
 from transformers import AttentionInterface, BertConfig, BertForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, patch_model, unpatch_model
+from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.model import hooks
 
@@ -64,20 +62,6 @@ def test_threads_that_share_a_model_compute_what_one_does(make):
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(torch.no_grad()(lambda each: model(each).logits), requests))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected))
-
-
-@torch.no_grad()
-def test_what_is_replaced_in_a_modeling_file_runs_in_grown_layers(monkeypatch):
-    """As kernels of other libraries are, before patching or after it."""
-    model = grown(build("llama-2"))
-    before, calls = model(tokens()).logits, []
-
-    def without_rotation(query, key, *args, **kwargs):
-        calls.append(1)
-        return query, key
-
-    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", without_rotation)
-    assert not torch.allclose(model(tokens()).logits, before) and len(calls) == 2
 
 
 @torch.no_grad()
@@ -149,15 +133,6 @@ def test_dropout_of_the_output_takes_new_dims_along():
         attention.sibling.dropout.p = 1.0
     before = model(torch.arange(24).view(2, 12)).logits
     assert torch.equal(grown(model)(torch.arange(24).view(2, 12)).logits, before)
-
-
-def test_a_stock_model_is_stock_again_after_several_adapters():
-    base = build("llama-2")
-    kind, expected = type(base), base(tokens()).logits
-    model = peft.get_peft_model(base, GrowAttnConfig(qk_dims=1))
-    model.add_adapter("other", GrowAttnConfig(v_dims=1))
-    model.unload()
-    assert type(base) is kind and torch.equal(base(tokens()).logits, expected)
 
 
 @torch.no_grad()

@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import LONG, ROOT
-from families import build, lm_batches
-from test_growth import fingerprint, same
+from families import build, fingerprint, lm_batches, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 

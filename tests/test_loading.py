@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, load_checkpoint_in_model
-from families import FAMILIES, build, lm_batches, tokens
+from families import FAMILIES, build, lm_batches, tokens, train
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import load_sharded_checkpoint
@@ -15,13 +15,6 @@ from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_gro
 from hf_growattn.growable.attention import attentions
 
 CONFIG = GrowthConfig(qk_dims=3, v_dims=2, layers=[1])
-
-
-def trained(model, optimizer, steps=2):
-    for batch in lm_batches(steps):
-        model(**batch, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def fresh(variant):
@@ -51,10 +44,10 @@ def assert_is(model, optimizer, state):
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_state_dicts(variant):
     model, optimizer, grower = fresh(variant)
-    trained(model, optimizer)
+    train(model, optimizer, lm_batches(2))
     before = snapshot(model, optimizer)
     assert grower.find(lm_batches()).keep().kept
-    trained(model, optimizer)
+    train(model, optimizer, lm_batches(2))
     after = snapshot(model, optimizer)
 
     other, its_optimizer, _ = fresh(variant)
@@ -65,8 +58,8 @@ def test_state_dicts(variant):
         its_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
         its_optimizer.load_state_dict(state)
         assert_is(other, its_optimizer, (weights, state, logits))
-    trained(model, optimizer)
-    trained(other, its_optimizer)
+    train(model, optimizer, lm_batches(2))
+    train(other, its_optimizer, lm_batches(2))
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters()))
     assert Grower(other, CONFIG, its_optimizer).find(lm_batches()).keep().kept
 
@@ -75,9 +68,9 @@ def test_accelerate_resumes_after_a_growth(tmp_path):
     model, optimizer, _ = fresh("llama-2")
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)
-    trained(model, optimizer)
+    train(model, optimizer, lm_batches(2))
     assert Grower(model, CONFIG, optimizer).find(lm_batches()).keep().kept
-    trained(model, optimizer)
+    train(model, optimizer, lm_batches(2))
     accelerator.save_state(tmp_path / "state")
     save_growth(model, tmp_path / "growth")
     after = snapshot(model, optimizer.optimizer)
@@ -94,25 +87,6 @@ def test_accelerate_resumes_after_a_growth(tmp_path):
     load_growth(model, tmp_path / "growth", optimizer, strict=False)  # the trained weights follow
     again.load_state(tmp_path / "state")
     assert_is(model, optimizer.optimizer, after)
-
-
-def test_an_optimizer_is_told_of_that_was_there_before_a_wider_state():
-    model, _, grower = fresh("gpt2-2")
-    other, its_optimizer, _ = fresh("gpt2-2")
-    assert grower.find(lm_batches()).keep().kept
-    other.load_state_dict(model.state_dict())
-    with pytest.warns(UserWarning, match="AdamW steps without the new dims"):
-        trained(other, its_optimizer, steps=1)
-
-
-def test_a_state_of_another_model_is_refused_as_by_torch():
-    model, _, _ = fresh("llama-2")
-    shapes = [parameter.shape for parameter in model.parameters()]
-    wrong = model.state_dict()
-    wrong["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(4 * 16 + 1, 48)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict(wrong)
-    assert [parameter.shape for parameter in model.parameters()] == shapes
 
 
 def test_other_models_may_lend_their_state():
@@ -159,9 +133,9 @@ def test_other_loaders_bring_new_dims_or_say_that_they_do_not(size, tmp_path):
 
 def test_set_state_dict_says_that_an_optimizer_came_too_early():
     model, optimizer, grower = fresh("llama-2")
-    trained(model, optimizer)
+    train(model, optimizer, lm_batches(2))
     assert grower.find(lm_batches()).keep().kept
-    trained(model, optimizer)
+    train(model, optimizer, lm_batches(2))
     saved, after = copy.deepcopy(get_state_dict(model, optimizer)), snapshot(model, optimizer)
     other, its_optimizer, _ = fresh("llama-2")
     states = copy.deepcopy({"model_state_dict": saved[0], "optim_state_dict": saved[1]})

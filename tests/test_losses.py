@@ -1,13 +1,9 @@
 """What training computes: loss values of stock and patched models through the options of Trainer and TRL."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
-import torch
 from families import build, lm_batches, word_tokenizer
-from training import Rows
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -16,18 +12,10 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from user_losses import Uneven, preferring
 
-from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
+from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.growths import origin_of
-
-
-class Uneven(Rows):
-    """Rows of which some labels count not, each row another number of them."""
-
-    def __getitem__(self, row: int) -> dict:
-        labels = self.ids[row].clone()
-        labels[: 1 + row % 7] = -100
-        return {"input_ids": self.ids[row], "labels": labels}
 
 
 def own_loss(outputs, labels, num_items_in_batch=None):
@@ -40,7 +28,6 @@ def own_loss(outputs, labels, num_items_in_batch=None):
 
 OPTIONS = {
     "plain": {},
-    "label smoothing": dict(label_smoothing_factor=0.1),
     "smoothing and accumulation": dict(label_smoothing_factor=0.1, gradient_accumulation_steps=3),
     "noisy embeddings": dict(neftune_noise_alpha=5.0),
     "packing and smoothing": dict(data_collator=DataCollatorWithFlattening(), label_smoothing_factor=0.1),
@@ -67,7 +54,7 @@ def losses(model, folder, data_collator=None, compute_loss_func=None, **options)
 
 
 @pytest.mark.parametrize(
-    "variant, options", [*(("llama-2", name) for name in OPTIONS), ("gpt2-2", "plain"), ("gpt2-2", "label smoothing")]
+    "variant, options", [*(("llama-2", name) for name in OPTIONS), ("gpt2-2", "packing and smoothing")]
 )
 def test_patched_trains_on_the_losses_of_stock(tmp_path, variant, options):
     options = OPTIONS[options]
@@ -75,113 +62,9 @@ def test_patched_trains_on_the_losses_of_stock(tmp_path, variant, options):
     assert losses(patch_model(build(variant)), tmp_path, **options) == stock
 
 
-def test_a_checkpoint_and_its_code_train_on_smoothed_losses_of_stock(tmp_path):
-    script = f"""if True:
-        import sys
-        sys.modules["hf_growattn"] = None
-        from pathlib import Path
-        import torch, transformers
-        torch.set_num_threads(1)
-        rows = torch.load({str(tmp_path / "rows.pt")!r})
-        model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / "saved")!r}, trust_remote_code=True)
-        arguments = transformers.TrainingArguments(
-            output_dir={str(tmp_path)!r}, label_smoothing_factor=0.1, use_cpu=True, report_to="none", disable_tqdm=True
-        )
-        trainer = transformers.Trainer(model.eval(), arguments)
-        print(trainer.compute_loss(trainer.model, {{"input_ids": rows, "labels": rows}}).item())
-    """
-    patch_model(build("llama-2")).save_pretrained(tmp_path / "saved")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    rows = Rows(4).ids
-    torch.save(rows, tmp_path / "rows.pt")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
-    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
-    trainer = Trainer(build("llama-2"), arguments)
-    stock = trainer.compute_loss(trainer.model, {"input_ids": rows, "labels": rows.clone()}).item()
-    assert float(done.stdout.split()[-1]) == stock
-    trainer = Trainer(loaded, arguments)
-    assert trainer.compute_loss(loaded, {"input_ids": rows, "labels": rows.clone()}).item() == stock
-
-
-def test_new_dims_of_peft_train_on_shifted_labels(tmp_path):
-    peft = pytest.importorskip("peft")
-    from hf_growattn import GrowAttnConfig
-
-    model = peft.get_peft_model(build("llama-2"), GrowAttnConfig(qk_dims=2))
-    options = OPTIONS["label smoothing"] | dict(learning_rate=0.0)  # the new dims change nothing yet
-    assert losses(model, tmp_path, **options) == losses(build("llama-2"), tmp_path, **options)
-
-
-def preferences():
-    from datasets import Dataset
-
-    words = [" ".join(f"w{2 + (7 * row + step) % 90}" for step in range(12)) for row in range(16)]
-    rows = [{"prompt": w[:20], "chosen": w[20:], "rejected": w[:2] * 4} for w in words]
-    return Dataset.from_list([{key: value.strip() for key, value in row.items()} for row in rows])
-
-
-def preferred(folder, model, ref_model=None):
-    """A DPOTrainer of TRL over a few preferences."""
-    trl = pytest.importorskip("trl")
-    set_seed(0)
-    arguments = trl.DPOConfig(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-        use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
-    return trl.DPOTrainer(model, ref_model, arguments, train_dataset=preferences(), processing_class=word_tokenizer())
-
-
 def logged(trainer) -> list[float]:
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def test_preferences_are_learned_as_by_stock(tmp_path):
-    stock, patched = build("llama-2"), patch_model(build("llama-2"))
-    expected = logged(preferred(tmp_path, stock, copy.deepcopy(stock)))
-    assert logged(preferred(tmp_path, patched, copy.deepcopy(patched))) == expected
-    assert expected[0] == pytest.approx(0.6931, abs=1e-4) and expected[1] != expected[0]
-
-
-def policy(folder, model, **options):
-    """A GRPOTrainer of TRL that rewards different words."""
-    trl = pytest.importorskip("trl")
-    set_seed(0)
-    arguments = trl.GRPOConfig(
-        output_dir=str(folder), per_device_train_batch_size=4, num_generations=4, learning_rate=1e-2,
-        max_completion_length=6, logging_steps=1, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
-        save_strategy="no", **options,
-    )  # fmt: skip
-    return trl.GRPOTrainer(
-        model,
-        lambda completions, **kwargs: [float(len(set(words.split()))) for words in completions],
-        arguments,
-        train_dataset=preferences().select_columns(["prompt"]),
-        processing_class=word_tokenizer(),
-    )
-
-
-def test_policies_are_learned_as_by_stock(tmp_path):
-    def run(model):
-        trainer = policy(tmp_path, model, max_steps=2)
-        trainer.train()
-        wanted = ("loss", "reward", "grad_norm", "entropy")
-        return [[entry[key] for key in wanted] for entry in trainer.state.log_history if "loss" in entry]
-
-    assert run(patch_model(build("llama-2"))) == run(build("llama-2"))
-
-
-@pytest.mark.parametrize("iterations", [1, 2])
-def test_a_policy_grows_where_its_loss_depends_on_the_model(tmp_path, iterations, kept_by_word):
-    """Without old log-probabilities, the ratio of the loss is always 1, and no step lowers it."""
-    run = policy(tmp_path, patch_model(build("llama-2")), max_steps=6, num_iterations=iterations)
-    growth = GrowthCallback(run, GrowthConfig(qk_dims=1, v_dims=1), steps=[4], batches=4)
-    run.add_callback(growth)
-    run.train()
-    (report,) = growth.reports
-    assert report.kept and [layer.width for layer in report.layers] == [(16, 17)] * 4
-    # Rewards of four random texts teach nothing that holds on others, so what counts is whether a step was found.
-    assert any(layer.step_size > 0 for layer in report.layers) == (report.fall != 0) == (iterations == 2)
 
 
 def grown_in_memory(folder):
@@ -196,11 +79,11 @@ def grown_in_memory(folder):
 def test_no_other_model_becomes_the_reference_of_one_that_grew(tmp_path):
     model = grown_in_memory(tmp_path / "stock")
     with pytest.raises(OSError, match="Repo id must"):  # of transformers: no checkpoint has an empty name
-        preferred(tmp_path, model)
-    trainer = preferred(tmp_path, model, copy.deepcopy(model))
+        preferring(tmp_path, model)
+    trainer = preferring(tmp_path, model, copy.deepcopy(model))
     assert logged(trainer)[0] == pytest.approx(0.6931, abs=1e-4)  # the policy begins at its reference
     model.save_pretrained(tmp_path / "grown")
-    trainer = preferred(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path / "grown"))
+    trainer = preferring(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path / "grown"))
     assert type(trainer.ref_model) is type(model) and logged(trainer)[0] == pytest.approx(0.6931, abs=1e-4)
 
 

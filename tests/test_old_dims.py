@@ -3,11 +3,9 @@
 import pytest
 import torch
 from compared import product_norm, residual, sketched, whole_gradients
-from families import add_dims, build, lm_batches
-from test_growth import fingerprint, same
+from families import build, fingerprint, lm_batches, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow import old_dims
 from hf_growattn.grow.old_dims import tangent_steps, with_old_steps
 from hf_growattn.grow.trial import Candidate, Trial, read_factors
 from hf_growattn.growable.attention import attentions
@@ -37,9 +35,6 @@ def trial_of(model, candidates, batches, **config) -> Trial:
 
 def old_weights(model):
     return {name: p.detach().clone() for name, p in model.named_parameters() if ".extra." not in name}
-
-
-# Refactoring
 
 
 @pytest.mark.parametrize("variant", ["gpt2-2", "gpt2-5-scaled"])
@@ -113,20 +108,6 @@ def test_old_weights_that_moved_within_autocast_are_cast_anew():
         assert model(**batches[0]).loss.item() == within != before
 
 
-@pytest.mark.parametrize("variant, reason", [("llama-2", "rotates"), ("stablelm-norms", "rotates")])
-def test_patterns_that_are_no_product_are_not_refactored(variant, reason):
-    model = patch_model(build(variant))
-    before = fingerprint(model)
-    for config in (dict(qk_dims=4), dict(budget=0.1)):
-        with pytest.raises(ValueError, match=rf"{reason} its queries and keys.*append"):
-            grow(model, method="refactor", **config)
-    assert same(fingerprint(model), before)
-    assert grow(model, v_dims=4, method="refactor").kept  # messages do not rotate
-
-
-# The existing weights
-
-
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
 def test_the_steepest_step_of_the_existing_weights_descends(variant):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
@@ -185,9 +166,6 @@ def test_old_weights_move_alone_where_a_budget_buys_nothing():
     assert any(not torch.equal(value, weights[name]) for name, value in old_weights(model).items())
 
 
-# Both
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_found_changes_nothing_until_it_is_kept(way):
     model, batches = patch_model(build("gpt2-2", dtype=torch.bfloat16)).train(), lm_batches(6)
@@ -211,45 +189,6 @@ def test_parts_of_former_growths_stay_as_they_are(way):
     report = grow(model, batches, qk_dims=2, v_dims=2, **way)
     assert report.kept and loss_of(model, batches) < report.loss_before
     assert former and all(torch.equal(model.get_parameter(name), value) for name, value in former.items())
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("phase, error", [("tangent_steps", MemoryError), ("set_step", KeyboardInterrupt)])
-def test_an_exception_leaves_everything_as_it_was(way, phase, error, monkeypatch):
-    model, batches = patch_model(build("gpt2-2")).train(), lm_batches()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(**batches[0]).loss.backward()
-    optimizer.step()
-    before, room = fingerprint(model, optimizer), old_dims if phase == "tangent_steps" else old_dims.OldDimsCandidate
-    original, calls = getattr(room, phase), iter(range(1000))
-
-    def failing(*args):
-        done = original(*args)
-        if phase == "tangent_steps" or next(calls) == 9:
-            raise error("on purpose")
-        return done
-
-    monkeypatch.setattr(room, phase, failing)
-    with pytest.raises(error, match="on purpose"):
-        grow(model, batches, optimizer, qk_dims=2, v_dims=2, **way)
-    assert same(fingerprint(model, optimizer), before)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("way", WAYS)
-def test_weights_that_cannot_be_written_are_refused(way):
-    model = patch_model(build("gpt2-2"))
-    attentions(model)[1].module.c_proj.requires_grad_(False)
-    before = fingerprint(model)
-    match = r"rewrites existing weights, and c_proj of layer 1 is frozen.*requires_grad_\(True\)"
-    with pytest.raises(ValueError, match=match):
-        grow(model, v_dims=2, **way)
-    assert same(fingerprint(model), before)
-    assert grow(model, v_dims=2, layers=[0], **way).kept
-    first = attentions(model)[0].module
-    first.c_proj = torch.nn.Sequential(first.c_proj)
-    with pytest.raises(ValueError, match="rewrites existing weights, and c_proj of layer 0 is a Sequential"):
-        grow(model, v_dims=2, layers=[0], **way)
 
 
 def test_halves_that_disagree_promise_no_more_than_the_step_that_is_taken():

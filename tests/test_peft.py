@@ -1,15 +1,11 @@
 """Together with peft: LoRA on grown models, and growth under LoRA, which adds new dims beside it that train along."""
 
 import copy
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from compared import column_basis, exact_directions
-from families import build, lm_batches
-from test_growth import fingerprint, same
+from families import build, lm_batches, same, train
 from transformers import AutoModelForCausalLM
 
 import hf_growattn.measure.functional as F
@@ -58,13 +54,6 @@ def near(one, other):
     assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
-def train(model, optimizer, steps=3):
-    for step in range(steps):
-        model(**BATCHES[step % len(BATCHES)]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def trainable(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -73,7 +62,7 @@ def trainable(model):
 def test_growth_under_lora_lowers_the_loss_and_training_goes_on(variant, targets):
     model = adapted(variant, targets)
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
-    train(model, optimizer)
+    train(model, optimizer, BATCHES[:3])
     before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
     states = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -91,7 +80,7 @@ def test_growth_under_lora_lowers_the_loss_and_training_goes_on(variant, targets
     assert [id(p) for p in held] == [id(p) for p in trainable(model)]
     assert same(dict(optimizer.state), states)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    train(model, optimizer, steps=8)
+    train(model, optimizer, 2 * BATCHES)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, values[name]) == (name in frozen), name
     base = model.get_base_model()
@@ -148,9 +137,9 @@ def test_half_precision_adds_adapters_in_fp32():
 def test_lora_before_and_after_growth_merges_saves_and_reloads(variant, tmp_path):
     model = adapted(variant, ALL[variant], lora_bias=True)
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
-    train(model, optimizer)
+    train(model, optimizer, BATCHES[:3])
     assert Grower(model, GROWTH, optimizer).find(BATCHES).keep().kept
-    train(model, optimizer)
+    train(model, optimizer, BATCHES[:3])
     double = copy.deepcopy(model).double()
     exact = logits(double)
     assert (logits(double.merge_and_unload()) - exact).abs().max() <= 1e-12 * exact.abs().max()
@@ -170,7 +159,7 @@ def test_lora_on_a_grown_model(variant):
     adapter = peft.get_peft_model(model, lora(variant))
     assert adapter.peft_config["default"].target_modules == DEFAULT[variant]
     near(logits(adapter), expected)
-    train(adapter, torch.optim.AdamW(trainable(adapter), lr=1e-2))
+    train(adapter, torch.optim.AdamW(trainable(adapter), lr=1e-2), BATCHES[:3])
     expected = logits(adapter)
     near(logits(adapter.merge_and_unload()), expected)
 
@@ -187,20 +176,6 @@ def test_a_model_may_be_patched_under_its_adapters(variant):
     near(logits(model.merge_and_unload()), expected)
 
 
-def test_accelerate_and_checkpointed_activations():
-    from accelerate import Accelerator
-
-    model, accelerator = adapted(LLAMA, lora_dropout=0.1), Accelerator(cpu=True)
-    base = model.get_base_model()
-    getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)()
-    base.enable_input_require_grads()
-    model, optimizer = accelerator.prepare(model.train(), torch.optim.AdamW(trainable(model), lr=1e-3))
-    assert Grower(model, GROWTH, optimizer).find(BATCHES).keep().kept
-    train(model, optimizer)
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert [id(p) for p in held] == [id(p) for p in trainable(model)] and set(optimizer.state) == set(held)
-
-
 @pytest.mark.parametrize("variant", [LLAMA, GPT2])
 def test_merged_adapters_grow_and_unmerge(variant):
     model, unmerged = adapted(variant, ALL[variant]), adapted(variant, ALL[variant])
@@ -210,79 +185,6 @@ def test_merged_adapters_grow_and_unmerge(variant):
     expected = logits(model)
     model.unmerge_adapter()
     near(logits(model), expected)
-
-
-@pytest.mark.parametrize("variant", [LLAMA, GPT2])
-def test_adapters_come_and_go_after_growth(variant):
-    model = adapted(variant, ALL[variant])
-    model.add_adapter("other", lora(variant, ALL[variant]))
-    stir(model)
-    Grower(model, GROWTH).find(BATCHES).keep()
-    expected = {}
-    for name in ("default", "other"):
-        model.set_adapter(name)
-        expected[name] = logits(model)
-    with model.disable_adapter():
-        expected["none"] = logits(model)
-    model.add_adapter("third", lora(variant, ALL[variant]))  # starts without effect
-    model.set_adapter("third")
-    near(logits(model), expected["none"])
-    model.set_adapter("default")
-    model.delete_adapter("third")
-    model.delete_adapter("other")
-    near(logits(model), expected["default"])
-    near(logits(model.unload()), expected["none"])
-
-
-@pytest.mark.parametrize("variant", [LLAMA, GPT2])
-def test_a_saved_adapter_fits_the_saved_grown_base(variant, tmp_path):
-    model = adapted(variant, ALL[variant])
-    Grower(model, GROWTH).find(BATCHES).keep()
-    expected = logits(model)
-    copy.deepcopy(model).unload().save_pretrained(tmp_path / "base")
-    model.save_pretrained(tmp_path / "adapter")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    near(logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()), expected)
-
-
-def test_generation_goes_through_the_peft_model():
-    model = adapted(LLAMA)
-    Grower(model, GROWTH).find(BATCHES).keep()
-    prompt = BATCHES[0]["input_ids"][:1]
-    tokens = model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
-    again = model.merge_and_unload().generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
-    assert torch.equal(tokens, again)
-
-
-def test_nothing_is_left_of_a_growth_that_finds_nothing(monkeypatch):
-    model = adapted(LLAMA, ALL[LLAMA]).train()
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
-    train(model, optimizer)
-    before = fingerprint(model.get_base_model(), optimizer)
-    step_factors = F.step_factors
-
-    def uphill(*args):
-        stacked, shared = step_factors(*args)
-        return stacked, -shared
-
-    monkeypatch.setattr("hf_growattn.measure.functional.step_factors", uphill)
-    report = Grower(model, GROWTH, optimizer).grow(BATCHES)
-    assert not report.kept and report.fall == 0
-    assert same(fingerprint(model.get_base_model(), optimizer), before)
-
-
-def test_a_budget_counts_the_adapters_weights():
-    model = adapted(LLAMA, ALL[LLAMA])
-    report = Grower(model, GrowthConfig(budget=4000, layers=[0, 1])).find(BATCHES).keep()
-    assert 0 < report.added_parameters <= 4000
-
-
-def test_an_optimizer_may_hold_frozen_weights_too():
-    model = adapted(LLAMA)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # as many scripts do
-    Grower(model, GROWTH, optimizer).find(BATCHES).keep()
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert [id(p) for p in held] == [id(p) for p in model.parameters()]
 
 
 OTHERS = {
@@ -308,32 +210,4 @@ def test_growth_under_other_adapters(method):
     unknown = {layer.kind for layer in report.layers if layer.out_of_reach is None}
     assert unknown == UNKNOWN.get(method, {"qk"})
     model.set_adapter("default")
-    train(model, torch.optim.AdamW(trainable(model), lr=1e-3))
-
-
-def test_default_targets_in_a_fresh_process(tmp_path):
-    """For patched models and for those that from_pretrained builds."""
-    for variant in (LLAMA, GPT2):
-        patch_model(build(variant)).save_pretrained(tmp_path / variant)
-    script = """
-import json, sys, torch, transformers, hf_growattn
-from peft import LoraConfig, get_peft_model
-transformers.logging.disable_progress_bar()
-found = []
-for path in sys.argv[1:]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    found.append(sorted(get_peft_model(model, LoraConfig(r=4)).peft_config["default"].target_modules))
-print(json.dumps(found))
-"""
-    paths = [str(tmp_path / variant) for variant in (LLAMA, GPT2)]
-    run = subprocess.run([sys.executable, "-c", script, *paths], capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout.splitlines()[-1]) == [["q_proj", "v_proj"], ["c_attn"]]
-
-
-def test_every_table_of_default_targets_knows_our_types():
-    from peft.utils import constants
-
-    config = patch_model(build(LLAMA)).config
-    config.to_dict()
-    tables = [t for n, t in vars(constants).items() if n.startswith("TRANSFORMERS_MODELS_TO_") and "llama" in t]
-    assert len(tables) > 10 and all(t["growattn_llama"] == t["llama"] for t in tables)
+    train(model, torch.optim.AdamW(trainable(model), lr=1e-3), BATCHES[:3])

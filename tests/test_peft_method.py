@@ -4,16 +4,13 @@ Logits are compared to a share of 1e-5 of the largest one where fp32 sums run in
 """
 
 import copy
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from families import HEADS, build, lm_batches, tokens
-from packaging.version import Version
+from families import HEADS, build, fingerprint, lm_batches, same, tokens
+from families import train as take_steps
 from safetensors.torch import load_file
-from test_growth import fingerprint, same
+from test_peft import logits, near
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthConfig, patch_model
@@ -49,15 +46,6 @@ def stir(model, seed=5):
     return model
 
 
-def logits(model):
-    with torch.no_grad():
-        return model(**BATCHES[0]).logits
-
-
-def near(one, other):
-    assert (one - other).abs().max() <= 1e-5 * other.abs().max()
-
-
 def differ(one, other):
     assert (one - other).abs().max() > 0.01 * other.abs().max()
 
@@ -68,14 +56,7 @@ def trainable(model):
 
 def train(model, steps=4):
     optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        loss = model(**BATCHES[step % 2]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return take_steps(model, optimizer, [BATCHES[step % 2] for step in range(steps)])
 
 
 def is_base(model, variant):
@@ -122,57 +103,20 @@ def test_merging_gives_a_grown_model_that_saves_and_reloads(variant, tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
 
 
-def test_a_saved_adapter_is_the_new_dims_alone_and_loads_in_a_fresh_process(tmp_path):
-    jobs = {}
-    for variant in VARIANTS:
-        model, folder = adapted(variant), tmp_path / variant
-        model.save_pretrained(folder / "adapter")
-        model.get_base_model().save_pretrained(folder / "base")  # with the adapter on it
-        jobs[variant] = logits(model)
-
-        assert set(load_file(folder / "base" / "model.safetensors")) <= set(build(variant).state_dict())
-        tensors = load_file(folder / "adapter" / FILE)
-        assert all(".extra.adapters.growattn_" in name for name in tensors)
-        merged = copy.deepcopy(model).merge_and_unload()
-        count = sum(tensor.numel() for tensor in tensors.values())
-        assert count == merged.num_parameters() - build(variant).num_parameters()
-        assert (folder / "adapter" / FILE).stat().st_size < 4 * count + 200 * len(tensors)  # and their names
-    script = """
-import sys, torch, transformers, peft
-from hf_growattn import GrowAttnConfig
-torch.set_num_threads(1)
-transformers.logging.disable_progress_bar()
-batch, found = torch.load(sys.argv[1] + "/batch.pt"), {}
-for variant in sys.argv[2:]:
-    folder = f"{sys.argv[1]}/{variant}"
-    base = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/base")
-    assert not any("growattn_" in name for name in base.state_dict())
-    with torch.no_grad():
-        bare = base.eval()(**batch).logits
-        model = peft.PeftModel.from_pretrained(base, f"{folder}/adapter").eval()
-        found[variant] = bare, model(**batch).logits
-    assert isinstance(model.peft_config["default"], GrowAttnConfig)
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-torch.save(found, sys.argv[1] + "/found.pt")
-"""
-    torch.save(BATCHES[0], tmp_path / "batch.pt")
-    subprocess.run([sys.executable, "-c", script, str(tmp_path), *VARIANTS], check=True, capture_output=True)
-    for variant, (bare, loaded) in torch.load(tmp_path / "found.pt").items():
-        assert torch.equal(loaded, jobs[variant])
-        assert torch.equal(bare, logits(build(variant)))
-
-
-def test_one_adapter_after_the_other_is_merged_for_a_while():
-    model = adapted("llama-2")
-    model.add_adapter("other", GrowAttnConfig(qk_dims=1))
-    stir(model, seed=6)
-    for name in ("default", "other", "default"):
-        model.set_adapter(name)
-        alone = logits(model)
-        model.merge_adapter([name])
-        near(logits(model), alone)
-        model.unmerge_adapter()
-        assert torch.equal(logits(model), alone)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_saved_adapter_is_the_new_dims_alone(variant, tmp_path):
+    model = adapted(variant)
+    model.save_pretrained(tmp_path / "adapter")
+    model.get_base_model().save_pretrained(tmp_path / "base")  # with the adapter on it
+    assert set(load_file(tmp_path / "base" / "model.safetensors")) <= set(build(variant).state_dict())
+    tensors = load_file(tmp_path / "adapter" / FILE)
+    assert all(".extra.adapters.growattn_" in name for name in tensors)
+    count = sum(tensor.numel() for tensor in tensors.values())
+    assert count == copy.deepcopy(model).merge_and_unload().num_parameters() - build(variant).num_parameters()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(logits(base), logits(build(variant)))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.equal(logits(loaded), logits(model)) and not trainable(loaded)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -205,19 +149,6 @@ def test_two_adapters(variant, tmp_path):
     model.delete_adapter("other")
     assert torch.equal(logits(model), found["default"])
     assert not any(".other." in name for name, _ in model.named_parameters())
-
-
-@pytest.mark.skipif(Version(peft.__version__) < Version("0.21"), reason="older ones save all adapters in each file")
-def test_each_adapter_has_a_file_of_its_own(tmp_path):
-    model = adapted(LLAMA)
-    model.add_adapter("other", GrowAttnConfig(qk_dims=1, layers=[1]))
-    model.save_pretrained(tmp_path)
-    prefix = "base_model.model.model.layers.1.self_attn.extra.adapters.growattn_"
-    assert set(load_file(tmp_path / "other" / FILE)) == {f"{prefix}in_proj.weight"}
-    assert len(load_file(tmp_path / FILE)) == 2 * 2
-    config = json.loads((tmp_path / "other" / "adapter_config.json").read_text())
-    assert (config["qk_dims"], config["layers"]) == (1, [1])
-    assert config["peft_type"] == "GROWATTN"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -284,15 +215,14 @@ def test_the_guided_start_is_what_growth_finds(variant):
     assert same(dict(model.merge_and_unload().state_dict()), dict(grown.state_dict()))
 
 
-def test_a_guided_start_that_finds_nothing_leaves_the_adapter(monkeypatch):
-    model = adapted(LLAMA)
-    before = fingerprint(model.get_base_model())
-    monkeypatch.setattr("hf_growattn.grow.growth.StepSearch.run", lambda *args: ([0.0], 0.0))
+@pytest.mark.parametrize("config", [DIMS, dict(budget=0.08)], ids=["dims", "budget"])
+def test_a_guided_start_that_finds_nothing_leaves_the_adapter(config, no_step):
+    model = adapted(LLAMA, **config)
+    before, dims = fingerprint(model.get_base_model()), model.peft_config["default"].dims
     assert not initialize_growattn_weights(model, BATCHES).kept
-    assert same(fingerprint(model.get_base_model()), before)
     with pytest.raises(ValueError, match="There are no batches"):
         initialize_growattn_weights(model, [])
-    assert same(fingerprint(model.get_base_model()), before)
+    assert same(fingerprint(model.get_base_model()), before) and model.peft_config["default"].dims == dims
 
 
 def test_trainer_trains_saves_and_resumes(tmp_path):
@@ -312,15 +242,6 @@ def test_trainer_trains_saves_and_resumes(tmp_path):
     resumed = adapted(LLAMA, stirred=False)
     trainer(resumed, 4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert torch.equal(logits(resumed.eval()), logits(model))
-
-
-def test_generation_uses_the_new_dims():
-    model = adapted(LLAMA)
-    prompt = BATCHES[0]["input_ids"][:1]
-    tokens = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False)
-    uncached = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, use_cache=False)
-    merged = model.merge_and_unload().generate(input_ids=prompt, max_new_tokens=6, do_sample=False)
-    assert torch.equal(tokens, uncached) and torch.equal(tokens, merged)
 
 
 def test_adapters_compile_in_one_graph_and_load_onto_empty_weights(tmp_path):
@@ -383,11 +304,3 @@ def test_one_config_serves_several_adapters_each_with_its_own_budget(tmp_path):
         model.set_adapter(name)
         loaded.set_adapter(name)
         assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
-
-
-@pytest.mark.parametrize("imports, expected", [("peft", "KeyError: 'GROWATTN'"), ("peft, hf_growattn", "")])
-def test_a_saved_adapter_is_known_by_the_import_alone(imports, expected, tmp_path):
-    adapted(LLAMA).save_pretrained(tmp_path)
-    code = f"import {imports}; peft.PeftConfig.from_pretrained({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert expected in done.stderr and (done.returncode == 0) is not bool(expected), done.stderr

@@ -48,18 +48,6 @@ def test_a_growth_inside_the_users_autocast_is_that_of_an_autocast_forward(varia
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gains_in_low_precision_are_those_of_fp32(variant, dtype):
-    """These steep models multiply the rounding of activations, 11 bits in fp16 and 8 in bf16, about twentyfold."""
-    full = Grower(patch_model(build(variant)), CONFIG).find(lm_batches()).keep()
-    with torch.autocast("cpu", dtype):
-        half = Grower(patch_model(build(variant)), CONFIG).find(lm_batches()).keep()
-    for one, other in zip(full.layers, half.layers):
-        assert other.gain == pytest.approx(one.gain, rel=20 * torch.finfo(dtype).eps)
-        assert other.out_of_reach == pytest.approx(one.out_of_reach, abs=0.05)
-
-
-@pytest.mark.parametrize("variant", FAMILIES)
 def test_bf16_weights_are_measured_in_fp32(variant):
     model = patch_model(build(variant, dtype=torch.bfloat16))
     found = [sketched(each, lm_batches(), 4) for each in (patch_model(build(variant)), model)]

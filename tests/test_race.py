@@ -9,15 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from families import save_with_text
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaModel
 
 from hf_growattn import Method, race
-from hf_growattn.cli.measuring import prepare_growth, race_recipe
-from hf_growattn.cli.options import read_recipe
 from hf_growattn.report.comparison import RaceResult, Run, compare_runs
 from hf_growattn.training import race as module
 
@@ -293,14 +290,3 @@ def test_each_seed_begins_with_other_batches_and_adapters():
     grown = next(name for name in starts[0] if "extra.growths" in name)
     for name in (drawn, grown):
         assert torch.equal(starts[0][name], starts[1][name]) and not starts[0][name].equal(starts[2][name]), name
-
-
-def test_a_race_of_a_quantized_model(tmp_path):
-    pytest.importorskip("bitsandbytes")
-    save_with_text(tmp_path, words=1200, variant="smollm3")  # in multiples of 64, as 4 bits want it on CPUs
-    words = [str(tmp_path / "model"), str(tmp_path / "text.txt"), "-o", str(tmp_path / "race"), "--load_in_4bit"]
-    words += "--steps 8 --seeds 1 --budget 0.1 --growth_batches 4 --max_length 16".split()
-    result = race_recipe(read_recipe("race", words))
-    assert result.runs_of("growth")[0].cache > result.runs_of("lora")[0].cache, result
-    grower, batches = prepare_growth(read_recipe("measure", [*words[:2], "--load_in_4bit", "--max_length", "16"]))
-    assert grower.check(batches[:2]) > 0

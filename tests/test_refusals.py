@@ -8,8 +8,19 @@ from functools import partial
 import peft
 import pytest
 import torch
-from families import HEADS, VOCABULARY, add_dims, build, lm_batches, padded, tokens, word_tokenizer
-from test_growth import fingerprint, same
+from families import (
+    HEADS,
+    VOCABULARY,
+    add_dims,
+    build,
+    fingerprint,
+    lm_batches,
+    padded,
+    same,
+    tokens,
+    wide,
+    word_tokenizer,
+)
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import (
@@ -36,7 +47,6 @@ from hf_growattn import (
     write_card,
 )
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import sync_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 BATCH = lm_batches(1)[0]
@@ -113,6 +123,15 @@ def freeze(model):
         getattr(attentions(model)[1].module, role).requires_grad_(False)
 
 
+def freeze_a_bias(model):
+    attentions(model)[0].module.q_proj.bias.requires_grad_(False)
+
+
+def wrap(model):
+    first = attentions(model)[0].module
+    first.o_proj = nn.Sequential(first.o_proj)
+
+
 def compute(model):
     parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
     prune.l1_unstructured(model.model.layers[1].self_attn.v_proj, "weight", 0.3)
@@ -166,10 +185,7 @@ def old_cache(given):
 
 
 def grown(given):
-    model = patch_model(build("llama-2"))
-    add_dims(attentions(model)[0], 2, 2)
-    sync_config(model)
-    return given.watch(model)
+    return given.watch(wide("llama-2", 2, 2))
 
 
 def albert(given):
@@ -180,7 +196,6 @@ def albert(given):
 ROWS, ONE = lm_batches(4), GrowthConfig(qk_dims=1)
 SHORT = [batch | {"labels": batch["labels"][:, :-1]} for batch in ROWS]
 IGNORED = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}
-OLD, ANEW = {"qk_dims": 2, "update_existing": True}, {"v_dims": 2, "method": "refactor"}
 
 REFUSED = {
     # what is no model, or not the one that is meant
@@ -197,6 +212,9 @@ REFUSED = {
     "saving nothing": (lambda g: save_growth(None, g.folder), TypeError, "not a NoneType: load it first"),
     "folder and model swapped": (lambda g: load_growth(str(g.folder), grown(g)), TypeError, "not a str: load it first"),
     "a card of nothing": (lambda g: write_card(None, g.folder), TypeError, "not a NoneType: load it first"),
+    "a growth that is not there": (lambda g: save_growth(g.patched(), g.folder), ValueError, "has not grown"),
+    "a card of no growth": (lambda g: write_card(g.patched(), g.folder), ValueError, "has not grown"),
+    "a card of a stock model": (lambda g: write_card(g.stock(), g.folder), ValueError, "has not grown"),
     "views of nothing": (lambda g: attention_views(None), TypeError, "not a NoneType: load it first"),
     "exporting a name": (lambda g: export_model("gpt2", g.folder), TypeError, "needs a patched model, not str"),
     "an unpatched model": (lambda g: Grower(g.stock(), ONE), ValueError, "call patch_model.model. first"),
@@ -253,6 +271,21 @@ REFUSED = {
         ValueError,
         "v_proj of layer 1 is frozen",
     ),
+    "a frozen bias": (
+        find([BATCH], "llama-5-bias", change=freeze_a_bias, qk_dims=2, update_existing=True),
+        ValueError,
+        "q_proj of layer 0 is frozen",
+    ),
+    "weights within another module": (
+        find([BATCH], change=wrap, v_dims=2, update_existing=True),
+        ValueError,
+        "o_proj of layer 0 is a Sequential",
+    ),
+    "rotated queries refactored": (
+        find([BATCH], qk_dims=2, method="refactor"),
+        ValueError,
+        "rotates its queries and keys.*append",
+    ),
     "computed weights": (
         find(ROWS, change=compute, qk_dims=1, update_existing=True),
         ValueError,
@@ -273,11 +306,26 @@ REFUSED = {
     "fewer dims": (config(qk_dims=-2), ValueError, "qk_dims must be a whole number"),
     "half a dim": (config(qk_dims=2.5), ValueError, "qk_dims must be a whole number"),
     "dims as a flag": (config(qk_dims=True), ValueError, "qk_dims must be a whole number"),
+    "no ridge": (config(qk_dims=2, ridge=0.0), ValueError, "ridge must be positive"),
+    "a ridge of nan": (config(qk_dims=2, ridge=float("nan")), ValueError, "ridge must be positive"),
+    "a ridge as a text": (config(qk_dims=1, ridge="a"), ValueError, "ridge must be positive"),
+    "oversampling": (config(qk_dims=2, oversampling=-1), ValueError, "oversampling must be"),
     "no layers": (config(qk_dims=2, layers=[]), ValueError, "layers must be an index, a list"),
     "layers as a text": (config(qk_dims=1, layers="01"), ValueError, "layers must be an index, a list"),
     "a seed as a text": (config(qk_dims=1, seed="x"), ValueError, "seed must be a whole number"),
     "a seed too large": (config(qk_dims=1, seed=2**70), ValueError, r"seed must be a whole number, .*below 2\*\*63"),
     "kinds as a text": (config(budget=0.1, kinds="qk"), ValueError, "kinds must be a list of 'qk', 'v'"),
+    "an unknown kind": (config(budget=0.1, kinds=["values"]), ValueError, "kinds must be a list of 'qk', 'v'"),
+    "a budget of nothing": (config(budget=0), ValueError, "between 0 and 1"),
+    "a budget as a text": (config(budget="1%"), ValueError, "between 0 and 1"),
+    "no multiple": (config(qk_dims=2, multiple_of=0), ValueError, "multiple_of must be"),
+    "no room": (config(qk_dims=2, max_qk_head_dim=0), ValueError, "max_qk_head_dim must be"),
+    "an unknown method": (config(qk_dims=2, method="replace"), ValueError, "append, refactor"),
+    "old dims that move and stay": (
+        config(qk_dims=2, update_existing=True, old_dims_train=False),
+        ValueError,
+        "Drop one",
+    ),
     "a layer too many": (find([BATCH], qk_dims=2, layers=[2]), ValueError, "no attention in layer 2.*0, 1"),
     "a negative layer": (find([BATCH], qk_dims=2, layers=-1), ValueError, "no attention in layer -1.*0, 1"),
     "more dims than rank": (find([BATCH], qk_dims=33), ValueError, "48 features"),

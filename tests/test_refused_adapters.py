@@ -77,24 +77,12 @@ REFUSED = {
     "prompts": (prompts, ValueError, r"\(PromptTuningConfig\) adds prompts.*Use LoRA"),
     "an adapter of nothing": (lambda g: g.adapted(qk_dims=0), ValueError, "give qk_dims, v_dims or both"),
     "an adapter's dims": (lambda g: g.adapted(dims={"0": [1]}), ValueError, "must have a form such as"),
-    "an adapter's layer": (
-        on_stock(v_dims=1, layers=[0, 2]),
-        ValueError,
-        "choose of 0, 1",
-    ),
-    "an adapter's budget": (
-        on_stock(budget=10),
-        ValueError,
-        "10 weights buy nothing",
-    ),
+    "an adapter's layer": (on_stock(v_dims=1, layers=[0, 2]), ValueError, "choose of 0, 1"),
+    "an adapter's budget": (on_stock(budget=10), ValueError, "10 weights buy nothing"),
     "a budget and a width": (lambda g: GrowAttnConfig(budget=0.1, v_dims=2), ValueError, "budget, or fixed widths"),
     "a budget above one": (lambda g: GrowAttnConfig(budget=2.5), ValueError, "a whole number of weights, or a share"),
     "an adapter of another family": (falcon, ValueError, "New dims cannot join FalconModel: FalconAttention takes no"),
-    "an adapter of no transformer": (
-        no_transformer,
-        TypeError,
-        "not Sequential",
-    ),
+    "an adapter of no transformer": (no_transformer, TypeError, "not Sequential"),
     "a start of data": (lambda g: initialize_growattn_weights(ROWS, g.adapted()), TypeError, "peft model is needed"),
     "no such adapter": (
         lambda g: initialize_growattn_weights(g.adapted(), ROWS, "other"),
@@ -109,21 +97,13 @@ REFUSED = {
     ),
     "a merged adapter": (merged, ValueError, "unmerge_adapter"),
     "a broken adapter, in peft's own words": (broken, ValueError, "^NaNs detected"),
-    "adapters by row": (
-        lambda g: g.adapted()(**BATCH, **BY_ROW),
-        ValueError,
-        "not served by GrowAttn",
-    ),
+    "adapters by row": (lambda g: g.adapted()(**BATCH, **BY_ROW), ValueError, "not served by GrowAttn"),
     "adapters by row of a text": (
         lambda g: g.adapted().generate(input_ids=tokens(), **BY_ROW),
         ValueError,
         "not served by GrowAttn",
     ),
-    "a weighted adapter": (
-        weighted,
-        NotImplementedError,
-        "have no mean",
-    ),
+    "a weighted adapter": (weighted, NotImplementedError, "have no mean"),
     "a hot swap, in peft's own words": (hotswap, (ValueError, NotImplementedError), "(?i)lora"),
 }
 

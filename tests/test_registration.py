@@ -39,20 +39,24 @@ model = torch.load(f"{{folder}}/gpt2.model", weights_only=False)
 assert families() == ["gpt2", "llama"], families()
 torch.save(model(tokens()).logits, f"{{folder}}/gpt2.logits")
 config = torch.load(f"{{folder}}/mistral.config", weights_only=False)
-print(type(transformers.AutoModelForCausalLM.from_config(config)).__name__)
+model = torch.load(f"{{folder}}/own.model", weights_only=False)  # of a class of the user's
+torch.save(model(tokens()).logits, f"{{folder}}/own.logits")
+print(type(transformers.AutoModelForCausalLM.from_config(config)).__name__, type(model).__name__)
 """
 
 
 def test_a_fresh_process_imports_the_families_it_needs_and_no_others(tmp_path):
-    """One model is loaded, one is unpickled whole, and one is built from an unpickled config."""
+    """One model is loaded, two are unpickled whole, and one is built from an unpickled config."""
     models = {"llama": grown("llama-5-bias"), "gpt2": grown("gpt2-2"), "mistral": grown("mistral")}
+    models["own"] = wide(OwnForCausalLM(OwnConfig(**LLAMA | {"num_hidden_layers": 1})).eval(), 2, 1)
     models["llama"].save_pretrained(tmp_path / "llama")
-    torch.save(models["gpt2"], tmp_path / "gpt2.model")
+    for name in ("gpt2", "own"):
+        torch.save(models[name], tmp_path / f"{name}.model")
     torch.save(models["mistral"].config, tmp_path / "mistral.config")
     done = subprocess.run([sys.executable, "-c", FRESH, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == type(models["mistral"]).__name__
-    for name in ("llama", "gpt2"):
+    assert done.stdout.split() == [type(models[name]).__name__ for name in ("mistral", "own")]
+    for name in ("llama", "gpt2", "own"):
         assert torch.equal(torch.load(tmp_path / f"{name}.logits"), models[name](tokens()).logits)
 
 
@@ -121,27 +125,6 @@ def test_copies_and_pickles_of_a_config_keep_class_and_fields():
     assert copy.copy(config).extra_dims is config.extra_dims is not copy.deepcopy(config).extra_dims
     derived = type("Derived", (type(config),), {})(**config.to_diff_dict())
     assert type(copy.deepcopy(derived)) is type(derived)
-
-
-OWN = """
-import sys, torch, hf_growattn
-sys.path.insert(0, sys.argv[2])
-model = torch.load(sys.argv[1] + "/model", weights_only=False)
-torch.save(model(torch.arange(8).view(2, 4)).logits, sys.argv[1] + "/logits")
-config = model.config
-print(type(model).__name__, config.model_type, config.extra_dims, type(config).stock_class.__module__)
-"""
-
-
-def test_a_model_of_a_class_of_the_users_is_read_in_another_process(tmp_path):
-    model = wide(OwnForCausalLM(OwnConfig(**LLAMA | {"num_hidden_layers": 1})).eval(), 2, 1)
-    torch.save(model, tmp_path / "model")
-    command = [sys.executable, "-c", OWN, tmp_path, ROOT / "tests"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0] == "GrowAttnOwnForCausalLM growattn_own {'0': {'growth_1': [2, 1]}} own_family"
-    torch.testing.assert_close(torch.load(tmp_path / "logits"), model(torch.arange(8).view(2, 4)).logits)
-    assert type(pickle.loads(pickle.dumps(model))) is type(model)
 
 
 KNOWN = """

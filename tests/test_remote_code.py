@@ -7,27 +7,12 @@ import sys
 
 import pytest
 from conftest import ROOT
-from families import add_dims, build
-
-from hf_growattn import patch_model
-from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import sync_config
+from families import wide
 
 MODEL = ROOT / "hf_growattn" / "model"
 # Of the standard library: nothing that starts a process, opens a connection, or reads what a pickle holds.
-HARMLESS = {
-    "collections",
-    "copy",
-    "dataclasses",
-    "functools",
-    "importlib",
-    "inspect",
-    "itertools",
-    "json",
-    "math",
-    "pathlib",
-}
-HARMLESS |= {"contextlib", "copyreg", "re", "sys", "threading", "types", "typing"}
+HARMLESS = {"collections", "contextlib", "copy", "copyreg", "dataclasses", "functools", "importlib", "inspect"}
+HARMLESS |= {"itertools", "json", "math", "pathlib", "re", "sys", "threading", "types", "typing"}
 LOAD = """
 import copy, sys
 from collections import OrderedDict
@@ -86,10 +71,7 @@ def test_loading_it_changes_nothing_that_stock_models_use(tmp_path):
     """Tables gain entries under names of ours; no entry and no class that was there becomes another."""
     folders = []
     for variant in ("llama-2", "olmo2"):
-        model = patch_model(build(variant))
-        add_dims(attentions(model)[0], 2, 2)
-        sync_config(model)
-        model.save_pretrained(tmp_path / variant)
+        wide(variant, 2, 2).save_pretrained(tmp_path / variant)
         folders.append(str(tmp_path / variant))
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DATA, LONG, ROOT, data_path
+from conftest import LONG, ROOT
 from families import add_dims, build, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
@@ -40,13 +40,9 @@ def on_ranks(forks, ranks: int, folder: Path, *scripts: str) -> list[str]:
 def passed(forks, tmp_path_factory):
     """The checks that passed, by the number of processes. What runs first leaves what the others must give, too."""
     folder = tmp_path_factory.mktemp("ranks")
-    scripts = ["fsdp_run"]
-    if (DATA / "models" / "stories260K").exists():
-        scripts.append("pretrained_run")
-    found = {2: on_ranks(forks, 2, folder, *scripts, "plugin_run")}
-    found[1] = on_ranks(forks, 1, folder, *(scripts if LONG else scripts[:1]))
+    found = {2: on_ranks(forks, 2, folder, "fsdp_run", "plugin_run"), 1: on_ranks(forks, 1, folder, "fsdp_run")}
     if LONG:
-        found[4] = on_ranks(forks, 4, folder, *scripts)
+        found[4] = on_ranks(forks, 4, folder, "fsdp_run")
     return found
 
 
@@ -61,12 +57,6 @@ def test_fsdp2_on_two_processes_and_then_on_another_number(passed):
     every |= {"frozen_and_refused", "new_dims_as_an_adapter", "equal_to_ddp"}
     assert every <= {*passed[2]}
     assert all("saved_and_resumed" in names for names in passed.values())
-
-
-def test_a_pretrained_model_in_fp32_ends_the_same_in_every_way(passed):
-    """FSDP2 as DDP, within 1e-6 of the losses."""
-    data_path("models", "stories260K")
-    assert all("pretrained_ends_equal" in names for ranks, names in passed.items() if ranks > 1 or LONG)
 
 
 @pytest.fixture

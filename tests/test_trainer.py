@@ -6,31 +6,15 @@ import shutil
 import pytest
 import torch
 from families import build
-from torch.utils.data import IterableDataset
 from training import Rows
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments, set_seed
+from transformers import Trainer, TrainerState, TrainingArguments, set_seed
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.training.schedule import Schedule
 
-CONFIG = GrowthConfig(qk_dims=1, v_dims=1)
-
-
-@pytest.fixture(autouse=True)
-def _kept_by_word(monkeypatch):
-    """A growth on a few small batches may not hold; what training does with one is asked here."""
-    monkeypatch.setattr("hf_growattn.Grower.grow", lambda grower, batches: grower.find(batches).keep())
-
-
-class Heard(TrainerCallback):
-    """Keeps what a tracker would be told."""
-
-    def __init__(self):
-        self.logs = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append((state.global_step, dict(logs)))
+CONFIG = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4)
+pytestmark = pytest.mark.usefixtures("kept_by_word")  # what training does with a growth is asked here
 
 
 def trainer(tmp_path, growth, model=None, data=None, optimizer=None, cls=Trainer, collate=None, **arguments):
@@ -53,7 +37,6 @@ def trainer(tmp_path, growth, model=None, data=None, optimizer=None, cls=Trainer
         TrainingArguments(**(defaults | arguments)),
         train_dataset=data if data is not None else Rows(24),
         eval_dataset=Rows(8),
-        callbacks=[Heard()],
         optimizers=(optimizer, None),
         data_collator=collate,
     )
@@ -98,14 +81,14 @@ def test_a_plateau_of_the_evaluation_loss(tmp_path):
     assert all(later - earlier >= 4 for earlier, later in itertools.pairwise(grown_at(run.state)))  # two new ones first
 
 
-def test_trackers_hear_the_losses_of_a_growth(tmp_path):
+def test_a_growth_is_logged(tmp_path):
     run = trainer(tmp_path, dict(steps=[3]))
     run.train()
-    heard = next(callback for callback in run.callback_handler.callbacks if isinstance(callback, Heard)).logs
-    (logs,) = [logs for step, logs in heard if "growth_fall" in logs]
+    (logs,) = [logs for logs in run.state.log_history if "growth_fall" in logs]
     assert logs["growth_fall"] and logs["growth_error"] > 0 and logs["growth_holds"] in (0, 1)
     assert logs["growth_added_parameters"] > 0
-    assert [step for step, logs in heard if "loss" in logs] == [1, 2, 3, 4, 5, 6]  # none of the usual ones is lost
+    # None of the usual ones is lost.
+    assert [logs["step"] for logs in run.state.log_history if "loss" in logs] == [1, 2, 3, 4, 5, 6]
 
 
 class Read(Rows):
@@ -136,18 +119,6 @@ def test_the_training_data_and_random_states_stay_as_they_are(tmp_path):
         assert all(map(torch.equal, one, other))
     losses, plain = ([entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in runs)
     assert losses[:3] == plain[:3] and losses[3:] != plain[3:]
-
-
-def test_streamed_data(tmp_path):
-    class Stream(IterableDataset):
-        """Three batches, and a Trainer that does not know it."""
-
-        def __iter__(self):
-            return iter(Rows(12))
-
-    run = trainer(tmp_path, dict(at="epoch"), data=Stream())
-    run.train()
-    assert grown_at(run.state) == [3]
 
 
 def test_a_prebuilt_optimizer_follows_a_resumed_checkpoint_that_the_trainer_finds(tmp_path):
@@ -185,6 +156,7 @@ def test_never_firing_is_said_at_the_end(tmp_path):
         (dict(max_growths=0), "max_growths must be"),
         (dict(steps=[2], batches=1), "batches must be a whole number, at least 2"),
         (dict(steps=[2, 0]), r"steps\[1\] must be"),
+        *((dict(steps=steps), "steps must be a list of at least one step") for steps in ([], range(0), 5, iter([2]))),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, when, message):
@@ -208,22 +180,6 @@ def test_a_callback_of_another_trainer_and_a_second_one_are_refused(tmp_path):
         run.train()
 
 
-@pytest.mark.parametrize(
-    "when, model, message",
-    [
-        (dict(steps=[6]), None, "set for step 6, but training ends at step 6"),
-        (dict(batches=6), None, "last 6 batches, which are seen after step 6 at the earliest"),
-        (dict(at="plateau"), None, "eval_strategy"),
-        (dict(steps=[2]), "stock", "call patch_model"),
-    ],
-)
-def test_what_cannot_work_is_refused_when_training_starts(tmp_path, when, model, message):
-    run = trainer(tmp_path, when, model=model and build("llama-2"))
-    with pytest.raises(ValueError, match=message):
-        run.train()
-    assert run.state.global_step == 0
-
-
 def test_an_evaluation_at_the_step_of_a_growth_came_before_it():
     """On a plateau growth waits for two evaluations of the grown model."""
     schedule, state = Schedule(at="plateau"), TrainerState(max_steps=20)
@@ -232,3 +188,31 @@ def test_an_evaluation_at_the_step_of_a_growth_came_before_it():
         state.log_history.append({"step": step, "eval_loss": 1.0})
         state.global_step = step
         assert schedule.is_due(state) == due
+
+
+NEVER = r"set for step \d+, but training ends at step \d+"
+
+
+@pytest.mark.parametrize(
+    "when, options, message",
+    [
+        ({}, dict(max_steps=1), NEVER),
+        (dict(steps=[3, 6]), {}, NEVER),
+        (dict(at="epoch"), dict(max_steps=-1, num_train_epochs=1), NEVER),
+        (dict(at="epoch"), dict(max_steps=5), NEVER),
+        (dict(at="plateau"), dict(eval_strategy="steps", eval_steps=4), NEVER),
+        (dict(at="plateau"), dict(eval_strategy="epoch", max_steps=-1, num_train_epochs=2), NEVER),
+        (dict(at="plateau"), {}, "eval_strategy"),
+        (dict(batches=6), {}, "last 6 batches, which are seen after step 6 at the earliest"),
+    ],
+)
+def test_a_growth_that_can_never_come_is_refused_before_training(when, options, message, tmp_path):
+    run = trainer(tmp_path, when, **options)
+    with pytest.raises(ValueError, match=message):
+        run.train()
+    assert run.state.global_step == 0
+
+
+def test_a_stock_model_is_refused_before_training(tmp_path):
+    with pytest.raises(ValueError, match="call patch_model"):
+        trainer(tmp_path, dict(steps=[2]), model=build("llama-2")).train()

@@ -10,12 +10,9 @@ from user_losses import (
     CONFIG,
     ROUNDING,
     TRAINERS,
-    Witness,
     contrastive,
     encoder,
-    lora,
     pairs,
-    preferring,
     save_encoder,
     trains_down,
 )  # fmt: skip
@@ -62,14 +59,6 @@ def test_what_the_loss_trains_beside_the_model_keeps_its_gradients():
     optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
     assert Grower(model, CONFIG, optimizer, loss=loss).find(lm_batches(4)).keep().kept
     assert head.weight.grad is kept and kept.eq(1).all() and head.bias.grad is None and head.weight.requires_grad
-
-
-def test_a_reference_that_would_grow_too_is_refused(tmp_path):
-    trainer = preferring(tmp_path, lora(patch_model(build("llama-2"))))
-    trainer.add_callback(Witness(trainer))
-    with pytest.raises(ValueError, match=r"compares the model with itself.*precompute_ref_log_probs=True"):
-        trainer.train()
-    assert trainer.state.global_step == 2  # before hours of training
 
 
 def test_guided_starts_take_a_loss_too():

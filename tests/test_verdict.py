@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from families import build, lm_batches
-from test_growth import fingerprint, same
+from families import build, fingerprint, lm_batches, same
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, patch_model
@@ -39,25 +38,18 @@ def test_noise_is_not_kept():
     assert kept <= 1
 
 
-def test_what_does_not_hold_is_told_with_its_error_and_kept_by_word():
+def test_what_does_not_hold_is_kept_by_word():
     model = small_llama(0)
     growth = Grower(model, CONFIG).find(torch.randint(97, (8, 4, 32)))
     report = growth.report
-    assert not report.holds and 0 < abs(report.fall) < report.error
-    text = " ".join(str(report).split())
-    assert f"by {abs(report.fall):.2g}, and the error of that is {report.error:.2g} (95 %)" in text
-    assert "Pass more batches, or keep the new dims all the same by Grower.find(batches).keep()" in text
-    assert "share of gain" not in text and "Cost" not in text and "8 -> 10" not in text
+    assert not report.holds and 0 < abs(report.fall) < report.error and "8 -> 10" not in str(report)
     report = growth.keep()
-    text = " ".join(str(report).split())
-    assert report.kept and not report.holds and "were kept all the same" in text and "weights added" in text
+    assert report.kept and not report.holds and "8 -> 10" in str(report)
     assert all(layer.width == (8, 10 if layer.step_size > 0 else 8) for layer in report.layers)
-    assert "8 -> 10" in text
     assert report.added_parameters == sum(parameter.numel() for parameter in extra_parameters(model))
 
 
-def test_kept_by_word_without_a_step_they_change_nothing_yet(monkeypatch):
-    monkeypatch.setattr(growing.StepSearch, "run", lambda self, trial, spare=0: ([0.0] * len(trial.candidates), 0.0))
+def test_kept_by_word_without_a_step_they_change_nothing_yet(no_step):
     model, batches = small_llama(0), lm_batches(8)
     logits = model(**batches[0]).logits
     growth = Grower(model, CONFIG).find(batches)

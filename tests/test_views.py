@@ -1,12 +1,13 @@
-"""Views agree with the models they look at."""
+"""Views agree with the models they look at, and a factored matrix with the matrix it stands for."""
 
 import encoders
 import modalities
 import peft
 import pytest
 import torch
-from conftest import real_batches, real_model
 from families import FAMILIES, LLAMA, VARIANTS, add_dims, build, tokens, wide
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rebuilt import rebuild_output
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, BloomConfig, BloomModel, LlamaConfig
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomModel, LlamaCon
 from hf_growattn import patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import sync_config
-from hf_growattn.measure.views import attention_views
+from hf_growattn.measure.views import FactoredMatrix, attention_views
 
 # Each way to lay heads out and to place them, without sliding windows.
 OTHERS = ["stablelm", "gpt-neox", "smollm3", "opt", "granite-unscaled"]
@@ -54,9 +55,6 @@ def recorded(model, **inputs):
     for hook in hooks:
         hook.remove()
     return [(view, *seen[view.module]) for view in views]
-
-
-# Patterns
 
 
 @torch.no_grad()
@@ -103,9 +101,6 @@ def test_scaled_rotations_are_the_models_own(rope_type, length):
         assert embedding.attention_scaling != 1
 
 
-# The refactored attention
-
-
 @GROWN
 @EVERY
 def test_refactored_attention_is_the_modules_output(variant, grown):
@@ -113,22 +108,6 @@ def test_refactored_attention_is_the_modules_output(variant, grown):
     for index, (view, x, output) in enumerate(recorded(model, input_ids=tokens(2, 11))):
         assert view.layer == index
         assert_close(rebuild_output(view, x), output, **(EXACT if "gpt2" in variant else ROTATED))
-
-
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_refactored_attention_in_both_directions_and_under_a_mask(variant):
-    model = built(variant, True)
-    mask = torch.zeros(2, 1, 11, 11, dtype=torch.float64)
-    mask[1, :, :, 3] = torch.finfo(torch.float64).min
-    for view, x, causal in recorded(model, input_ids=tokens(2, 11)):
-        arguments = {}
-        if "llama" in variant:
-            arguments["position_embeddings"] = model.model.rotary_emb(x, torch.arange(11)[None])
-        with torch.no_grad():
-            expected, _ = view.module(hidden_states=x, attention_mask=mask, **arguments)
-        found = rebuild_output(view, x, causal=False, attention_mask=mask)
-        assert_close(found, expected, **ROTATED)
-        assert (found - causal).abs().max() > 0.1
 
 
 @GROWN
@@ -186,38 +165,6 @@ def test_views_compute_in_single_precision_at_least(variant, dtype):
         assert (found - output).abs().max() < (1e-4 if dtype == torch.float32 else 0.1) * scale
 
 
-@pytest.mark.parametrize("name", ["stories260K", "tinystories-3M-gpt2"])
-def test_a_real_model(name):
-    model = real_model(name).double()
-    batch = real_batches(1, size=2, tokens=32)[0] % model.config.vocab_size
-    for view, x, output in recorded(grow(model), input_ids=batch):
-        assert_close(rebuild_output(view, x), output, rtol=1e-4, atol=1e-5)  # as ROTATED
-        pattern = view.pattern(0)
-        width = pattern.left.shape[1]
-        assert pattern.singular_values.shape == (width,)
-        assert 1 < pattern.effective_rank < width
-
-
-# The model stays as it is
-
-
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_a_stock_model_is_untouched(variant):
-    model = build(variant)
-    everything = {name: (type(m), dict(vars(m))) for name, m in model.named_modules()}
-    children = {name: dict(m._modules) for name, m in model.named_modules()}
-    state, before = {k: v.clone() for k, v in model.state_dict().items()}, model(tokens()).logits
-    for view in attention_views(model):
-        view.pattern(0, 3), view.message(0), rebuild_output(view, torch.randn(1, 4, model.config.hidden_size))
-    for name, module in model.named_modules():
-        kind, attributes = everything[name]
-        assert type(module) is kind and vars(module).keys() == attributes.keys()
-        assert all(vars(module)[key] is value for key, value in attributes.items())
-        assert module._modules == children[name]
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-    assert torch.equal(model(tokens()).logits, before)
-
-
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_views_follow_training_patching_and_growth(variant):
     model = build(variant, dtype=torch.float64)
@@ -270,3 +217,51 @@ def test_a_sequence_is_as_long_for_a_query_before_its_key(rope_type):
     view = attention_views(AutoModelForCausalLM.from_config(LlamaConfig(**arguments)))[0]
     found, *others = (view.pattern(0, -200, length=length).dense() for length in (None, 201, 20))
     assert torch.equal(found, others[0]) and not torch.allclose(found, others[1], atol=1e-3)
+
+
+def factored(a, b, k, seed=0, dtype=torch.float64, rank=None):
+    generator = torch.Generator().manual_seed(seed)
+    left, right, mix = (torch.randn(*n, generator=generator, dtype=torch.float64) for n in ((a, k), (b, k), (k, k)))
+    if rank is not None:
+        mix = mix[:, :rank] @ mix[:rank]
+    return FactoredMatrix((left @ mix).to(dtype), right.to(dtype))
+
+
+SIZES = st.integers(1, 12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SIZES, SIZES, st.integers(0, 15), st.integers(0, 15), st.integers(0, 99))
+def test_factored_equals_dense(a, b, k, rank, seed):
+    matrix = factored(a, b, k, seed, rank=min(rank, k))
+    dense, n = matrix.dense(), min(a, b, k)
+    assert matrix.shape == dense.shape == (a, b)
+    values = matrix.singular_values
+    close = dict(rtol=1e-10, atol=1e-10 * (1 + float(dense.norm())))
+    assert_close(values, torch.linalg.svdvals(dense)[:n], **close)
+    assert (values.diff() <= 0).all()
+    u, s, v = matrix.svd()
+    assert (u.shape, s.shape, v.shape) == ((a, n), (n,), (b, n))
+    assert_close(u * s @ v.T, dense, **close)
+    for basis in (u, v):
+        assert_close(basis.T @ basis, torch.eye(n, dtype=torch.float64), **EXACT)
+    assert 0 <= matrix.effective_rank <= n + 1e-9
+
+
+def test_effective_rank():
+    equal = FactoredMatrix(torch.eye(9, 4), 3 * torch.eye(7, 4))
+    assert_close(equal.effective_rank, torch.tensor(4.0))
+    values = torch.tensor([3.0, 1.0])
+    share = values / 4
+    expected = (-(share * share.log()).sum()).exp()
+    assert_close(FactoredMatrix(torch.eye(5, 2) * values, torch.eye(6, 2)).effective_rank, expected)
+    for zero in (factored(5, 6, 0), FactoredMatrix(torch.zeros(5, 2), torch.randn(6, 2))):
+        assert zero.effective_rank == 0
+        assert torch.equal(zero.dense(), torch.zeros(5, 6).to(zero.left))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_precisions(dtype):
+    matrix, working = factored(8, 6, 3, dtype=dtype), torch.float64 if dtype == torch.float64 else torch.float32
+    for found in (matrix.singular_values, matrix.effective_rank, matrix.dense(), *matrix.svd()):
+        assert found.dtype == working

@@ -1,8 +1,8 @@
-"""Models around a language model: it grows in them, and they are trained, saved and loaded as any other."""
+"""Models around a language model: it grows in them, and they are saved and loaded as any other."""
 
 import pytest
 import torch
-from families import VOCABULARY, add_dims
+from families import VOCABULARY, add_dims, wide
 from safetensors.torch import save_file
 from transformers import (
     BertConfig,
@@ -16,12 +16,10 @@ from transformers import (
     LlamaModel,
     LlavaConfig,
     PreTrainedConfig,
-    Trainer,
-    TrainingArguments,
 )
 from wrappers import WRAPPERS, batch, build
 
-from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model, unpatch_model
+from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import is_grown, sync_config
 from hf_growattn.model.families import growable_submodels
@@ -53,33 +51,12 @@ def test_configs_that_are_one_object_stay_one(name, tmp_path):
     assert shared_configs(unpatch_model(model)) == configs
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
-def test_its_language_model_grows_in_a_training_with_images(name, tmp_path, kept_by_word):
-    model = patch_model(build(name))
-    configs = shared_configs(model)
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=6, per_device_train_batch_size=1, learning_rate=1e-3, report_to=[]
-    )
-    rows = [batch(name, seed=seed % 4) for seed in range(8)]
-    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=lambda given: given[0])
-    callback = GrowthCallback(trainer, GROWTH, steps=[4], batches=4)
-    trainer.add_callback(callback)
-    trainer.train()
-    assert [report.kept for report in callback.reports] == [True]
-    wide = {attention.name for attention in attentions(model) if attention.growths}
-    assert wide and all("language_model" in path for path in wide)
-    assert not hasattr(unpatch_model(model, drop_growth=True).config, "growable_submodels")
-    assert shared_configs(model) == configs
-
-
 def test_the_submodels_that_are_named_grow_and_travel_with_the_config(tmp_path):
     model = patch_model(build("llava"), submodels=["vision_tower"])
     assert patch_model(model, submodels=["vision_tower"]) is patch_model(model) is model
     with pytest.raises(ValueError, match="unpatch_model"):
         patch_model(model, submodels=["language_model"])
-    for attention in attentions(model):
-        add_dims(attention, 3, 2)
-    sync_config(model)
+    wide(model, 3, 2)
     assert {type(attention.module).__name__ for attention in attentions(model)} == {"CLIPAttention"}
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import build, tokens, word_tokenizer
-from test_losses import Uneven, preferences
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 from torchrun import leave
+from training import Rows
 from transformers import AutoModel, Trainer, TrainingArguments, set_seed
 
 from hf_growattn import Grower, GrowthCallback, GrowthConfig, patch_model
@@ -28,6 +28,15 @@ QUIET = dict(
     max_steps=6, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=3, use_cpu=True, report_to="none",
     disable_tqdm=True, save_strategy="no",
 )  # fmt: skip
+
+
+class Uneven(Rows):
+    """Rows of which some labels count not, each row another number of them."""
+
+    def __getitem__(self, row: int) -> dict:
+        labels = self.ids[row].clone()
+        labels[: 1 + row % 7] = -100
+        return {"input_ids": self.ids[row], "labels": labels}
 
 
 class Witness(GrowthCallback):
@@ -95,6 +104,14 @@ def plain(folder, model, cls=Trainer, compute_loss_func=None, **options):
     return cls(
         model, arguments, train_dataset=Uneven(48), compute_loss_func=compute_loss_func,
     )  # fmt: skip
+
+
+def preferences():
+    from datasets import Dataset
+
+    words = [" ".join(f"w{2 + (7 * row + step) % 90}" for step in range(12)) for row in range(16)]
+    rows = [{"prompt": w[:20], "chosen": w[20:], "rejected": w[:2] * 4} for w in words]
+    return Dataset.from_list([{key: value.strip() for key, value in row.items()} for row in rows])
 
 
 def preferring(folder, model, reference=None, **options):

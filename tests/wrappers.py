@@ -1,24 +1,11 @@
 """One line for each vision-language model: how to build a tiny one, and batches of text with images for it."""
 
 import torch
-from families import VOCABULARY
+from families import COMMON, GROUPED, VOCABULARY
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 IMAGE = VOCABULARY - 1  # the token in whose place an image's features go
-TEXT = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    num_hidden_layers=2,
-    max_position_embeddings=128,
-    initializer_range=0.3,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+TEXT = COMMON | GROUPED | dict(num_hidden_layers=2, head_dim=16, eos_token_id=2)
 VISION = dict(
     hidden_size=32,
     intermediate_size=32,
