@@ -79,12 +79,6 @@ def test_measure_changes_nothing(given):
     assert {path.name: path.read_bytes() for path in (given / "model").iterdir()} == before
 
 
-def test_inspect_tells_what_has_grown(grown):
-    figures = json.loads(call("inspect", grown, "--json").out)
-    widths = [layer[kind]["width"] for layer in figures["layers"] for kind in ("qk", "v")]
-    assert figures["grown"] and max(widths) > 16
-
-
 def test_where_nothing_holds_an_exit_code_says_so(given, no_step):
     done = call("measure", given / "model", given / "text.txt", "--budget", "0.05", *SMALL)
     assert done.code == 3, done

@@ -13,7 +13,7 @@ from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters, set_dims
 
 LR = 1e-3
-CONFIG = GrowthConfig(qk_dims=4, v_dims=2, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=4, v_dims=2)
 
 
 def _one(cls, **options):

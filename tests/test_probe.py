@@ -195,7 +195,7 @@ def test_sketch_keeps_the_gain(old_dims_train):
         bottlenecks, _ = measured(model, halves[0] + halves[1])
         bottlenecks = [replace(bottleneck, old_dims_train=old_dims_train) for bottleneck in bottlenecks]
         exact = exact_directions(Objective(model), bottlenecks, halves, dims)
-        sketched = sketched_directions(Objective(model), bottlenecks, halves, dims, GrowthConfig.oversampling, seed=0)
+        sketched = sketched_directions(Objective(model), bottlenecks, halves, dims, seed=0)
     for kind in (QK, V):
         pairs = [(s, e) for s, e in zip(sketched, exact) if s.bottleneck.kind is kind]
         kept = torch.cat([s.sigma.square().sum(-1) / e.sigma.square().sum(-1) for s, e in pairs])
@@ -313,7 +313,7 @@ def test_a_sketch_takes_less_memory_than_a_training_step():
     def sketch():
         with evaluation_mode(model):
             bottlenecks, _ = measured(model, [batch])
-            sketched_directions(Objective(model), bottlenecks, ([batch], [batch]), dims=8, oversampling=8, seed=0)
+            sketched_directions(Objective(model), bottlenecks, ([batch], [batch]), dims=8, seed=0)
 
     model(ids[:, :16], labels=ids[:, :16]).loss.backward()  # libraries load, and the weights have gradients
     training = peak_memory(train)

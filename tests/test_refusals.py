@@ -11,7 +11,6 @@ import torch
 from families import (
     HEADS,
     VOCABULARY,
-    add_dims,
     build,
     fingerprint,
     lm_batches,
@@ -306,10 +305,6 @@ REFUSED = {
     "fewer dims": (config(qk_dims=-2), ValueError, "qk_dims must be a whole number"),
     "half a dim": (config(qk_dims=2.5), ValueError, "qk_dims must be a whole number"),
     "dims as a flag": (config(qk_dims=True), ValueError, "qk_dims must be a whole number"),
-    "no ridge": (config(qk_dims=2, ridge=0.0), ValueError, "ridge must be positive"),
-    "a ridge of nan": (config(qk_dims=2, ridge=float("nan")), ValueError, "ridge must be positive"),
-    "a ridge as a text": (config(qk_dims=1, ridge="a"), ValueError, "ridge must be positive"),
-    "oversampling": (config(qk_dims=2, oversampling=-1), ValueError, "oversampling must be"),
     "no layers": (config(qk_dims=2, layers=[]), ValueError, "layers must be an index, a list"),
     "layers as a text": (config(qk_dims=1, layers="01"), ValueError, "layers must be an index, a list"),
     "a seed as a text": (config(qk_dims=1, seed="x"), ValueError, "seed must be a whole number"),
@@ -319,7 +314,6 @@ REFUSED = {
     "a budget of nothing": (config(budget=0), ValueError, "between 0 and 1"),
     "a budget as a text": (config(budget="1%"), ValueError, "between 0 and 1"),
     "no multiple": (config(qk_dims=2, multiple_of=0), ValueError, "multiple_of must be"),
-    "no room": (config(qk_dims=2, max_qk_head_dim=0), ValueError, "max_qk_head_dim must be"),
     "an unknown method": (config(qk_dims=2, method="replace"), ValueError, "append, refactor"),
     "old dims that move and stay": (
         config(qk_dims=2, update_existing=True, old_dims_train=False),

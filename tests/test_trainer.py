@@ -13,7 +13,7 @@ from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.training.schedule import Schedule
 
-CONFIG = GrowthConfig(qk_dims=1, v_dims=1, oversampling=4)
+CONFIG = GrowthConfig(qk_dims=1, v_dims=1)
 pytestmark = pytest.mark.usefixtures("kept_by_word")  # what training does with a growth is asked here
 
 
