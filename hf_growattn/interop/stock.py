@@ -133,7 +133,9 @@ def _rotates_halves(attention: GrowableAttention) -> bool:
 def _rope_parameters(config: PreTrainedConfig) -> dict[str | None, dict]:
     """How a config says that heads rotate, by layer type; by None where all layers share it."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return {None: parameters} if "rope_type" in parameters else parameters
+    by_type = {kind: of for kind, of in parameters.items() if isinstance(of, dict)}
+    # transformers 5.16 puts a stray "rope_type" next to the types of layers where the model lacks one of them.
+    return by_type or ({None: parameters} if parameters else {})
 
 
 def _ropes(model: PreTrainedModel, width: int) -> dict[str | None, Rope]:
