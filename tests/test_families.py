@@ -85,6 +85,11 @@ def test_it_grows_and_travels_and_generates(name, tmp_path, caplog):
             options["suppress_tokens"] = [model.config.image_token_id]
         with caplog.at_level(logging.ERROR, logger="transformers"):  # Whisper's generate gives deprecated arguments
             cached, full = (model.generate(**prompt, **options, use_cache=use_cache) for use_cache in (True, False))
+            if name == "umt5":  # the stock class of transformers 5.16 forgets its causal mask without a cache
+                stock = (build(name).generate(**prompt, **options, use_cache=use_cache) for use_cache in (True, False))
+                first, second = (torch.stack(generated.logits) for generated in stock)
+                if not torch.allclose(first, second, atol=1e-4):
+                    pytest.skip("the stock class generates something else without a cache")
         assert torch.equal(cached.sequences, full.sequences)
         # fp32, another order of summation for one query at a time.
         torch.testing.assert_close(torch.stack(cached.logits), torch.stack(full.logits), rtol=1e-4, atol=1e-4)

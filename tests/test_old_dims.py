@@ -3,7 +3,7 @@
 import pytest
 import torch
 from compared import product_norm, residual, sketched, whole_gradients
-from families import build, fingerprint, lm_batches, same
+from families import add_dims, build, fingerprint, lm_batches, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.old_dims import tangent_steps, with_old_steps

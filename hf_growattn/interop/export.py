@@ -102,9 +102,12 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
 def _add_older_names(file: Path) -> None:
     """Repeat the rotation under the names of transformers 4, whose readers would silently take the default one."""
     config = json.loads(file.read_text())
-    rope = config.get("rope_parameters")
-    if rope:
-        config |= {"rope_theta": rope["rope_theta"], "rope_scaling": rope}
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_theta") is not None:  # one for each type of layer has no name there
+        for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
+            config[name] = rope[name]
+        if rope["rope_type"] != "default":
+            config["rope_scaling"] = rope
         if rope["rope_type"] == "longrope":
             config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
