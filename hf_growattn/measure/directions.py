@@ -265,11 +265,10 @@ def _share_out_of_reach(residual: Tensor, total: Tensor) -> Tensor:
 
 
 def passes_over(halves: tuple[list, list]) -> list[tuple[list, list]]:
-    """The batches of each pass of a sketch: each of the first ones reads others, one of each half at least."""
+    """The batches of each pass of a sketch: each of the first ones reads others, or all of a few."""
 
     def part(half: list, number: int, step: int) -> list:
-        step = min(step, max(len(half), 1))
-        return half[number % step :: step]
+        return half[number::step] if len(half) > 2 else half
 
     first = [(part(halves[0], *each), part(halves[1], *each)) for each in enumerate(FIRST_PASSES)]
     return [*first, halves]

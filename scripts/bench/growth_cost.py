@@ -2,16 +2,16 @@
 
     OMP_NUM_THREADS=1 python scripts/bench/growth_cost.py --model stories260K smollm2-135m --text a.txt
 
-A model with random weights comes without files; `--model` adds pretrained ones. One of them grows with other passes
-and columns, too: time against loss. Seconds are those of the processor, or of the clock where there is a GPU. Runs are
-kept as they end in growth_cost.jsonl; the same command goes on with those that are missing.
+A model with random weights comes without files; `--model` adds pretrained ones. Seconds are those of the processor, or
+of the clock where there is a GPU. Runs are kept as they end in growth_cost.jsonl; the same command goes on with those
+that are missing.
 """
 
 import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,9 +33,7 @@ RANDOM = "Llama with random weights"
 STEPS = 4  # before the growth and after it; the first makes the optimizer's state
 LONGEST = 2_000_000  # characters that are read of a document
 MEMORY_BATCHES = 4  # of which each half has two, need no less memory than more of them
-LOSSES = ["model", "loss of the growth batches", "after the growth", "held out", "held out, over the usual", "seeds"]
-# What a sketch could save time by: fewer batches in its first passes, or fewer columns in all of them; or spend more.
-OTHERS = ({"first": (4, 2)}, {"first": (8, 4)}, {"first": (8, 8)}, {"oversampling": 16})
+LOSSES = ["model", "loss of the growth batches", "after the growth", "held out", "seeds"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,6 @@ class Setting:
         batches, rows, tokens: that the growth looks at, and the size of each.
         budget: share of the weights.
         frozen: whether the base does not train.
-        first: passes of the sketch, each over one batch in so many, before that over all of them.
-        oversampling: columns of the sketch beyond the dims.
     """
 
     model: str = ""
@@ -60,29 +56,22 @@ class Setting:
     tokens: int = 512
     budget: float = 0.025
     frozen: bool = False
-    first: tuple[int, int] = directions.FIRST_PASSES
-    oversampling: int = directions.OVERSAMPLING
 
     @property
     def name(self) -> str:
         """What tables call it."""
-        read = "" if self.first == Setting.first else f"; one batch in {self.first[0]}, {self.first[1]}"
-        read += "" if self.oversampling == Setting.oversampling else f"; oversampling {self.oversampling}"
         if not self.model:
-            return RANDOM + read
+            return RANDOM
         base = "frozen" if self.frozen else "training"
-        return f"{Path(self.model).name} on {Path(self.text).stem}, {base} base{read}"
+        return f"{Path(self.model).name} on {Path(self.text).stem}, {base} base"
 
 
-def settings_of(model: str, text: str) -> list[Setting]:
-    """Sizes for a pretrained model: small ones get more, and larger batches; their whole gradient takes one pass."""
+def setting_of(model: str, text: str) -> Setting:
+    """Sizes for a pretrained model: a small one gets larger batches, and a larger share of its weights."""
     if "stories260K" in model:
-        return [Setting(model, text, batches=16, rows=8, tokens=128, budget=0.05, frozen=True)]
-    sizes = {"batches": 12, "rows": 4, "tokens": 128, "frozen": True}
-    if "tinystories-3M" not in model:  # a larger one would take hours
-        return [Setting(model, text, budget=0.006, **sizes)]
-    usual = Setting(model, text, budget=0.02, **sizes)
-    return [usual, *(replace(usual, **other) for other in OTHERS)]
+        return Setting(model, text, batches=16, rows=8, tokens=128, budget=0.05, frozen=True)
+    budget = 0.02 if "tinystories-3M" in model else 0.006
+    return Setting(model, text, batches=12, rows=4, tokens=128, budget=budget, frozen=True)
 
 
 def random_llama(width: int, tokens: int) -> LlamaForCausalLM:
@@ -121,9 +110,7 @@ def measure(setting: Setting, seed: int) -> dict:
     The learning rate is 0, so that the growth sees the model as it was loaded.
     """
     began = time.monotonic()
-    directions.FIRST_PASSES = setting.first
     grown, optimizer, growing, fresh = prepare(setting, seed)
-    directions.OVERSAMPLING = setting.oversampling
     config = GrowthConfig(budget=setting.budget, old_dims_train=not setting.frozen)
     steps = seconds_of_steps(grown, optimizer, growing)[1:]
     start = now()
@@ -217,22 +204,14 @@ def draw(groups: dict[str, list[dict]], plt):
     return figure
 
 
-def _more_than_usual(rows: list[dict], groups: dict[str, list[dict]]) -> str:
-    """The held-out loss less that with the usual passes, seed by seed; empty for these."""
-    usual = {row["seed"]: row["held_out"] for row in groups[rows[0]["name"].partition(";")[0]]}
-    if usual[rows[0]["seed"]] == rows[0]["held_out"]:
-        return ""
-    return spread([row["held_out"] - usual[row["seed"]] for row in rows], 4)
-
-
 def page_of(groups: dict[str, list[dict]]) -> page.Page:
     """The page, out of the rows of each model, text and base."""
     cost, losses = [], []
     for name, rows in groups.items():
         cost.append([name, spread(in_steps(rows), 1), spread(peaks(rows), 2)])
         figures = [spread([row[figure] for row in rows], 4) for figure in ("before", "after", "held_out")]
-        losses.append([name, *figures, _more_than_usual(rows, groups), len(rows)])
-    first, second = Setting.first
+        losses.append([name, *figures, len(rows)])
+    first, second = directions.FIRST_PASSES
     medians = [f"{spread(in_steps(rows), 1)} ({name})" for name, rows in groups.items()]
     return page.Page(
         title="What a growth takes",
@@ -242,10 +221,8 @@ def page_of(groups: dict[str, list[dict]]) -> page.Page:
             "Times of a growth with its optimizer, in training steps (median of seven around it, in the same process, "
             "in seconds of the processor); median (range) over the seeds. "
             "Memory is what torch allocates in a growth over that of a training step. The passes of a sketch "
-            f"read one batch in {first}, one in {second} and all, unless the name says otherwise, with as many columns "
-            f"more than dims as its oversampling says, {Setting.oversampling} by default. A growth also reads all "
-            "batches once for the moments and once for the check, and a few for the line search.\n\n"
-            + page.table(LOSSES, losses)
+            f"read one batch in {first}, one in {second} and all. A growth also reads all batches once for the moments "
+            "and once to judge the step, and a few for the line search.\n\n" + page.table(LOSSES, losses)
         ),
         draw=partial(draw, groups),
     )
@@ -258,7 +235,7 @@ def main() -> None:
     parser.add_argument("--text", nargs="*", default=[], help="text files, also of JSON rows")
     arguments = parse(parser)
     settings = [Setting()]
-    settings += [each for model in arguments.model for text in arguments.text for each in settings_of(model, text)]
+    settings += [setting_of(model, text) for model in arguments.model for text in arguments.text]
     if arguments.quick:
         settings = [Setting(width=64, batches=2, tokens=16, budget=0.05)]
     torch.set_num_threads(1)
