@@ -111,7 +111,7 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
     for base in (model.get_base_model(), merged):
         with evaluation_mode(base):
             objective = Objective(base)
-            bottlenecks, _ = compute_moments(objective, attentions(base)[:1], [QK, V], BATCHES, 0.05)
+            bottlenecks, _ = compute_moments(objective, attentions(base)[:1], [QK, V], BATCHES)
             measured.append(exact_directions(objective, bottlenecks, (BATCHES[0::2], BATCHES[1::2]), dims=4))
     for under_lora, plain_one in zip(*measured):
         for one, other in zip(under_lora.bottleneck.old_factors(), plain_one.bottleneck.old_factors()):

@@ -166,6 +166,7 @@ def test_a_search_that_widens_compares_more_batches_of_each_half_with_themselves
     model, batches = patch_model(build("llama-2")), lm_batches(12)
     with torch.no_grad():
         losses = [model(**batches[index]).loss.item() for index in (0, 4, 8, 1, 5, 9)]
+    monkeypatch.setattr("hf_growattn.measure.directions.OVERSAMPLING", 4)
     monkeypatch.setattr(trial, "_FIRST", 1e3)  # far too long a step
     monkeypatch.setattr(trial, "mean_loss", lambda loss, few: read.append(len(few)) or mean_loss(loss, few))
     monkeypatch.setattr(trial.StepSearch, "run", lambda self, *args: searches.append(self) or run(self, *args))

@@ -90,7 +90,7 @@ def test_the_directions_of_either_half_are_judged_on_the_other(monkeypatch):
 def test_a_trial_takes_off_what_it_put_on_after_an_exception_too():
     model = patch_model(build("llama-2"))
     with evaluation_mode(model):
-        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK], lm_batches(2), 0.05)
+        bottlenecks, _ = compute_moments(Objective(model), attentions(model), [QK], lm_batches(2))
         directions = exact_directions(Objective(model), bottlenecks, halves_of(lm_batches(2)), dims=2)
     trial = Trial(all_candidates(GrowthConfig(qk_dims=2), directions))
     with pytest.raises(KeyboardInterrupt), trial.attached():
