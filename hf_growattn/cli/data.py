@@ -56,7 +56,6 @@ class Recipe(NamedTuple):
     training: Training
     model: ModelConfig
     mixture: DatasetMixtureConfig
-    words: list[str]  # all options, as they were given
 
     @property
     def dataset(self) -> str:

@@ -131,7 +131,7 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
     datasets = names[1:] or [script.dataset_name] * bool(script.dataset_name)
     if not model.model_name_or_path or not (datasets or mixture.datasets):
         raise UsageError("name MODEL and DATA first, then the options; or name both in a YAML file, by --config.")
-    return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture, options)
+    return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture)
 
 
 def check_new_folder(folder: str | None) -> None:

@@ -13,8 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from ..model.compat import auto_mappings, has_own_adapters, registered_class
 from ..model.configuration import auto_map, growable_config_class
-from ..model.families import dims_of, find_attentions, find_obstacle, growable_configs, sync_config
-from ..model.hooks import remove_extra
+from ..model.families import dims_of, find_attentions, find_obstacle, growable_configs, remove_extra, sync_config
 from ..model.modeling import WideModelMixin, class_by_name
 from ..model.new_dims import ExtraDims, HeadShape
 from .attention import attentions
@@ -22,7 +21,7 @@ from .folders import loading, replacing
 from .growth_files import save_growth_beside
 from .growths import Dims, check_kind, set_dims
 from .registration import register_peft_method
-from .training_state import refuse_sharded, watch_optimizers
+from .training_state import refuse_sharded
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -144,7 +143,6 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
             checkpoint. The model is as it was then.
     """
     register_peft_method()  # which may have been imported since
-    watch_optimizers()
     check_kind(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

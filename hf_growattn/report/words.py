@@ -16,17 +16,13 @@ _TERMINAL = 80  # columns
 _HEADER = 9  # columns of a table's header at least
 
 
-def race_command(model: str = "", data: str = "") -> str:
-    """The command that compares growth with LoRA."""
-    return f"growattn race {shlex.quote(model) if model else 'MODEL'} {shlex.quote(data) if data else 'DATA'} -o race"
-
-
-def report_text(report, next_command: str = "") -> str:
+def report_text(report, model: str = "MODEL", data: Sequence[str] = ()) -> str:
     """A report of a growth as text that fits 80 columns, with the command that compares it with LoRA."""
     text = "".join(f"{wrap_line(line)}\n" for line in summary_of(report))
     if report.layers:
         text += "\n" + format_table(columns_of(report), rows_of(report))
-    return text + "\n" + wrap_line(f"On text, compare with LoRA: {next_command or race_command()}")
+    race = shlex.join(["growattn", "race", model, *(data or ["DATA"]), "-o", "race"])
+    return text + "\n" + wrap_line(f"On text, compare with LoRA: {race}")
 
 
 def summary_of(report) -> list[str]:
