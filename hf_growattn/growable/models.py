@@ -168,16 +168,12 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
 
 
 def _check(model: PreTrainedModel, submodels: Sequence[str] | None) -> None:
-    """Raise a ValueError if no attention module can have new dims, or one has no place for them."""
-    found = [attention.module for attention in find_attentions(model, submodels)]
-    if not found:
+    """Raise a ValueError if no attention module can have new dims."""
+    if not find_attentions(model, submodels):
         named = (module for module in model.modules() if "attention" in type(module).__name__.lower())
         why = {type(module).__name__: find_obstacle(module) for module in named}
         reasons = "; ".join(f"{name} {obstacle}" for name, obstacle in why.items())
         raise ValueError(f"New dims cannot join {type(model).__name__}: {reasons or 'it has no attention module'}.")
-    for module in found:
-        if not isinstance(getattr(module, "extra", None), (ExtraDims, type(None))):
-            raise ValueError(f"New dims cannot join {type(module).__name__}, which has its own `extra`.")
 
 
 def _register(stock: type) -> None:

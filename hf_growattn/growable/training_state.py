@@ -43,12 +43,8 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], model: nn.Module) 
     """Make sure that the optimizers train this model, where it trains at all, and can take new parameters.
 
     Raises:
-        TypeError: one is no optimizer.
         ValueError: they hold nothing of the model, or one is an LBFGS that has stepped.
     """
-    for each in optimizers:
-        if not hasattr(each, "param_groups"):
-            raise TypeError(f"optimizer must be an optimizer of torch, or a list of them; got {each!r:.80}.")
     _check_state(optimizers)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     known = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
