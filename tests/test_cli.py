@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from test_saving import contents
 from transformers import AutoModelForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, Method, patch_model
-from hf_growattn.cli.commands import COMMANDS, _format_race
+from hf_growattn.cli.commands import COMMANDS
 from hf_growattn.cli.measuring import training_code
 from hf_growattn.cli.options import read_recipe
 from hf_growattn.report.comparison import RaceResult, Run
@@ -68,7 +67,7 @@ def test_measure_changes_nothing(given):
     words = ["measure", given / "model", given / "text.txt", "--budget", "0.05", *SMALL]
     done = call(*words)
     shown = " ".join(done.out.split())
-    assert f"growattn race {given / 'model'} {given / 'text.txt'} -o DIR --budget 0.05" in shown
+    assert f"growattn race {given / 'model'} {given / 'text.txt'} -o race" in shown
     figures = json.loads(call(*words, "--json").out)
     first = "Any new weights may lower the loss that far: growattn race shows whether width beats LoRA."
     assert shown.startswith(first)
@@ -234,15 +233,6 @@ def test_help_explains_every_command_without_what_trains(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.stderr == "0 set()\n" * (1 + len(COMMANDS)), done
     assert done.stdout.lower().count("usage: growattn ") == 1 + len(COMMANDS) and "--growth_batches" in done.stdout
-
-
-@pytest.mark.parametrize("flag", ["-o", "--output", "--output_dir", "--output-dir"])
-def test_the_next_command_writes_elsewhere(flag):
-    """And keeps the options that it takes, too."""
-    recipe = SimpleNamespace(
-        model_name="m", datasets=["a.txt"], words=[flag, "here", "--v-dims", "8", "--max_length", "64"]
-    )
-    assert _format_race(recipe) == "growattn race m a.txt -o DIR --max_length 64"
 
 
 def test_the_seed_of_a_training_is_that_of_its_growth():

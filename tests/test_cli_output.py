@@ -8,7 +8,7 @@ import pytest
 from command import call
 from families import add_dims, build
 
-from hf_growattn import patch_model
+from hf_growattn import GrowthReport, patch_model
 from hf_growattn.cli.commands import COMMANDS
 from hf_growattn.cli.options import UsageError, check_new_folder
 from hf_growattn.growable.attention import attentions
@@ -62,5 +62,6 @@ def test_an_empty_folder_is_as_good_as_a_new_one(tmp_path):
 
 
 def test_a_command_to_copy_is_one():
-    command = words.race_command("my models/one", "it's here.txt")
+    report = GrowthReport(1.0, 0.0, 0.0, False, [], 0)
+    command = words.report_text(report, "my models/one", ["it's here.txt"]).partition("LoRA: ")[2]
     assert shlex.split(command) == ["growattn", "race", "my models/one", "it's here.txt", "-o", "race"]

@@ -88,12 +88,12 @@ def test_refactored_weights_start_with_a_fresh_optimizer_state():
 def test_where_no_dims_join_old_weights_are_not_refactored_and_keep_their_optimizer_state():
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
     for attention in attentions(model):
-        add_dims(attention, v_dims=48 - STOCK)  # as wide as they can be
+        add_dims(attention, v_dims=64 - STOCK)  # as wide as they can be
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(**batches[0]).loss.backward()
     optimizer.step()
     report = grow(model, batches, optimizer, budget=0.1, method="refactor")
-    assert report.added_parameters and {layer.width[1] for layer in report.layers if layer.kind == "v"} == {48}
+    assert report.added_parameters and {layer.width[1] for layer in report.layers if layer.kind == "v"} == {64}
     assert all(attention.module.c_proj.weight in optimizer.state for attention in attentions(model))
 
 

@@ -233,8 +233,6 @@ REFUSED = {
     "nothing": (find(None), ValueError, "was given a NoneType"),
     "a single tensor": (find(tokens()), ValueError, r"int64 of shape \(17,\).*list of batches, \[batch\]"),
     "tokens as a list": (find([{"input_ids": [[3, 4, 5]]}]), ValueError, "are a list, not a tensor"),
-    "labels as a list": (find([BATCH | {"labels": tokens().tolist()}]), ValueError, "a list: make them a tensor"),
-    "labels as an array": (find([BATCH | {"labels": tokens().numpy()}]), ValueError, "ndarray: make them a tensor"),
     "tokens as floats": (find([tokens().float()]), ValueError, "float32 of shape"),
     "no rows": (find([tokens()[:0]]), ValueError, r"shape \(0, 17\)"),
     "short labels": (find(SHORT), ValueError, r"labels of batch 0 are of shape \(3, 16\).*\(3, 17\): give each token"),
@@ -256,7 +254,6 @@ REFUSED = {
         ValueError,
         r"tensor of one number.*shape \(\d, 17, 48\)",
     ),
-    "a loss that is a number": (with_loss(0.5), TypeError, "loss must be a function of model and batch"),
     "a loss of outputs": (with_loss(lambda m, b: m(**b)), ValueError, r"is a CausalLM.*return outputs\.loss"),
     "a loss of logits": (with_loss(lambda m, b: m(**b).logits), ValueError, r"is a tensor.*return outputs\.loss"),
     # weights and optimizers
@@ -293,11 +290,6 @@ REFUSED = {
     "inference mode": (in_inference_mode, ValueError, "outside torch.inference_mode"),
     "inference tensors": (made_in_inference_mode, ValueError, "was made under torch.inference_mode|is frozen"),
     "the meta device": (on_meta, ValueError, "meta device"),
-    "an optimizer's class": (
-        lambda g: Grower(g.patched(), ONE, torch.optim.AdamW).find(ROWS),
-        TypeError,
-        "optimizer of torch",
-    ),
     "an optimizer of another model": (other_optimizer, ValueError, "optimizer holds none"),
     "a cache of before the growth": (old_cache, ValueError, r"\(16, 16\) wide.*\(18, 18\) wide.*empty cache"),
     # configs

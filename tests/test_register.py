@@ -63,13 +63,6 @@ def test_a_layout_that_cannot_be_is_refused():
     assert "own" not in REGISTERED
 
 
-def test_an_attention_with_a_child_of_our_name_is_refused():
-    model = own_model()
-    model.model.layers[1].self_attn.extra = torch.nn.Identity()
-    with pytest.raises(ValueError, match="cannot join OwnAttention, which has its own `extra`"):
-        patch_model(model)
-
-
 @pytest.mark.parametrize("name", ["num_heads", "head_dim", "v_head_dim"])
 def test_heads_that_are_not_what_the_module_says_are_refused(name):
     model = own_model()

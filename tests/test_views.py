@@ -184,10 +184,7 @@ def test_views_follow_training_patching_and_growth(variant):
 
 
 def test_bad_input_is_named():
-    views = attention_views(built("llama-2", True))
-    with pytest.raises(IndexError, match=f"There are {len(views)} views, one of each layer.*got 99"):
-        views[99]
-    view = views[1]
+    view = attention_views(built("llama-2", True))[1]
     for head in (4, -1):
         for look in (view.pattern, view.message):
             with pytest.raises(IndexError, match=f"Layer 1 has 4 heads.*got head {head}"):

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -56,16 +55,6 @@ def _fail(code: int, message: str) -> int:
     return code
 
 
-def _format_race(recipe: Any) -> str:
-    """The command of a race, with those of the given options that it takes, too."""
-    dropped = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    dropped.add_argument("-o", "--output", "--output_dir", "--output-dir")
-    for option in ("--qk_dims", "--v_dims"):
-        dropped.add_argument(option, option.replace("_", "-"))
-    _, options = dropped.parse_known_args(recipe.words)
-    return shlex.join(["growattn", "race", recipe.model_name, *recipe.datasets, "-o", "DIR", *options])
-
-
 def run_measure(recipe: Any) -> Result:
     """Measure where width holds the model back on your data.
 
@@ -78,7 +67,7 @@ def run_measure(recipe: Any) -> Result:
     grower, batches = prepare_growth(recipe)
     report = grower.measure(batches)
     about = wrap_line("Any new weights may lower the loss that far: growattn race shows whether width beats LoRA.")
-    text = f"{about}\n{report_text(report, _format_race(recipe))}"
+    text = f"{about}\n{report_text(report, recipe.model_name, recipe.datasets)}"
     return Result(report.to_dict(), text, 0 if report.holds else NOTHING)
 
 

@@ -22,7 +22,6 @@ from trl.trainer.sft_trainer import SFTTrainer
 from ..grow.plan import GrowthConfig
 from ..interop.checkpoints import load_config, load_tokenizer
 
-BUDGET = 0.02  # of the model's weights, unless the options say
 # By suffix of files that hold data, the loader of datasets that reads them.
 _LOADERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _FEWEST = 20  # rows: with fewer, neither training nor measuring means anything
@@ -56,7 +55,6 @@ class Recipe(NamedTuple):
     training: Training
     model: ModelConfig
     mixture: DatasetMixtureConfig
-    words: list[str]  # all options, as they were given
 
     @property
     def dataset(self) -> str:
@@ -66,12 +64,9 @@ class Recipe(NamedTuple):
     def growth_config(self) -> GrowthConfig:
         """What to grow."""
         budget = self.growth.budget
-        qk_dims, v_dims = (getattr(self.growth, name, 0) for name in ("qk_dims", "v_dims"))
-        if budget is None and not (qk_dims or v_dims):
-            budget = BUDGET
-        if budget is not None and budget >= 1 and budget % 1 == 0:  # a number of weights
+        if budget >= 1 and budget % 1 == 0:  # a number of weights
             budget = int(budget)
-        return GrowthConfig(qk_dims, v_dims, budget, seed=self.training.seed)
+        return GrowthConfig(budget=budget, seed=self.training.seed)
 
 
 def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:

@@ -43,18 +43,8 @@ def option(help: str, default: Any = None, *aliases: str) -> Any:
 class BudgetOptions:
     """How much to add, by a growth or by LoRA."""
 
-    budget: float | None = option(
-        "the most weights to add, as a share of the model's weights or as a number (default: 0.02)"
-    )
+    budget: float = option("the most weights to add, as a share of the model's weights or as a number", 0.02)
     growth_batches: int = option("how many training batches to measure on, on each device", 16)
-
-
-@dataclass
-class GrowthOptions(BudgetOptions):
-    """What one growth adds."""
-
-    qk_dims: int = option("instead of a budget: dims to add to every head's queries and keys", 0)
-    v_dims: int = option("instead of a budget: dims to add to every head's values", 0)
 
 
 @dataclass
@@ -74,7 +64,7 @@ class OutputOptions:
 
 # What a command takes: names, then groups of options, of which the last one is parsed along with TRL's for data.
 OPTIONS: dict[str, tuple[tuple[str, ...], tuple[type, ...]]] = {
-    "measure": (("MODEL", DATA), (GrowthOptions,)),
+    "measure": (("MODEL", DATA), (BudgetOptions,)),
     "race": (("MODEL", DATA), (OutputOptions, RaceOptions)),
     "export": (("FOLDER",), (OutputOptions,)),
 }
@@ -125,13 +115,13 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
         raise UsageError(f"{error}. Name MODEL and DATA first, then the options.") from error
     for item in fields(growth):  # what YAML says is not parsed as words are
         value = getattr(growth, item.name)
-        if type(value) not in ((int, float, type(None)) if item.default is None else (type(item.default),)):
-            raise UsageError(f"{item.name} must be a number such as {item.default or 0.02}, and is {value!r:.80}.")
+        if type(value) not in (int, type(item.default)):
+            raise UsageError(f"{item.name} must be a number such as {item.default}, and is {value!r:.80}.")
     model.model_name_or_path = names[0] if names else model.model_name_or_path
     datasets = names[1:] or [script.dataset_name] * bool(script.dataset_name)
     if not model.model_name_or_path or not (datasets or mixture.datasets):
         raise UsageError("name MODEL and DATA first, then the options; or name both in a YAML file, by --config.")
-    return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture, options)
+    return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture)
 
 
 def check_new_folder(folder: str | None) -> None:

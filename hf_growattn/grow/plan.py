@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import has_offloaded_params
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
@@ -277,10 +277,6 @@ def read_batches(batches: Iterable, model: PreTrainedModel) -> list[dict]:
                 f"The input_ids of batch {index} are {found}, not a tensor of whole numbers (batch, tokens). Pass a "
                 "list of batches, [batch] for a single one; a DataLoader makes them of the rows of a data set."
             )
-        labels: Any = batch.get("labels")
-        of_objects = isinstance(labels, list) and any(isinstance(label, Mapping) for label in labels)  # detection
-        if not (labels is None or of_objects or isinstance(labels, (Tensor, Mapping))):
-            raise ValueError(f"The labels of batch {index} are a {type(labels).__name__}: make them a tensor.")
         _check_tokens(index, batch, model)
         _check_lengths(index, batch, model)
         listed.append(dict(batch))

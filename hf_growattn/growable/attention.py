@@ -18,15 +18,16 @@ from transformers.pytorch_utils import Conv1D
 from ..model.configuration import PREFIX
 from ..model.families import (
     FoundAttention,
-    add_extra_to,
+    add_extra,
     base_layer,
     find_attentions,
     interface_caller,
     linear_sizes,
     parameter_names,
     read_shape,
+    remove_extra,
 )
-from ..model.hooks import UNEQUAL_WIDTHS, Arguments, common_width, remove_extra
+from ..model.hooks import UNEQUAL_WIDTHS, Arguments, common_width
 from ..model.new_dims import ROLES, ExtraDims, HeadShape, NewDims, full_tensor
 from .projections import (
     MERGE_ADAPTERS,
@@ -90,16 +91,12 @@ class GrowableAttention:
 
     def make_extra(self) -> ExtraDims:
         """The child that holds new dims, which is made, with its hooks, at the first call."""
-        return add_extra_to(self.found)
+        return add_extra(self.found)
 
     def drop_if_empty(self) -> None:
         """Take the child and its hooks off if it holds no new dims."""
         if self.extra is not None and self.extra.is_empty:
-            self.drop_extra()
-
-    def drop_extra(self) -> None:
-        """Take all new dims and the hooks off."""
-        remove_extra(self.module)
+            remove_extra(self.module)
 
     def width_of(self, role: str) -> int:
         """Width of one head of a role, kept new dims included."""

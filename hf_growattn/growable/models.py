@@ -13,8 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from ..model.compat import auto_mappings, has_own_adapters, registered_class
 from ..model.configuration import auto_map, growable_config_class
-from ..model.families import dims_of, find_attentions, find_obstacle, growable_configs, sync_config
-from ..model.hooks import remove_extra
+from ..model.families import dims_of, find_attentions, find_obstacle, growable_configs, remove_extra, sync_config
 from ..model.modeling import WideModelMixin, class_by_name
 from ..model.new_dims import ExtraDims, HeadShape
 from .attention import attentions
@@ -22,7 +21,7 @@ from .folders import loading, replacing
 from .growth_files import save_growth_beside
 from .growths import Dims, check_kind, set_dims
 from .registration import register_peft_method
-from .training_state import refuse_sharded, watch_optimizers
+from .training_state import refuse_sharded
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
 
@@ -144,7 +143,6 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
             checkpoint. The model is as it was then.
     """
     register_peft_method()  # which may have been imported since
-    watch_optimizers()
     check_kind(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -170,16 +168,12 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
 
 
 def _check(model: PreTrainedModel, submodels: Sequence[str] | None) -> None:
-    """Raise a ValueError if no attention module can have new dims, or one has no place for them."""
-    found = [attention.module for attention in find_attentions(model, submodels)]
-    if not found:
+    """Raise a ValueError if no attention module can have new dims."""
+    if not find_attentions(model, submodels):
         named = (module for module in model.modules() if "attention" in type(module).__name__.lower())
         why = {type(module).__name__: find_obstacle(module) for module in named}
         reasons = "; ".join(f"{name} {obstacle}" for name, obstacle in why.items())
         raise ValueError(f"New dims cannot join {type(model).__name__}: {reasons or 'it has no attention module'}.")
-    for module in found:
-        if not isinstance(getattr(module, "extra", None), (ExtraDims, type(None))):
-            raise ValueError(f"New dims cannot join {type(module).__name__}, which has its own `extra`.")
 
 
 def _register(stock: type) -> None:

@@ -21,8 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..model.compat import SHARDING_MARKS, rebuild_ddp
 
+# Optimizers that step from now on: a growth can then warn at once that it leaves one out.
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_is_watching = False
+register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _stepped.add(optimizer))
 
 
 def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
@@ -42,12 +43,8 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], model: nn.Module) 
     """Make sure that the optimizers train this model, where it trains at all, and can take new parameters.
 
     Raises:
-        TypeError: one is no optimizer.
         ValueError: they hold nothing of the model, or one is an LBFGS that has stepped.
     """
-    for each in optimizers:
-        if not hasattr(each, "param_groups"):
-            raise TypeError(f"optimizer must be an optimizer of torch, or a list of them; got {each!r:.80}.")
     _check_state(optimizers)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     known = {id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)}
@@ -116,14 +113,6 @@ def remove_parameters(optimizers: list[torch.optim.Optimizer], gone: Iterable[nn
                 group[listed][:] = compress(group[listed], stays)  # the list itself stays: LBFGS holds on to it
         for parameter in [parameter for parameter in optimizer.state if id(parameter) in unwanted]:
             del optimizer.state[parameter]
-
-
-def watch_optimizers() -> None:
-    """From the first call on, note which optimizers step: a growth can then warn at once that it leaves one out."""
-    global _is_watching
-    if not _is_watching:
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _stepped.add(optimizer))
-    _is_watching = True
 
 
 def warn_if_left_out(model: nn.Module, new: list[nn.Parameter]) -> None:

@@ -155,16 +155,6 @@ class AttentionView:
         return attention.factors_of(role, dtype, adapters=False)[own].clone()
 
 
-class _Views(list):
-    """Views by their place, with an error that says how many there are."""
-
-    def __getitem__(self, place):
-        try:
-            return super().__getitem__(place)
-        except IndexError:
-            raise IndexError(f"There are {len(self)} views, one of each layer with attention; got {place}.") from None
-
-
 def attention_views(model: PreTrainedModel) -> list[AttentionView]:
     """Return a view on the attention of each layer, in the order of the layers; the model stays as it is.
 
@@ -179,4 +169,4 @@ def attention_views(model: PreTrainedModel) -> list[AttentionView]:
     found = attentions(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention that could be viewed: patch_model says why.")
-    return _Views(AttentionView(attention, rotary) for attention in found)
+    return [AttentionView(attention, rotary) for attention in found]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .configuration import PREFIX, WideConfigMixin
-from .hooks import CACHES, add_extra
+from .hooks import CACHES, Arguments, Handover, after_forward, before_forward
 from .new_dims import ROLES, ExtraDims, HeadShape
 
 _NAMES = {
@@ -73,12 +73,27 @@ def find_attentions(model: nn.Module, submodels: Sequence[str] | None = None) ->
     ]
 
 
-def add_extra_to(found: FoundAttention) -> ExtraDims:
-    """Give an attention module an `extra` without new dims, or return the one that it has."""
+def add_extra(found: FoundAttention) -> ExtraDims:
+    """Give an attention module an `extra` without new dims and the hooks by which they join, or return its own."""
     module = found.module
     if (extra := module._modules.get("extra")) is not None:
         return extra
-    return add_extra(module, read_shape(module), parameter_names(module), found.sibling)
+    module.extra = extra = ExtraDims(read_shape(module), Arguments(tuple(parameter_names(module))))
+    extra.hooks.append(module.register_forward_pre_hook(before_forward, with_kwargs=True))
+    # The first of all hooks: others see the output with the share of new dims.
+    after = module.register_forward_hook(after_forward, prepend=True, with_kwargs=True, always_call=True)
+    extra.hooks.append(after)
+    if found.sibling is not None:
+        extra.handover = handover = Handover()
+        extra.hooks.append(found.sibling.register_forward_pre_hook(handover.take, with_kwargs=True))
+    return extra
+
+
+def remove_extra(module: Any) -> None:
+    """Take new dims and their hooks off an attention module, which is a stock one then."""
+    extra = module._modules.pop("extra", None)
+    for hook in extra.hooks if extra is not None else ():
+        hook.remove()
 
 
 def interface_caller(module: nn.Module) -> Callable | None:

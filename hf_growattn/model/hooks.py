@@ -286,33 +286,6 @@ class Handover:
         return _OF_SIBLINGS.with_value("input_tensor", residual + share.to(residual.dtype), args, kwargs)
 
 
-def add_extra(module: Any, shape: HeadShape, names: Sequence[str], sibling: Any = None) -> ExtraDims:
-    """Give an attention module an `extra` without new dims, and the hooks by which they join.
-
-    Args:
-        module: a stock attention module.
-        shape: its sizes.
-        names: the parameters of its forward.
-        sibling: the module that projects its output, if another one does.
-    """
-    module.extra = extra = ExtraDims(shape, Arguments(tuple(names)))
-    extra.hooks.append(module.register_forward_pre_hook(before_forward, with_kwargs=True))
-    # The first of all hooks: others see the output with the share of new dims.
-    after = module.register_forward_hook(after_forward, prepend=True, with_kwargs=True, always_call=True)
-    extra.hooks.append(after)
-    if sibling is not None:
-        extra.handover = handover = Handover()
-        extra.hooks.append(sibling.register_forward_pre_hook(handover.take, with_kwargs=True))
-    return extra
-
-
-def remove_extra(module: Any) -> None:
-    """Take new dims and their hooks off an attention module, which is a stock one then."""
-    extra = module._modules.pop("extra", None)
-    for hook in extra.hooks if extra is not None else ():
-        hook.remove()
-
-
 def _join_interface() -> None:
     """Let transformers' table give attention functions that new dims join, to a call of a module that has some.
 

@@ -16,7 +16,7 @@ from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel
 
 from .compat import copy_conversions, record_outputs, replace_base
 from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
-from .families import add_extra_to, find_attentions, sync_config
+from .families import add_extra, find_attentions, sync_config
 from .hooks import one_width_error
 from .new_dims import NewDims, in_order
 
@@ -42,7 +42,7 @@ class WideModelMixin(_Model):
         for found in attentions:
             growths = dims_of_layers.pop(str(found.layer), {})
             if growths and "extra" not in found.module._modules:  # an inner model was there first
-                extra, like = add_extra_to(found), next(found.module.parameters())
+                extra, like = add_extra(found), next(found.module.parameters())
                 for name, dims in in_order(growths):
                     extra.growths[name] = new = NewDims(extra.shape, *dims, dtype=like.dtype, device=like.device)
                     for weight in (w for w in new.parameters() if w.dim() > 1 and not w.is_meta):

@@ -22,19 +22,19 @@ _TERMINAL = 80  # columns
 _HEADER = 9  # columns of a table's header at least
 
 
-def race_command(model: str = "", data: str = "") -> str:
-    """The command that compares growth with LoRA."""
-    return f"growattn race {shlex.quote(model) if model else 'MODEL'} {shlex.quote(data) if data else 'DATA'} -o race"
-
-
-def report_text(report, next_command: str = "") -> str:
+def report_text(report, model: str = "MODEL", data: Sequence[str] = ()) -> str:
     """A report of a growth as text, with the command that compares it with LoRA."""
-    text = "".join(f"{wrap_line(line)}\n" for line in summary_of(report))
+    text = "".join(f"{wrap_line(line)}
+" for line in summary_of(report))
     if report.layers:
         columns = columns_of(report)
-        text += "\n" + format_table(columns, rows_of(report))
-        text += "".join(f"{name}: {COLUMNS[name]}\n" for name in columns)
-    return text + "\n" + wrap_line(f"On text, compare with LoRA: {next_command or race_command()}")
+        text += "
+" + format_table(columns, rows_of(report))
+        text += "".join(f"{name}: {COLUMNS[name]}
+" for name in columns)
+    race = shlex.join(["growattn", "race", model, *(data or ["DATA"]), "-o", "race"])
+    return text + "
+" + wrap_line(f"On text, compare with LoRA: {race}")
 
 
 def summary_of(report) -> list[str]:
