@@ -4,6 +4,7 @@ import copy
 
 import pytest
 from families import build, lm_batches, word_tokenizer
+from test_user_loss import Uneven, preferring
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -12,7 +13,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from user_losses import Uneven, preferring
 
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.growths import origin_of
