@@ -110,6 +110,21 @@ def a_model_without_its_wrapper():
     assert_alike(model)
 
 
+def a_loss_of_ones_own():
+    """It gets the model, and another one calls the wrapper itself, which is as it was afterwards."""
+    for is_of_wrapper in (False, True):
+        model, ddp, optimizer = wrapped()
+
+        def loss(model, batch, ddp=ddp if is_of_wrapper else None):
+            return (ddp or model)(**batch).loss
+
+        expected = Grower(ddp, CONFIG, optimizer).measure(mine(3))
+        report = Grower(ddp, CONFIG, optimizer, loss=loss).find(mine(3)).keep()
+        assert report.kept and abs(report.loss_before - expected.loss_before) < 1e-6
+        train(ddp, optimizer)
+        assert_alike(model)
+
+
 def in_the_middle_of_an_accumulation():
     model, ddp, optimizer = wrapped()
     with ddp.no_sync():
@@ -186,6 +201,7 @@ def main(folder: Path) -> None:
         existing_weights_move_too,
         a_frozen_base,
         a_model_without_its_wrapper,
+        a_loss_of_ones_own,
         in_the_middle_of_an_accumulation,
         a_single_sequence_on_each_rank,
         one_verdict,
