@@ -24,17 +24,13 @@ _HEADER = 9  # columns of a table's header at least
 
 def report_text(report, model: str = "MODEL", data: Sequence[str] = ()) -> str:
     """A report of a growth as text, with the command that compares it with LoRA."""
-    text = "".join(f"{wrap_line(line)}
-" for line in summary_of(report))
+    text = "".join(f"{wrap_line(line)}\n" for line in summary_of(report))
     if report.layers:
         columns = columns_of(report)
-        text += "
-" + format_table(columns, rows_of(report))
-        text += "".join(f"{name}: {COLUMNS[name]}
-" for name in columns)
+        text += "\n" + format_table(columns, rows_of(report))
+        text += "".join(f"{name}: {COLUMNS[name]}\n" for name in columns)
     race = shlex.join(["growattn", "race", model, *(data or ["DATA"]), "-o", "race"])
-    return text + "
-" + wrap_line(f"On text, compare with LoRA: {race}")
+    return text + "\n" + wrap_line(f"On text, compare with LoRA: {race}")
 
 
 def summary_of(report) -> list[str]:
