@@ -4,7 +4,6 @@ import copy
 import glob
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from datasets import Dataset, load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, get_dataset
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.sft_config import SFTConfig
@@ -31,18 +29,9 @@ _COMPARED_ON = 256  # rows at most, of those held out or of a test split
 
 @dataclass
 class Training(SFTConfig):
-    """SFTConfig that takes its folder by -o, and trains in fp32 on CPUs."""
+    """SFTConfig that takes its folder by -o."""
 
     output_dir: str = field(default="", metadata={"help": "new folder to write", "aliases": ["-o", "--output"]})
-
-    def __post_init__(self):
-        if not torch.accelerator.is_available():
-            self.use_cpu, self.dataloader_pin_memory = True, False
-        if self.bf16 is None:  # TRL takes it for granted
-            self.bf16 = not (self.fp16 or self.use_cpu) and is_torch_bf16_gpu_available()
-        with warnings.catch_warnings():  # of names that TRL itself uses
-            warnings.simplefilter("ignore", FutureWarning)
-            super().__post_init__()
 
 
 class Recipe(NamedTuple):

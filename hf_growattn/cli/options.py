@@ -104,7 +104,7 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
 
     groups = [OPTIONS[command][1][-1], ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
     parser = TrlParser(groups, allow_abbrev=False, usage=f"growattn {command} MODEL {DATA} [options]")
-    parser.set_defaults(packing=None, packing_strategy=None, dtype=None)  # chosen by the data and the command
+    parser.set_defaults(packing=None, packing_strategy=None, dtype=None, bf16=False)  # TRL does not train here
     names = list(takewhile(lambda word: not word.startswith("-"), words))
     options = list(words[len(names) :])
     try:

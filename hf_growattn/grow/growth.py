@@ -10,7 +10,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..growable.attention import GrowableAttention
-from ..growable.growths import check_saving, growable_model, growths_of, leave_checkpoint, next_name, replace_growths
+from ..growable.growths import check_saving, growable_model, growths_of, leave_checkpoint, name_after, replace_growths
 from ..growable.training_state import (
     all_reduce_sum,
     bare_optimizers,
@@ -110,7 +110,8 @@ class Growth:
         check_saving(self._wrapped)
         warn_without_ddp(self._wrapped)
         reshard(model)
-        name, kept = next_name(model), growths_of(model)
+        kept = growths_of(model)
+        name = name_after(name for growths in kept.values() for name in growths)
         for attention, new in trial.new_dims.items():
             broadcast_from_rank0(*(parameter.detach() for parameter in new.parameters()))
             new.requires_grad_(True).train(attention.module.training)

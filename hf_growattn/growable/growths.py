@@ -75,13 +75,8 @@ def growths_of(model: nn.Module) -> Growths:
     return {attention: attention.growths for attention in attentions(model)}
 
 
-def next_name(model: nn.Module) -> str:
-    """The name of a model's next growth: "growth_1" for the first."""
-    return name_after(name for growths in growths_of(model).values() for name in growths)
-
-
 def name_after(names: Iterable[str]) -> str:
-    """The name of the growth that comes after those of these names."""
+    """The name of the growth that comes after those of these names: "growth_1" for the first."""
     ends = (name.rpartition("_")[2] for name in names)
     return f"growth_{max((int(end) for end in ends if end.isdecimal()), default=0) + 1}"
 

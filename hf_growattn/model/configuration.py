@@ -70,9 +70,11 @@ class WideConfigMixin(_Config):
         """Save as the stock config does, with the code that loads it if `auto_map` asks for that."""
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
         if getattr(self, "auto_map", None) == auto_map(self.model_type):
-            (Path(save_directory) / CODE_FOLDER).mkdir(exist_ok=True)
-            for name, code in _code().items():
-                (Path(save_directory) / CODE_FOLDER / name).write_bytes(code)
+            folder = Path(save_directory) / CODE_FOLDER
+            folder.mkdir(exist_ok=True)
+            for file in Path(__file__).parent.glob("*.py"):
+                if file.name != "__init__.py":
+                    (folder / file.name).write_bytes(file.read_bytes())
 
 
 def check_extra_dims(extra_dims: Any) -> None:
@@ -100,13 +102,6 @@ def auto_map(model_type: str) -> dict[str, str]:
             names[auto_name] = name if isinstance(name, str) else name[0]
     names["AutoConfig"] = CONFIG_MAPPING[stock_type].__name__
     return {auto_name: f"{CODE_FOLDER}/modeling.GrowAttn{name}" for auto_name, name in names.items()}
-
-
-@cache
-def _code() -> dict[str, bytes]:
-    """The files that travel with a checkpoint, by name: all of this folder."""
-    files = (path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
-    return {path.name: path.read_bytes() for path in files}
 
 
 @cache

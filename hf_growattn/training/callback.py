@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, Trainer, TrainerCallback
 
 from ..grow.growth import Grower
-from ..grow.plan import GrowthConfig, layers_to_grow
+from ..grow.plan import GrowthConfig
 from ..growable.growth_files import GROWTH, GROWTH_FILE, load_growth
 from ..growable.growths import extra_parameters, growable_model, is_grown, set_dims
 from ..growable.projections import is_adapted
@@ -54,8 +54,8 @@ class GrowthCallback(TrainerCallback):
     Raises:
         TypeError: the first argument is no Trainer, or the second one no GrowthConfig.
         ValueError: both `steps` and `at`, or a value out of its range; when training starts, a time to grow that it
-            will not reach, a budget that buys nothing, or a model or optimizer that cannot grow; after its first two
-            batches, a loss that growth cannot lower.
+            will not reach, or a model that cannot grow; after its first two batches, a budget that buys nothing, an
+            optimizer that cannot take new dims, or a loss that growth cannot lower.
     """
 
     def __init__(
@@ -90,7 +90,6 @@ class GrowthCallback(TrainerCallback):
         self._recording.stop()  # of a training that did not end
         self._grower = Grower(trainer.model_wrapped, self.config, trainer.optimizer, loss=loss_of(trainer))
         model = self._grower.model
-        layers_to_grow(model, self.config)  # which refuses a budget that buys nothing
         if any(entry[ADDED] for entry in growths_of(state)) and not is_grown(model):
             raise ValueError(
                 "This training had grown when it was saved, and its model has not. Before the Trainer is made, load "
