@@ -106,7 +106,7 @@ peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained
 """
     words = [sys.executable, "-c", script, str(saved[0]), str(saved[0] / "adapters")]
     run = subprocess.run(words, capture_output=True, text=True)
-    assert run.returncode and "KeyError: 'GROWATTN_LORA'" in run.stderr
+    assert run.returncode and "KeyError: 'import hf_growattn to load LORA'" in run.stderr
 
 
 def test_adapters_of_another_growth_are_refused_next_to_others(saved, tmp_path):
@@ -124,7 +124,7 @@ def test_a_growth_beside_adapters_goes_with_a_save_that_has_none(tmp_path):
     Grower(model.get_base_model(), GROWTH).find(BATCHES).keep()
     model.save_pretrained(tmp_path)
     assert not any(".extra." in name for name in load_file(tmp_path / "adapter_model.safetensors"))
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "GROWATTN_LORA"
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "import hf_growattn to load LORA"
     (tmp_path / "growth" / "theirs.txt").write_text("stays")
     adapted(LLAMA, **CAUSAL).save_pretrained(tmp_path)
     assert [path.name for path in (tmp_path / "growth").iterdir()] == ["theirs.txt"]

@@ -148,8 +148,10 @@ def test_each_kind_finds_its_own_step():
     assert steps[2] == pytest.approx(3.6e-4, rel=0.5)
 
 
-@pytest.mark.parametrize("variant", ["llama-2", "llama-5-bias", "gpt2-2"])
-def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
+@pytest.mark.parametrize(
+    "variant, dims", [("llama-2", FIXED), ("llama-5-bias", FIXED), ("gpt2-2", FIXED), ("llama-2", {"budget": 0.05})]
+)
+def test_no_improvement_is_rolled_back_to_the_bit(variant, dims, monkeypatch):
     model, optimizer = in_training(variant)
     before = fingerprint(model, optimizer)
     logits = model.eval()(**lm_batches()[0]).logits
@@ -160,7 +162,7 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
         return stacked, -shared
 
     monkeypatch.setattr("hf_growattn.measure.functional.step_factors", uphill)
-    report = Grower(model, GrowthConfig(**FIXED), optimizer).grow(lm_batches())
+    report = Grower(model, GrowthConfig(**dims), optimizer).grow(lm_batches())
     assert not report.kept and report.predicted_gain == 0
     assert report.fall == report.error == 0 and not report.holds and not report.figures()["growth_added_parameters"]
     assert "no step along the new directions lowers the loss" in " ".join(str(report).split())
