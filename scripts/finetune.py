@@ -29,6 +29,7 @@ from trl import (
 from trl.scripts.utils import DatasetConfig
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model, unpatch_model, write_card
+from hf_growattn.cli.options import check_types
 
 
 @dataclass
@@ -40,9 +41,7 @@ class GrowthArguments:
     )
     budget: float | None = field(
         default=None,
-        metadata={
-            "help": "the most weights that a growth adds, as a share of the model's; 0: no growth (default: 0.02)"
-        },
+        metadata={"help": "weights that a growth may add, as a share of the model's (default: 0.02; 0: none)"},
     )
     qk_dims: int = field(default=0, metadata={"help": "instead: dims to add to every head's queries and keys"})
     v_dims: int = field(default=0, metadata={"help": "instead: dims to add to every head's values"})
@@ -75,11 +74,12 @@ def main() -> None:
     parser = TrlParser([GrowthArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig])
     try:
         growth, script, training, chosen, mixture = parser.parse_args_and_config()
+        check_types(growth, script, training, chosen, mixture)
         config = None
         if growth.budget != 0:
             config = GrowthConfig(growth.qk_dims, growth.v_dims, growth.budget, seed=training.seed)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    except Exception as error:  # what YAML says may be anything
+        parser.error(" ".join(str(error).split()))
     if not (chosen.model_name_or_path and (growth.data_files or mixture.datasets or script.dataset_name)):
         parser.error("give --model_name_or_path, and --data_files or --dataset_name")
 

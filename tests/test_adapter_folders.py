@@ -99,6 +99,16 @@ def test_a_folder_of_adapters_loads_with_the_growth(saved, way):
     assert torch.equal(logits(copy.deepcopy(loaded)), expected)
 
 
+def test_without_the_library_peft_stops_at_the_type(saved):
+    script = """
+import sys, peft, transformers
+peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/base"), sys.argv[2])
+"""
+    words = [sys.executable, "-c", script, str(saved[0]), str(saved[0] / "adapters")]
+    run = subprocess.run(words, capture_output=True, text=True)
+    assert run.returncode and "KeyError: 'import hf_growattn to load LORA'" in run.stderr
+
+
 def test_adapters_of_another_growth_are_refused_next_to_others(saved, tmp_path):
     other = adapted(LLAMA, **CAUSAL)
     other.save_pretrained(tmp_path)
@@ -114,7 +124,7 @@ def test_a_growth_beside_adapters_goes_with_a_save_that_has_none(tmp_path):
     Grower(model.get_base_model(), GROWTH).find(BATCHES).keep()
     model.save_pretrained(tmp_path)
     assert not any(".extra." in name for name in load_file(tmp_path / "adapter_model.safetensors"))
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "GROWATTN_LORA"
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "import hf_growattn to load LORA"
     (tmp_path / "growth" / "theirs.txt").write_text("stays")
     adapted(LLAMA, **CAUSAL).save_pretrained(tmp_path)
     assert [path.name for path in (tmp_path / "growth").iterdir()] == ["theirs.txt"]

@@ -2,12 +2,13 @@
 
 import copy
 
+import modalities
 import pytest
 import torch
 from families import build, lm_batches, tokens
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_model, save_growth
 from hf_growattn.growable.attention import attentions
@@ -107,6 +108,29 @@ def test_a_student_with_fewer_layers(name, tmp_path):
     assert len(teacher.config.extra_dims) > 1
     assert not by_config.load_state_dict(teacher.state_dict(), strict=False).missing_keys
     assert torch.equal(by_config(tokens()).logits, by_argument(tokens()).logits)
+
+
+@pytest.mark.parametrize("sides", ["encoder_layers", "encoder_layers decoder_layers"])
+def test_a_student_whose_layers_are_numbered_through_two_sides(sides, tmp_path):
+    """What is layer 1 of the teacher's encoder would be layer 0 of the student's decoder."""
+    teacher = patch_model(modalities.build("bart"))
+    for attention in attentions(teacher):
+        attention.add_new_dims("growth_1", 1 + attention.layer, 2)
+    sync_config(teacher)
+    teacher.save_pretrained(tmp_path)
+    fewer = dict.fromkeys(sides.split(), 1)
+    with pytest.raises(ValueError, match=r"of a model with 6 attention modules, and this one has .*extra_dims = {}"):
+        type(teacher).from_pretrained(tmp_path, **fewer)
+    config = copy.deepcopy(teacher.config)
+    config.update(fewer)
+    with pytest.raises(ValueError, match="of a model with 6 attention modules"):
+        AutoModelForSeq2SeqLM.from_config(config)
+    config.extra_dims = {}
+    student = AutoModelForSeq2SeqLM.from_config(config)
+    assert not student.load_state_dict(teacher.state_dict(), strict=False).missing_keys
+    dims_by_name = {attention.name: attention.growths["growth_1"].qk_dims for attention in attentions(teacher)}
+    for attention in attentions(student):
+        assert attention.growths["growth_1"].qk_dims == dims_by_name[attention.name]
 
 
 def test_weights_that_torch_computes_stay_where_they_are():

@@ -90,8 +90,8 @@ def test_report_holds_and_prints_what_happened():
     assert loss_of(model, lm_batches(8)) < report.loss_before
 
 
-@pytest.mark.parametrize("variant", ["llama-5-bias", "gpt2-2"])
-def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
+@pytest.mark.parametrize("variant, dims", [("llama-5-bias", FIXED), ("gpt2-2", FIXED), ("llama-2", {"budget": 0.05})])
+def test_no_improvement_is_rolled_back_to_the_bit(variant, dims, monkeypatch):
     model, optimizer = in_training(variant)
     before = fingerprint(model, optimizer)
 
@@ -100,7 +100,7 @@ def test_no_improvement_is_rolled_back_to_the_bit(variant, monkeypatch):
         return stacked, -shared
 
     monkeypatch.setattr("hf_growattn.measure.functional.step_factors", uphill)
-    report = Grower(model, GrowthConfig(**FIXED), optimizer).grow(lm_batches())
+    report = Grower(model, GrowthConfig(**dims), optimizer).grow(lm_batches())
     assert not report.kept and report.predicted_gain == 0
     assert report.fall == report.error == 0 and not report.holds and not report.figures()["growth_added_parameters"]
     assert same(fingerprint(model, optimizer), before)

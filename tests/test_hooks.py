@@ -84,6 +84,28 @@ def test_an_attention_function_of_ones_own_runs_in_grown_layers():
         del AttentionInterface._global_mapping["own"]
 
 
+@torch.no_grad()
+def test_a_later_pre_hook_that_changes_the_input_is_refused():
+    """New dims would see another input than the old ones; with prepend=True both see the changed one."""
+
+    def double(module, args, kwargs):
+        return args, kwargs | {"hidden_states": 2 * kwargs["hidden_states"]}
+
+    early, model = build("llama-2"), build("llama-2")
+    early.model.layers[0].self_attn.register_forward_pre_hook(double, with_kwargs=True)
+    for each in (early, model):
+        torch.manual_seed(0)
+        grown(each)
+    expected = early(tokens()).logits
+    attention = model.model.layers[0].self_attn
+    late = attention.register_forward_pre_hook(double, with_kwargs=True)
+    with pytest.raises(RuntimeError, match=r"pre-hook changed the input.*prepend=True"):
+        model(tokens())
+    late.remove()
+    attention.register_forward_pre_hook(double, with_kwargs=True, prepend=True)
+    assert torch.equal(model(tokens()).logits, expected)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_forward_that_ends_early_leaves_nothing_behind(error):
     """Activations would stay alive, and a model that holds them has no copy."""

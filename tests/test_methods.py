@@ -6,8 +6,9 @@ import pytest
 import torch
 from families import lm_batches
 from peft import PeftModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_growattn import Grower, Method, load_growth, patch_model
+from hf_growattn import Grower, GrowthConfig, Method, load_growth, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import sync_config
 from hf_growattn.training import methods
@@ -79,6 +80,15 @@ def test_growth_on_a_frozen_base_does_the_work_of_old_dims_too(name, trains, mon
     monkeypatch.setattr(methods, "Grower", record)
     Method(name, **OPTIONS).prepare(families.build("llama-2"), lm_batches(4))
     assert [config.old_dims_train for config in configs] == [trains]
+
+
+def test_heads_without_room_are_said_to_have_none():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**families.LLAMA | sizes | {"head_dim": 32}))
+    with pytest.raises(ValueError, match="as wide as their input or the config's limits, so there is no room"):
+        Method("growth", **OPTIONS).prepare(model, lm_batches(4))
+    report = Grower(patch_model(model), GrowthConfig(budget=0.1)).grow(lm_batches(4))
+    assert "so there is no room" in " ".join(str(report).split()) and "more batches" not in str(report)
 
 
 def test_random_new_dims_change_nothing_at_first():

@@ -10,7 +10,7 @@ import transformers
 from families import COMMON, GROUPED, HEADS_OF_16, word_tokenizer
 from safetensors import safe_open
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForImageTextToText, AutoModelForSpeechSeq2Seq, AutoProcessor
+from transformers import AutoModel, AutoModelForImageTextToText, AutoModelForSpeechSeq2Seq, AutoProcessor
 
 import hf_growattn  # noqa: F401  by which the Auto classes know grown checkpoints
 
@@ -150,3 +150,17 @@ def test_whisper(forks, tmp_path, caplog):
     with caplog.at_level(logging.ERROR, logger="transformers"):  # Whisper's generate gives deprecated arguments
         ids = model.generate(**inputs)
     assert processor.batch_decode(ids, skip_special_tokens=True) == [*WORDS]
+
+
+def test_records_in_a_short_form(forks, tmp_path):
+    """Every line runs, and its last figures are those of the model that was loaded."""
+    words = ["--matching_steps", 40, "--steps", 8, "--output", tmp_path / "linked"]
+    done = forks.run("scripts/recipes/records.py", *words, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("It can match: of 8 candidates it finds ")
+    assert re.search(r"^(LoRA wins|The winner is)", done.stdout, re.MULTILINE)
+    shares = dict(re.findall(r"^Found among 64 candidates, (.*): (\d+)%$", done.stdout, re.MULTILINE))
+    assert list(shares) == ["before", "trained by the winner, saved and loaded", "nearest neighbour"]
+    assert int(shares["nearest neighbour"]) > 80
+    assert AutoModel.from_pretrained(tmp_path / "linked").config.hidden_size == 64

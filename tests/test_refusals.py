@@ -37,10 +37,12 @@ from hf_growattn import (
     Grower,
     GrowthCallback,
     GrowthConfig,
+    Method,
     attention_views,
     export_model,
     load_growth,
     patch_model,
+    race,
     save_growth,
     unpatch_model,
     write_card,
@@ -49,6 +51,8 @@ from hf_growattn.growable.attention import attentions
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 BATCH = lm_batches(1)[0]
+PAIR = [BATCH] * 2
+llama = partial(build, "llama-2")
 DIM = 6 * 48  # weights that one more dim of patterns or messages adds to a layer of "llama-2"
 
 
@@ -207,7 +211,7 @@ REFUSED = {
     "model and config swapped": (lambda g: Grower(ONE, g.patched()), TypeError, r"GrowthConfig.*given a GrowAttnLlama"),
     "config and data swapped": (lambda g: Grower(g.patched(), ROWS), TypeError, "such as GrowthConfig.*given a list"),
     "a config as a dict": (lambda g: Grower(g.patched(), {"qk_dims": 2}), TypeError, r"GrowthConfig\(budget=0.02\)"),
-    "a model as data": (lambda g: Grower(g.patched(), ONE).find(g.patched()), ValueError, "a list of batches"),
+    "a model as data": (lambda g: Grower(g.patched(), ONE).find(g.patched()), ValueError, "A list of batches"),
     "saving nothing": (lambda g: save_growth(None, g.folder), TypeError, "not a NoneType: load it first"),
     "folder and model swapped": (lambda g: load_growth(str(g.folder), grown(g)), TypeError, "not a str: load it first"),
     "a card of nothing": (lambda g: write_card(None, g.folder), TypeError, "not a NoneType: load it first"),
@@ -215,7 +219,7 @@ REFUSED = {
     "a card of no growth": (lambda g: write_card(g.patched(), g.folder), ValueError, "has not grown"),
     "a card of a stock model": (lambda g: write_card(g.stock(), g.folder), ValueError, "has not grown"),
     "views of nothing": (lambda g: attention_views(None), TypeError, "not a NoneType: load it first"),
-    "exporting a name": (lambda g: export_model("gpt2", g.folder), TypeError, "needs a patched model, not str"),
+    "exporting a name": (lambda g: export_model("gpt2", g.folder), TypeError, "model is needed here, not a str"),
     "an unpatched model": (lambda g: Grower(g.stock(), ONE), ValueError, "call patch_model.model. first"),
     "an unpatched base": (lambda g: Grower(g.lora(), ONE), ValueError, r"patch_model.model.get_base_model"),
     "patching a peft model": (lambda g: patch_model(g.lora()), TypeError, r"model.get_base_model\(\) for peft"),
@@ -224,13 +228,25 @@ REFUSED = {
     "attention that norms its output": (albert, ValueError, r"cannot join AlbertModel.*AlbertAttention"),
     "no such submodel": (lambda g: patch_model(g.stock(), "encoder"), ValueError, "no inner model 'encoder'"),
     "unpatching a grown model": (lambda g: unpatch_model(grown(g)), ValueError, "drop_growth=True"),
+    "racing a model": (lambda g: race(g.stock(), PAIR, PAIR), TypeError, "make_model must be a.*is a LlamaForCausalLM"),
+    "racing a name": (lambda g: race(lambda: "gpt2", PAIR, PAIR), TypeError, "not a str: load it first"),
+    "training a name": (lambda g: Method("lora").prepare("gpt2"), TypeError, "not a str: load it first"),
     # batches
+    "racing on one batch": (lambda g: race(llama, PAIR, BATCH), ValueError, "is needed, not a dict"),
+    "racing a model and data swapped": (
+        lambda g: race(PAIR, llama(), PAIR),
+        TypeError,
+        "make_model must be a.*a list",
+    ),
+    "racing without labels": (lambda g: race(llama, [padded()] * 2, PAIR), ValueError, "no loss for a batch.*labels"),
+    "racing on short labels": (lambda g: race(llama, SHORT * 2, PAIR), ValueError, "give each token a label"),
+    "racing by a number": (lambda g: race(llama, PAIR, PAIR, 0.5), TypeError, "loss must be a function of model"),
     "an empty list": (find([]), ValueError, "no batches"),
     "an empty iterator": (find(iter([])), ValueError, "no batches"),
     "a text as a batch": (find(["text"]), ValueError, "Batch 0 is a str"),
-    "a single batch": (find(BATCH), ValueError, r"a list of batches, and was given a dict: pass \[batch\]"),
-    "a text": (find("some text"), ValueError, "was given a str"),
-    "nothing": (find(None), ValueError, "was given a NoneType"),
+    "a single batch": (find(BATCH), ValueError, r"A list of batches is needed, not a dict: pass \[batch\]"),
+    "a text": (find("some text"), ValueError, "needed, not a str"),
+    "nothing": (find(None), ValueError, "needed, not a NoneType"),
     "a single tensor": (find(tokens()), ValueError, r"int64 of shape \(17,\).*list of batches, \[batch\]"),
     "tokens as a list": (find([{"input_ids": [[3, 4, 5]]}]), ValueError, "are a list, not a tensor"),
     "tokens as floats": (find([tokens().float()]), ValueError, "float32 of shape"),

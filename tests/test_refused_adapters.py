@@ -49,6 +49,14 @@ def hotswap(given):
     hotswap_adapter(model, given.folder, "default")
 
 
+def hotswap_with_growth(given):
+    grown = peft.get_peft_model(patch_model(build("llama-2")), peft.LoraConfig())
+    Grower(grown, GrowthConfig(qk_dims=2)).find(ROWS).keep()
+    grown.save_pretrained(given.folder)
+    model = given.lora()
+    hotswap_adapter(model, given.folder, "default")
+
+
 def falcon(given):
     sizes = dict(hidden_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=97)
     peft.get_peft_model(given.watch(FalconModel(FalconConfig(**sizes))), GrowAttnConfig(v_dims=1))
@@ -103,8 +111,13 @@ REFUSED = {
         ValueError,
         "not served by GrowAttn",
     ),
-    "a weighted adapter": (weighted, NotImplementedError, "have no mean"),
-    "a hot swap, in peft's own words": (hotswap, (ValueError, NotImplementedError), "(?i)lora"),
+    "a weighted adapter": (
+        weighted,
+        NotImplementedError,
+        "have no mean",
+    ),
+    "a hot swap": (hotswap, ValueError, r"'GROWATTN' cannot be hot-swapped.*set_adapter\(\"other\"\)"),
+    "a hot swap of a growth": (hotswap_with_growth, ValueError, "'import hf_growattn to load LORA' cannot be hot-swa"),
 }
 
 

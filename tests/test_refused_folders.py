@@ -85,6 +85,11 @@ def elsewhere(name):
     return change
 
 
+def by_class(path):
+    """transformers takes the defaults of the family if the config is no file."""
+    return type(base()).from_pretrained(path)
+
+
 def pipe(name):
     """Opening one waits for a writer. "weights" is a shard, of a name that transformers would not give."""
 
@@ -162,6 +167,7 @@ CHECKPOINTS = [
         ("llama-2-4-shards", pipe(name), load, OSError, f"{name} is not an ordinary file.*again")
         for name in ("model.safetensors", INDEX, "weights.safetensors")
     ),
+    ("llama-2-4", pipe("config.json"), by_class, OSError, "config.json is not an ordinary file.*again"),
     *(
         ("llama-2-4", false_header(length), load, OSError, "is not whole.*[Hh]eader.*again")
         for length in (2_900_000_000, 2**63, 100_000_001)

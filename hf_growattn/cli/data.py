@@ -65,6 +65,8 @@ def load_data(recipe: Recipe) -> tuple[Dataset, Dataset | None]:
         raise ValueError("rows are drawn from all over the data, so they cannot be streamed")
     paths = [Path(name) for name in names]
     files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path])]
+    if any((path / "config.json").is_file() for path in paths):
+        raise ValueError("it is the folder of a model: name MODEL first, then DATA")
     loaders = {_LOADERS[file.suffix] for file in files if file.suffix in _LOADERS}
     if len(loaders) > 1:  # datasets would read the most frequent kind alone
         raise ValueError("files of several kinds cannot be read together; list them in a YAML file, under datasets")
@@ -161,15 +163,18 @@ def read_rows(recipe: Recipe, count: int | None = None) -> Prepared:
         training.max_length = min(training.max_length or longest, longest)
     if training.max_length is not None and not 2 <= training.max_length <= longest:
         raise ValueError(f"This model reads {longest:,} tokens at once: choose --max_length from 2 to {longest}.")
+    columns = ""
     try:
         data, test = load_data(recipe)
+        columns = f". The columns are {', '.join(data.column_names)}."
         if count:
             data = first_rows(data, count, training.seed)
         rows = prepare_rows(data, test, tokenizer, training)
     except Exception as error:
         cause = error.__cause__ or error  # datasets wraps what its readers say
+        message = f"{cause}{columns}" if isinstance(cause, KeyError) else str(cause) or "there are no rows"
         raise ValueError(
-            f"{recipe.dataset} cannot be read by TRL. {type(cause).__name__}: {str(cause) or 'there are no rows'} "
+            f"{recipe.dataset} cannot be read by TRL. {type(cause).__name__}: {message} "
             "(See TRL's --dataset_text_field, --dataset_train_split, --dataset_test_split, --chat_template_path and "
             "--eos_token.)"
         ) from error

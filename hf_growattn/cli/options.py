@@ -2,11 +2,13 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.util import find_spec
+from inspect import formatannotation
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .. import __version__
 
@@ -28,6 +30,8 @@ _END = (
     "Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 no growth helps, or none won; 130 "
     "interrupted, nothing is half-written."
 )
+
+_CHOSEN_LATER = ("packing", "packing_strategy", "dtype")  # options that the data and the command choose if nobody does
 
 
 class UsageError(ValueError):
@@ -104,7 +108,7 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
 
     groups = [OPTIONS[command][1][-1], ScriptArguments, Training, ModelConfig, DatasetMixtureConfig]
     parser = TrlParser(groups, allow_abbrev=False, usage=f"growattn {command} MODEL {DATA} [options]")
-    parser.set_defaults(packing=None, packing_strategy=None, dtype=None, bf16=False)  # TRL does not train here
+    parser.set_defaults(**dict.fromkeys(_CHOSEN_LATER), bf16=False)  # TRL does not train here
     names = list(takewhile(lambda word: not word.startswith("-"), words))
     options = list(words[len(names) :])
     try:
@@ -113,15 +117,41 @@ def read_recipe(command: str, words: Sequence[str]) -> Any:
         raise UsageError(f"--config cannot be read: {' '.join(str(error).split())}.") from error
     except ValueError as error:
         raise UsageError(f"{error}. Name MODEL and DATA first, then the options.") from error
-    for item in fields(growth):  # what YAML says is not parsed as words are
-        value = getattr(growth, item.name)
-        if type(value) not in (int, type(item.default)):
-            raise UsageError(f"{item.name} must be a number such as {item.default}, and is {value!r:.80}.")
+    check_types(growth, script, training, model, mixture)
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if getattr(training, name) < 1:
+            raise UsageError(f"{name} must be at least 1, and is {getattr(training, name)}.")
     model.model_name_or_path = names[0] if names else model.model_name_or_path
     datasets = names[1:] or [script.dataset_name] * bool(script.dataset_name)
     if not model.model_name_or_path or not (datasets or mixture.datasets):
         raise UsageError("name MODEL and DATA first, then the options; or name both in a YAML file, by --config.")
     return Recipe(model.model_name_or_path, datasets, growth, script, training, model, mixture)
+
+
+def check_types(*groups: Any) -> None:
+    """Raise a UsageError for an option of another type than it is declared: what YAML says is not parsed as words."""
+    for group in groups:
+        hints = get_type_hints(type(group))
+        for item in fields(group):
+            value, hint = getattr(group, item.name), hints[item.name]
+            if not (_is_of_type(value, hint) or (value is None and item.name in _CHOSEN_LATER)):
+                raise UsageError(f"{item.name} must be of type {formatannotation(hint)}, and is {value!r:.80}.")
+            if isinstance(value, list):
+                check_types(*filter(is_dataclass, value))
+
+
+def _is_of_type(value: Any, hint: Any) -> bool:
+    """Whether a value has a declared type; one that YAML does not know was made by the options themselves."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_is_of_type(value, part) for part in parts)
+    if kind is Literal:
+        return value in parts
+    if kind is list and isinstance(value, list):
+        return all(_is_of_type(each, part) for each in value for part in parts)
+    if kind is float and type(value) is int:
+        return True
+    return kind in (Any, type(value)) or type(value) not in (bool, int, float, str, list, dict, NoneType)
 
 
 def check_new_folder(folder: str | None) -> None:

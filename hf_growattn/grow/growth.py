@@ -40,6 +40,7 @@ from ..report.report import GrowthReport
 from .plan import (
     GrowthConfig,
     all_candidates,
+    check_loss,
     dims_worth_a_look,
     growth_report,
     layers_to_grow,
@@ -178,6 +179,7 @@ class Grower:
         if not isinstance(config, GrowthConfig):
             given = type(config).__name__
             raise TypeError(f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given a {given}.")
+        check_loss(loss)
         self.optimizers = bare_optimizers(optimizer)
         self.model, self.wrapped, self.loss = model_to_grow(model), model, loss
         refuse_sharded(model, self.optimizers, but_fsdp2=True)
@@ -341,6 +343,8 @@ class Grower:
             trial.set_steps(steps)
         before = session.batches.loss_before
         verdict = {"fall": fall, "error": error, "holds": fall > max(error, ROUNDING * abs(before))}
+        kinds = self.config.chosen_kinds
+        verdict["has_room"] = any(self.config.most_dims(layer, kind) for layer in session.layers for kind in kinds)
         report = growth_report(self.model, candidates, trial, steps, loss_before=before, **verdict)
         return Growth(self.wrapped, self.optimizers, trial, report)
 

@@ -252,10 +252,14 @@ def list_batches(batches: Any) -> list:
     """The batches as a list; a ValueError for what is a single batch, or holds none."""
     listed = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if hasattr(batches, "keys") or isinstance(batches, str) or not listed:
-        raise ValueError(
-            f"Growth takes a list of batches, and was given a {type(batches).__name__}: pass [batch] for a single one."
-        )
+        raise ValueError(f"A list of batches is needed, not a {type(batches).__name__}: pass [batch] for a single one.")
     return [*batches]
+
+
+def check_loss(loss: Any) -> None:
+    """Raise a TypeError for a loss that is neither a function nor None."""
+    if not (loss is None or callable(loss)):
+        raise TypeError(f"loss must be a function of model and batch, and is {loss!r}.")
 
 
 def read_batches(batches: Iterable, model: PreTrainedModel) -> list[dict]:
@@ -343,6 +347,6 @@ def _layer_growth(model: PreTrainedModel, candidate: Candidate, step: float) -> 
         kind=bottleneck.kind.name,
         width=(width, width + candidate.dims),
         step_size=step,
-        gain=candidate.gain,
+        gain=candidate.gain if candidate.dims else candidate.directions.worth.sum().item(),
         out_of_reach=candidate.directions.out_of_reach,
     )

@@ -113,12 +113,13 @@ def _check_moves(folder: Path) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Make sure that weights are ordinary files in the folder: transformers trusts an index, and waits for pipes."""
-    names = [name for name in (WEIGHTS, INDEX) if (folder / name).exists()]
-    if names == [INDEX] and (folder / INDEX).is_file():
-        names += _read_shards((folder / INDEX).read_bytes())
-    for name in names:
-        if name != INDEX and not re.fullmatch(r"[^/\\:]+\.safetensors", name):
+    """Make sure that config and weights are ordinary files in the folder: transformers trusts an index, and pipes."""
+    names, shards = [name for name in (CONFIG, WEIGHTS, INDEX) if (folder / name).exists()], set()
+    if WEIGHTS not in names and (folder / INDEX).is_file():
+        shards = _read_shards((folder / INDEX).read_bytes())
+    for name in shards:
+        if not re.fullmatch(r"[^/\\:]+\.safetensors", name):
             raise OSError(f"{folder / INDEX} names {name!r}, which is not in its folder, or is pickled. {_AGAIN}.")
+    for name in [*names, *shards]:
         if not (folder / name).is_file():
             raise OSError(f"The checkpoint {folder} is not whole: {name} is not an ordinary file. {_AGAIN}.")

@@ -20,7 +20,7 @@ from .training_state import bare_optimizers, refuse_meta, warn_without_ddp
 
 GROWTH_FILE = "growth.safetensors"  # its metadata say of which model type it is, and which new dims it holds
 GROWTH = "growth"  # the folder next to the adapters of a peft model: the new dims of its base
-GROWN_TYPE = "GROWATTN_"  # begins the type of such adapters in their config, so that nobody loads them without
+GROWN_TYPE = "import hf_growattn to load "  # begins the type of such adapters: the KeyError of who loads them without
 
 
 def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:

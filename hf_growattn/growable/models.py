@@ -203,6 +203,7 @@ def _replace_configs(model: PreTrainedModel, submodels: Sequence[str] | None) ->
                     vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
                     new.__class__ = growable_config_class(stock_class)
                     new.growable_submodels, new.extra_dims = submodels and [*submodels], {}
+                    new.attention_count = None
 
 
 def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrainedModel:
@@ -244,7 +245,7 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
     for config in configs:
         if getattr(config, "auto_map", None) == auto_map(config.model_type):
             del config.auto_map
-        del config.growable_submodels, config.extra_dims
+        del config.growable_submodels, config.extra_dims, config.attention_count
         config.__class__ = config.stock_class  # pyright: ignore[reportAttributeAccessIssue]
     for module in model.modules():
         if isinstance(module, GrowableModelMixin):

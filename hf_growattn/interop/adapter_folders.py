@@ -1,7 +1,7 @@
 """Folders of adapters whose base grew: peft saves the growth along, and peft and transformers load it with them.
 
 Importing this file wraps `save_pretrained` and `load_adapter` of peft's models, and `load_adapter` of transformers'.
-What has no growth goes through as it is.
+What has no growth goes through as it is. A hot swap of new dims is refused.
 """
 
 import functools
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel
+from peft.utils import hotswap
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -72,6 +73,19 @@ def _has_growth(source: Any, options: dict[str, Any]) -> bool:
     return file is not None and str(json.loads(Path(file).read_text()).get("peft_type")).startswith(GROWN_TYPE)
 
 
+class _Swappable(dict):
+    """The config classes of adapters that peft can swap, by type: a hot swap would leave out a growth."""
+
+    def __missing__(self, peft_type: str) -> None:
+        raise ValueError(
+            f"Adapters of type {peft_type!r} cannot be hot-swapped: load this one under another name, "
+            'model.load_adapter(folder, "other"), then call model.set_adapter("other").'
+        )
+
+
+hotswap.PEFT_TYPE_TO_CONFIG_MAPPING = _Swappable(
+    {peft_type: PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] for peft_type in hotswap.CONFIG_KEYS_TO_CHECK}
+)
 # Without these entries, as in a process that has not imported this, peft stops at the type.
 _configs: dict[Any, Any] = PEFT_TYPE_TO_CONFIG_MAPPING
 _configs.update({f"{GROWN_TYPE}{peft_type.value}": config for peft_type, config in list(_configs.items())})

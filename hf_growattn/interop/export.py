@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import attentions
 from ..growable.folders import replacing
-from ..growable.growths import cache_bytes, is_grown
+from ..growable.growths import cache_bytes, check_kind, is_grown
 from ..growable.models import GrowableModelMixin
 from ..growable.training_state import refuse_meta, refuse_sharded
 from .stock import fresh_rotary, stock_model
@@ -76,10 +76,11 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
         OSError: `directory` cannot be written; what was there is as it was.
         RuntimeError: the reloaded checkpoint computes something else, and was removed.
     """
+    check_kind(model)
     if not isinstance(model, GrowableModelMixin):
         raise TypeError(
-            f"export_model needs a patched model, not {type(model).__name__}. Pass the model inside a wrapper; a stock "
-            "model needs no export: use its save_pretrained."
+            f"export_model needs a patched model, not {type(model).__name__}. Pass the model inside a wrapper, that of "
+            "peft after merge_and_unload(); a stock model needs no export: use its save_pretrained."
         )
     refuse_sharded(model, [])
     refuse_meta(model.named_parameters())

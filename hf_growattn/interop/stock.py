@@ -60,7 +60,7 @@ def _empty_stock(model: Any) -> tuple[PreTrainedModel, Tensor]:
         if problem:
             raise ValueError(f"{name} is {problem}")
     stock_class: Any = type(model).stock_class
-    ours = ("model_type", "growable_submodels", "extra_dims", "architectures")
+    ours = ("model_type", "growable_submodels", "extra_dims", "attention_count", "architectures")
     fields = stock_class.config_class.to_dict(model.config)
     values = {name: value for name, value in fields.items() if name not in ours}
     width = _padded_width(model)

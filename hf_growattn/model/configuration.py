@@ -28,6 +28,7 @@ class WideConfigMixin(_Config):
     Attributes:
         growable_submodels: names of the inner models whose attention may grow; None for the usual ones.
         extra_dims: by layer, as a text, the growths by name, each with its new dims of queries and keys, and of values.
+        attention_count: the number of attention modules of the model that these are of.
         auto_map: where the code that loads it lies, once it was saved with its model.
         stock_class: the stock config class.
     """
@@ -35,13 +36,16 @@ class WideConfigMixin(_Config):
     stock_class: type[PreTrainedConfig]
     growable_submodels: list[str] | None
     extra_dims: dict[str, dict[str, list[int]]]
+    attention_count: int | None
     auto_map: dict[str, str]
 
     def __post_init__(self, **kwargs):
         extra_dims = kwargs.pop("extra_dims", None) or {}
         growable_submodels = kwargs.pop("growable_submodels", None)
+        attention_count = kwargs.pop("attention_count", None)
         super().__post_init__(**kwargs)
         self.growable_submodels, self.extra_dims = growable_submodels, extra_dims
+        self.attention_count = attention_count
         check_extra_dims(extra_dims)
         names = growable_submodels
         listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)

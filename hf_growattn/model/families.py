@@ -268,7 +268,9 @@ def sync_config(model: nn.Module) -> None:
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(module, PreTrainedModel) and isinstance(config, WideConfigMixin):
-            config.extra_dims = extra_dims if type(config) is type(own) else dims_of(module)
+            is_own = type(config) is type(own)
+            config.extra_dims = extra_dims if is_own else dims_of(module)
+            config.attention_count = len(find_attentions(model if is_own else module))
 
 
 def growable_configs(model: nn.Module) -> list[WideConfigMixin]:

@@ -243,7 +243,7 @@ def after_forward(module: Any, args: tuple, kwargs: dict[str, Any], output: Any)
     """End a call of a module with new dims: the forward hook, which runs after an exception, too.
 
     Raises:
-        RuntimeError: the stock forward did not call an attention function.
+        RuntimeError: the stock forward did not call an attention function, or a later pre-hook changed its input.
     """
     call: Call | None = getattr(_thread, "call", None)
     if call is None or call.module is not module:
@@ -251,6 +251,9 @@ def after_forward(module: Any, args: tuple, kwargs: dict[str, Any], output: Any)
     _thread.call = call.outer
     if output is None:  # an exception is under way
         return None
+    hidden_states, source = call.extra.arguments.read_inputs(module, args, kwargs)
+    if hidden_states is not call.hidden_states or source is not call.source:
+        raise RuntimeError("A pre-hook changed the input after new dims had read it: register it with prepend=True.")
     if not call.attended:
         raise RuntimeError(f"{type(module).__name__} did not call its attention function, so its new dims are lost.")
     share, call.share = call.share, None  # a backward pass that computes it again keeps the call

@@ -41,6 +41,13 @@ class WideModelMixin(_Model):
         attentions = find_attentions(self) if dims_of_layers else []
         for found in attentions:
             growths = dims_of_layers.pop(str(found.layer), {})
+            is_by_place = f".{found.layer}." not in f".{found.name}."  # numbered through encoder and decoder
+            if growths and is_by_place and config.attention_count not in (None, len(attentions)):
+                raise ValueError(
+                    f"extra_dims in config.json is of a model with {config.attention_count} attention modules, and "
+                    f"this one has {len(attentions)}. Make it with config.extra_dims = {{}}; then "
+                    "load_state_dict(teacher.state_dict(), strict=False) brings the new dims of its layers."
+                )
             if growths and "extra" not in found.module._modules:  # an inner model was there first
                 extra, like = add_extra(found), next(found.module.parameters())
                 for name, dims in in_order(growths):

@@ -15,7 +15,8 @@ class LayerGrowth:
         kind: "qk", queries and keys, or "v", values.
         width: before, and with the new dims that were found.
         step_size: the step `gamma` along the new dims; 0 where they change nothing yet, or none was added.
-        gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from.
+        gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from;
+            of all directions that were found where none was added.
         out_of_reach: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
             where that is not known, as for queries and keys that rotate, and for weights that cannot be read.
     """
@@ -47,6 +48,7 @@ class GrowthReport:
         layers: one entry for each layer and kind that was measured.
         added_parameters: number of weights of the new dims.
         kept: whether the model has the new dims.
+        has_room: whether any head may become wider; beyond the size of its input it gains no rank.
         cache_bytes: of a token's keys and values over all layers, without and with the new dims.
         parameters: number of the model's weights before; 0 where that is not known.
         added_bytes: of the weights of the new dims.
@@ -59,6 +61,7 @@ class GrowthReport:
     layers: list[LayerGrowth]
     added_parameters: int
     kept: bool = False
+    has_room: bool = True
     cache_bytes: tuple[int, int] = (0, 0)
     parameters: int = 0
     added_bytes: int = 0

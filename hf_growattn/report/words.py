@@ -42,7 +42,10 @@ def summary_of(report) -> list[str]:
         ]
     else:
         outcome = "The new dims were kept all the same" if report.kept else "Nothing was grown"
-        lines = [f"Loss: {report.loss_before:.4f} on the growth batches. {outcome}: {_why_not(report)}"]
+        lines = [f"Loss: {report.loss_before:.4f} on the growth batches. {outcome}: {why_not(report)}."]
+        if report.has_room and not report.kept:
+            keeping = ", or keep the new dims all the same by Grower.find(batches).keep()"
+            lines[0] += f" Pass more batches{keeping if report.added_parameters else ''}."
     if not (report.holds or report.kept):
         return lines
     weights = f"{report.added_parameters:,} weights {'added' if report.kept else 'would be added'}"
@@ -54,24 +57,21 @@ def summary_of(report) -> list[str]:
     return lines
 
 
-def _why_not(report) -> str:
-    """Why new dims do not hold, and what to do about it, as the end of a sentence, and another one."""
+def why_not(report) -> str:
+    """Why new dims do not hold, as the end of a sentence."""
+    if not report.has_room:
+        return "the heads are as wide as their input or the config's limits, so there is no room for new dims"
     if all(layer.gain <= 0 for layer in report.layers):
-        why = "no direction lowers the loss of batches that it was not computed from."
-    elif all(layer.step_size == 0 for layer in report.layers):
-        why = "no step along the new directions lowers the loss."
-    elif math.isfinite(report.fall):
-        does = "lowers" if report.fall > 0 else "raises"
-        why = (
-            f"the best step {does} the loss of batches that it was not computed from by {abs(report.fall):.2g}, and "
-            f"the error of that is {report.error:.2g} (95 %)."
-        )
-    else:
-        why = "after the best step the loss of a batch is not finite."
-    if report.kept:
-        return why
-    keeping = ", or keep the new dims all the same by Grower.find(batches).keep()" if report.added_parameters else ""
-    return f"{why} Pass more batches{keeping}."
+        return "no direction lowers the loss of batches that it was not computed from"
+    if all(layer.step_size == 0 for layer in report.layers):
+        return "no step along the new directions lowers the loss"
+    if not math.isfinite(report.fall):
+        return "after the best step the loss of a batch is not finite"
+    does = "lowers" if report.fall > 0 else "raises"
+    return (
+        f"the best step {does} the loss of batches that it was not computed from by {abs(report.fall):.2g}, and the "
+        f"error of that is {report.error:.2g} (95 %)"
+    )
 
 
 def columns_of(report) -> tuple[str, ...]:

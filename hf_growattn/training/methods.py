@@ -17,21 +17,27 @@ from transformers.pytorch_utils import Conv1D
 from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, weights_of
 from ..growable.attention import GrowableAttention
-from ..growable.growths import extra_parameters, growable_model
+from ..growable.growths import check_kind, extra_parameters, growable_model
 from ..growable.models import GrowableModelMixin, patch_model
 from ..growable.projections import is_quantized, keep_unpacked
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
 from ..model.families import linear_sizes
 from ..model.new_dims import NewDims
 from ..report.comparison import TITLES
+from ..report.words import why_not
 
 GROWING, ALL_WEIGHTS = ("growth", "mix", "random", "all_growth"), ("all", "all_growth")
 _SHARES_OF_LORA = {"lora": 1.0, "mix": 2 / 3}  # of the budget; growth gets the rest
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss that a transformers model returns for a dict with labels."""
-    return model(**batch).loss
+    """The loss that a transformers model returns for a dict with labels; a ValueError if it returns none."""
+    loss = getattr(model(**batch), "loss", None) if isinstance(batch, Mapping) else None
+    if loss is None:
+        given = sorted(batch) if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
+        fix = "add labels, or pass your own loss="
+        raise ValueError(f"{type(model).__name__} returns no loss for a batch of {given}: {fix}.")
+    return loss
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Method:
         Raises:
             ValueError: this model cannot be trained so; the message says why. It may be changed by then.
         """
+        check_kind(model)
         saved = modules_to_train(model, self.modules_to_save)
         rank, cost = choose_rank(model, self.budget, saved), weights_of_rank_one(model, saved)
         lora_rank = round(_SHARES_OF_LORA.get(self.name, 0.0) * rank)
@@ -114,7 +121,7 @@ class Method:
                 point_at_random(growth.new_dims)
             report = growth.keep()
         if not report.kept:
-            raise ValueError("growth found no new dims that lower the loss of other batches")
+            raise ValueError(why_not(report))
         return model
 
 

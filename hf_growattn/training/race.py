@@ -16,9 +16,10 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply, send_to_device, set_seed
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from ..growable.growths import cache_bytes, growable_model
+from ..grow.plan import check_loss, list_batches, read_batches
+from ..growable.growths import cache_bytes, check_kind, growable_model
 from ..report.comparison import TITLES, RaceResult, Run
 from .methods import (
     ALL_WEIGHTS,
@@ -77,7 +78,11 @@ def race(
     Raises:
         ValueError: a number is out of range, or the folder holds another race.
     """
-    train, held_out = [*train_batches], [*held_out_batches]
+    if isinstance(make_model, nn.Module) or not callable(make_model):
+        found = type(make_model).__name__
+        raise TypeError(f"make_model must be a function that makes a model at each call, and is a {found}.")
+    check_loss(loss)
+    train, held_out = list_batches(train_batches), list_batches(held_out_batches)
     if steps < SHORT or min(seeds, len(train) - 1, len(held_out) - 1) < 1:
         raise ValueError(
             f"A race takes at least {SHORT} steps, 1 seed, 2 batches to train on and 2 held-out ones; got {steps}, "
@@ -153,10 +158,13 @@ class _Trainings:
         self.accelerator = Accelerator()
         if self.accelerator.num_processes > 1:
             raise ValueError("A race runs in one process: start it without torchrun, then train by the winner.")
-        self.make_model, self.loss, self.train_batches, self.held_out_batches = make_model, loss, train, held_out
+        self.make_model, self.loss = make_model, loss
         self._prepared: tuple = ()  # method, seed, model, groups, and what changes as it starts
         self.file: Path | None = None
         model = self._make_model()
+        if loss is default_loss and isinstance(model, PreTrainedModel):
+            train, held_out = read_batches(train, model), read_batches(held_out, model)
+        self.train_batches, self.held_out_batches = train, held_out
         saved = modules_to_train(model, options["modules_to_save"])
         weights = choose_rank(model, budget, saved) * weights_of_rank_one(model, saved)
         self.options: dict[str, Any] = options | {"budget": weights}
@@ -202,7 +210,9 @@ class _Trainings:
 
     def _make_model(self) -> nn.Module:
         set_seed(0)  # a new head begins alike
-        return move_to_device(self.make_model(), self.accelerator.device)
+        model = self.make_model()
+        check_kind(model)
+        return move_to_device(model, self.accelerator.device)
 
     def _order(self, seed: int, steps: int) -> list:
         """The batches of a training, step by step."""
