@@ -292,7 +292,7 @@ def make_pairs(arguments: argparse.Namespace) -> list[Pair]:
     if arguments.pretrain:
         models += make_small_models(arguments.model[0], arguments.pretrain, arguments.output / "text")
     pairs = [Pair(model, text) for text in arguments.text for model in models]
-    large = {"steps": 30, "rows": 4, "tokens": 128, "characters": 130_000, "is_long": False}
+    large = {"steps": 20, "rows": 4, "characters": 60_000, "is_long": False}
     return pairs + [Pair(model, arguments.text[0], **large) for model in arguments.large]
 
 
