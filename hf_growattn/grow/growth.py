@@ -178,6 +178,8 @@ class Grower:
         if not isinstance(config, GrowthConfig):
             given = type(config).__name__
             raise TypeError(f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given a {given}.")
+        if not (loss is None or callable(loss)):
+            raise TypeError(f"loss must be a function of model and batch, and is {loss!r}.")
         self.optimizers = bare_optimizers(optimizer)
         self.model, self.wrapped, self.loss = model_to_grow(model), model, loss
         refuse_sharded(model, self.optimizers, but_fsdp2=True)
