@@ -270,6 +270,7 @@ REFUSED = {
         ValueError,
         r"tensor of one number.*shape \(\d, 17, 48\)",
     ),
+    "a loss that is a number": (with_loss(0.5), TypeError, "loss must be a function of model and batch"),
     "a loss of outputs": (with_loss(lambda m, b: m(**b)), ValueError, r"is a CausalLM.*return outputs\.loss"),
     "a loss of logits": (with_loss(lambda m, b: m(**b).logits), ValueError, r"is a tensor.*return outputs\.loss"),
     # weights and optimizers

@@ -106,7 +106,7 @@ def _why_not_exportable(model: PreTrainedModel, width: int) -> str | None:
     parameters = getattr(model.config, "rope_parameters", None)
     if not parameters:
         return None
-    if "rope_type" not in parameters:
+    if "rope_theta" not in parameters:
         return "it rotates each type of layer in a way of its own"
     if parameters["rope_type"] not in ROPE_TYPES:
         return f"it rotates by frequencies of type {parameters['rope_type']}"
