@@ -29,7 +29,7 @@ YAML = {
     "data.yaml": ("datasets: 3", "cannot be read: 'int' object is not iterable"),
     "parts.yaml": ("datasets: [3]", "datasets must be of type list[trl.scripts.utils.DatasetConfig], and is [3]"),
     "path.yaml": ("datasets: [{path: 3}]", "path must be of type str, and is 3"),
-    "budget.yaml": ("budget: [1]", "budget must be of type float | None, and is [1]"),
+    "budget.yaml": ("budget: [1]", "budget must be of type float, and is [1]"),
     "batches.yaml": ("growth_batches: {a: 1}", "growth_batches must be of type int, and is {'a': 1}"),
     "null.yaml": ("growth_batches: null", "growth_batches must be of type int, and is None"),
     "length.yaml": ("max_length: [1]", "max_length must be of type int | None, and is [1]"),

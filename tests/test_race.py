@@ -79,7 +79,7 @@ def hold(batches=to_match, make_model=Matcher, train=2, held_out=3, loss=loss, *
 
 @pytest.mark.parametrize("batches, winner", [(to_match, "growth"), (to_classify, "lora")])
 def test_growth_wins_where_rows_are_matched_and_lora_where_they_are_classified(batches, winner):
-    result = hold(batches, steps=40)
+    result = hold(batches, steps=100)
     assert result.winner == winner, result
     model, groups = result.method.prepare(Matcher(), batches(40, 2), loss)
     held = [p for group in groups for p in group["params"]]
