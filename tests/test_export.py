@@ -31,7 +31,7 @@ from hf_growattn.interop import export, stock
 # By variant, why no stock class holds it once grown.
 IMPOSSIBLE = {
     **dict.fromkeys(("stablelm-norms", "qwen3", "qwen3-moe", "gemma3", "olmo2"), "normalizes queries or keys"),
-    "cohere2": "rotates neighbouring dims in pairs",
+    "cohere2": "does not rotate dims as Llama's does",
     **dict.fromkeys(("phi3", "gpt-neox", "stablelm"), "rotates only a part of each head"),
     **dict.fromkeys(("gpt2-2", "gpt2-5-scaled", "opt"), "its config takes no other width of heads"),
 }
@@ -41,7 +41,7 @@ OTHERS = {
     **dict.fromkeys(("bart", "swin"), "takes no other width of heads"),
     **dict.fromkeys(("bert", "roberta", "electra", "distilbert", "esm", "modernbert"), r"model\.save_pretrained"),
     **dict.fromkeys(("whisper", "wav2vec2", "clip", "blip-2"), r"random tokens or an image.*Save the model as it is"),
-    "moonshine": "rotates neighbouring dims in pairs",
+    "moonshine": "does not rotate dims as Llama's does",
 }
 AS_IT_IS = ("llama-5-bias", "qwen2", *IMPOSSIBLE)
 # Nothing but fp32 differs: measured 2e-7 to 5e-6 of the largest output on these random models.

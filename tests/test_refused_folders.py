@@ -214,10 +214,10 @@ def base():
     return patch_model(build("llama-2"))
 
 
-def tuned():
-    """A base of which one projection was trained by a little."""
+def tuned(place: str = "layers.1.self_attn.v_proj"):
+    """A base of which one layer was trained by a little."""
     model = base()
-    model.model.layers[1].self_attn.v_proj.weight.data.mul_(1.05)
+    model.model.get_submodule(place).weight.data.mul_(1.05)
     return model
 
 
@@ -241,6 +241,13 @@ GROWTHS = {
     ),
     "other sizes": (lambda path: None, lambda: patched(num_key_value_heads=1), ValueError, "a model of other sizes"),
     "another base": (described(base="you/base"), patched, ValueError, "other weights, you/base.*strict=False"),
+    "a base with another MLP": (
+        lambda path: None,
+        lambda: tuned("layers.0.mlp.up_proj"),
+        ValueError,
+        "other weights",
+    ),
+    "a base with other embeddings": (lambda path: None, lambda: tuned("embed_tokens"), ValueError, "other weights"),
     "a tuned base": (lambda path: None, tuned, ValueError, "other weights, one without a name.*strict=False"),
     **{
         f"dims of {text!s:.20}": (described(extra_dims=text), base, ValueError, DAMAGED)

@@ -131,7 +131,8 @@ class Growth:
                 for candidate in trial.candidates:
                     candidate.undo()
             raise
-        return replace(self.report, kept=True)
+        self.report = replace(self.report, kept=True)
+        return self.report
 
     def drop(self) -> GrowthReport:
         """Forget the new dims; returns the report.

@@ -1,25 +1,26 @@
 """Whether a model has the old weights that a growth was found on: a few numbers of each, read where they lie."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..model.families import base_layer, linear_sizes
-from ..model.new_dims import full_tensor
-from .attention import attentions
+from ..model.new_dims import ExtraDims, full_tensor
 from .projections import answers, is_plain
 
-_ENTRIES = 8  # of each projection
+_ENTRIES = 8  # of each weight
 _ROUNDING, _QUANTIZATION = 0.01, 0.5  # how far they may be apart, relative to their norm: bf16 rounds by 0.4 %
-Fingerprint = dict[str, tuple[str, list[float]]]  # by projection, what quantizes it, and some of its weights
+Fingerprint = dict[str, tuple[str, list[float]]]  # by module, what quantizes it, and some of its weights
 
 
 @torch.no_grad()
-def fingerprint(model: nn.Module, state_dict: dict[str, Tensor] | None = None, prefix: str = "") -> Fingerprint:
-    """Some old weights of every attention module that can grow, without adapters.
+def fingerprint(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = None, prefix: str = "") -> Fingerprint:
+    """Some old weights of every linear layer and embedding of the base model, without adapters and task heads.
 
     Args:
         model: the patched model.
@@ -27,21 +28,31 @@ def fingerprint(model: nn.Module, state_dict: dict[str, Tensor] | None = None, p
         prefix: of the names of the model's parameters in `state_dict`.
     """
     names = {parameter: f"{prefix}{name}" for name, parameter in model.named_parameters()}
+    start = next(name for name, module in model.named_modules() if module is model.base_model)
     found: Fingerprint = {}
-    for attention in attentions(model):
-        for name, child in attention.module.named_children():
-            inside: Any = base_layer(child)
-            if linear_sizes(inside) is None or getattr(child, "merged", False):
-                continue
-            with align_module_device(inside):
-                if is_plain(inside):
-                    weight = inside.weight if state_dict is None else state_dict.get(names.get(inside.weight, ""))
-                    kind, read = "", None if weight is None else _entries(inside, full_tensor(weight))
-                else:
-                    kind, read = type(inside).__name__, _computed_entries(inside)
-            if read is not None and not read.is_meta:
-                found[f"{attention.name}.{name}"] = kind, read.float().tolist()
+    for name, child in _readable_modules(model.base_model, start):
+        inside: Any = base_layer(child)
+        if getattr(child, "merged", False):
+            continue
+        with align_module_device(inside):
+            if is_plain(inside) or isinstance(inside, nn.Embedding):
+                weight = inside.weight if state_dict is None else state_dict.get(names.get(inside.weight, ""))
+                kind, read = "", None if weight is None else _entries(inside, full_tensor(weight))
+            else:
+                kind, read = type(inside).__name__, _computed_entries(inside)
+        if read is not None and not read.is_meta:
+            found[name] = kind, read.float().tolist()
     return found
+
+
+def _readable_modules(module: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers and embeddings in a module, with their adapters around them, by path."""
+    for name, child in module.named_children():
+        path, inside = f"{place}.{name}" if place else name, base_layer(child)
+        if linear_sizes(inside) is not None or isinstance(inside, nn.Embedding):
+            yield path, child
+        elif not isinstance(child, ExtraDims):
+            yield from _readable_modules(child, path)
 
 
 def _spread(size: int, device: torch.device) -> Tensor:
@@ -49,9 +60,12 @@ def _spread(size: int, device: torch.device) -> Tensor:
 
 
 def _entries(module: Any, weight: Tensor) -> Tensor:
-    """Entries of a weight (outputs, inputs), from its first corner to its last."""
+    """Entries of a weight (outputs, inputs), from its first corner to its last; of the first rows of an embedding."""
     by_output = weight.T if isinstance(module, Conv1D) else weight
-    return by_output[_spread(by_output.shape[0], weight.device), _spread(by_output.shape[1], weight.device)]
+    rows = _spread(by_output.shape[0], weight.device)
+    if isinstance(module, nn.Embedding):  # which may have been resized since
+        rows = torch.arange(_ENTRIES, device=weight.device) % len(weight)
+    return by_output[rows, _spread(by_output.shape[1], weight.device)]
 
 
 def _computed_entries(module: Any) -> Tensor | None:

@@ -137,7 +137,7 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
         The same object. Patching it again changes nothing.
 
     Raises:
-        TypeError: `model` is not a transformers model; pass the one inside a wrapper.
+        TypeError: `model` is not a transformers model; the message names the one inside a wrapper.
         ValueError: it has no inner model of such a name, or is patched with others; none of its attention modules
             takes its attention function from transformers' table; or the model runs the code that came with its
             checkpoint. The model is as it was then.
@@ -145,10 +145,9 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
     register_peft_method()  # which may have been imported since
     check_kind(model)
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"patch_model needs a transformers model, not {type(model).__name__}. Pass the model inside the wrapper: "
-            "accelerator.unwrap_model(model), model.get_base_model() for peft, model._orig_mod for torch.compile."
-        )
+        inside = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+        fix = f"Pass the one inside: patch_model(model.{inside[0]})." if inside else "It holds none."
+        raise TypeError(f"patch_model needs a transformers model, not a {type(model).__name__}. {fix}")
     submodels = [submodels] if isinstance(submodels, str) else submodels
     if isinstance(model, GrowableModelMixin):
         if submodels is not None and [*submodels] != model.config.growable_submodels:

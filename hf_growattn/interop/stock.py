@@ -102,7 +102,7 @@ def _why_not_exportable(model: PreTrainedModel, width: int) -> str | None:
         if attention.normalizes and attention.shape.qk_head_dim != width:
             return "it normalizes queries or keys over all dims of a head, new and padded ones too"
         if attention.rotate is not None and not _rotates_halves(attention):
-            return "its stock class rotates neighbouring dims in pairs"
+            return "its stock class does not rotate dims as Llama's does"
     parameters = getattr(model.config, "rope_parameters", None)
     if not parameters:
         return None
@@ -118,7 +118,9 @@ def _rotates_halves(attention: GrowableAttention) -> bool:
     half = torch.zeros(1, 1, 1, 4)
     half[..., 0] = 1.0
     quarter_turn = torch.zeros(1, 1, 4), torch.ones(1, 1, 4)  # cos and sin
-    return bool(attention.rotate(half, half, *quarter_turn)[0][..., 2] == 1.0)
+    with contextlib.suppress(RuntimeError):  # of other shapes
+        return bool(attention.rotate(half, half, *quarter_turn)[0][..., 2] == 1.0)
+    return False
 
 
 def fresh_rotary(rotary) -> Any:

@@ -125,24 +125,26 @@ class RaceResult:
         )
 
     def table(self) -> str:
-        """A row for each method, the lowest loss first, and what is to be said of some of them."""
+        """A row for each method, the largest lead first, and what is to be said of some of them."""
         rows = [["before training", "", f"{self.start.loss:.4f}", "", "", f"{self.start.cache:,}"]]
-        losses = {name: fmean(run.loss for run in self.runs_of(name)) for name in self.rates}
-        for name in sorted(losses, key=losses.__getitem__):
-            runs, lead = self.runs_of(name), ""
-            if name != "lora" and "lora" in losses:
-                lead = "{:+.4f} ± {:.4f}".format(*compare_runs(runs, self.runs_of("lora")))
-            sizes = [f"{runs[0].weights:,}", f"{runs[0].cache:,}"]
-            rows.append([TITLES[name], f"{runs[0].rate:.2g}", f"{losses[name]:.4f}", lead, *sizes])
+        leads = {name: compare_runs(self.runs_of(name), self.runs_of("lora")) for name in self.rates}
+        for name in sorted(leads, key=lambda name: -leads[name][0]):
+            runs, lead = self.runs_of(name), "" if name == "lora" else "{:+.4f} ± {:.4f}".format(*leads[name])
+            loss, sizes = fmean(run.loss for run in runs), [f"{runs[0].weights:,}", f"{runs[0].cache:,}"]
+            rows.append([TITLES[name], f"{runs[0].rate:.2g}", f"{loss:.4f}", lead, *sizes])
         rows += [[TITLES[name], "", "not trained", "", "", ""] for name in self.missing]
         return "\n".join([format_table(_COLUMNS, rows).rstrip("\n"), *self._remarks()])
 
     def _remarks(self) -> list[str]:
-        """Which methods could not be had, and which train another number of weights than LoRA, and why."""
+        """Which methods could not be had, trained with fewer seeds than LoRA, or train another number of weights."""
         budget = self.options["budget"]
         said = [f"Not trained: {TITLES[name]}, since {why}." for name, why in self.missing.items()]
+        seeds = len(self.runs_of("lora"))
         for name in self.rates:
-            weights = self.runs_of(name)[0].weights
+            runs = self.runs_of(name)
+            if len(runs) < seeds:
+                said.append(f"{TITLES[name]} trained with {len(runs)} of {seeds} seeds: its lead is for the same.")
+            weights = runs[0].weights
             if not name.startswith("all") and abs(weights - budget) > _EQUAL * budget:
                 said.append(f"{TITLES[name]} trains {weights:,} of {budget:,} weights: no more dims fit, or help.")
         return said
