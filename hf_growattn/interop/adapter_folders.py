@@ -83,9 +83,8 @@ class _Swappable(dict):
         )
 
 
-hotswap.PEFT_TYPE_TO_CONFIG_MAPPING = _Swappable(
-    {peft_type: PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] for peft_type in hotswap.CONFIG_KEYS_TO_CHECK}
-)
+swappable = {peft_type: PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] for peft_type in hotswap.CONFIG_KEYS_TO_CHECK}
+hotswap.PEFT_TYPE_TO_CONFIG_MAPPING = _Swappable(swappable)  # pyright: ignore[reportPrivateImportUsage]
 # Without these entries, as in a process that has not imported this, peft stops at the type.
 _configs: dict[Any, Any] = PEFT_TYPE_TO_CONFIG_MAPPING
 _configs.update({f"{GROWN_TYPE}{peft_type.value}": config for peft_type, config in list(_configs.items())})

@@ -5,12 +5,13 @@
 
 A transformer reads 64 records of one table, each with a label, and names the labels of records of the other table. It
 learns to match; `race` compares LoRA, wider heads and a mix of both; the winner trains, and is saved, loaded and asked
-again. That takes a minute on one CPU core. Where the nearest neighbour finds enough, use that: a transformer pays where
+again. That takes a minute on one CPU core: growth leads LoRA by 0.51 ± 0.03 nats, and of 64 candidates the model finds
+66 %, 47 % before. The nearest neighbour finds 91 %: where that is all you need, use it. A transformer pays where
 matching is one step on the way to something else.
 
 Width helps a model that matches already, among few candidates and far better than by chance: wider heads let it tell
 more of them apart. One that cannot match needs training, not width: with all weights, on few candidates first, then on
-more (`learn_to_match`). On many at once it learns nothing, and centering the records on the candidates helps (`draw`).
+more (`learn_to_match`). This one did not learn it in 800 steps without records centered on the candidates (`draw`).
 
 For data of your own, change `read_tables`: features, or embeddings of the records by any encoder. Here the first table
 is that of scikit-learn's digits, 1,797 records; in the second one, three numbers of ten are those of other records.
@@ -31,7 +32,7 @@ from hf_growattn import race
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--output", type=Path, default="linked", help="folder for the trained model")
-parser.add_argument("--matching_steps", type=int, default=1000, help="steps in which the model learns to match")
+parser.add_argument("--matching_steps", type=int, default=800, help="steps in which the model learns to match")
 parser.add_argument("--steps", type=int, default=100, help="steps of each training of the race")
 arguments = parser.parse_args()
 
@@ -100,13 +101,13 @@ def train(model: nn.Module, groups: list[dict], batches: list) -> None:
 
 
 def learn_to_match(seen: Tensor) -> Matcher:
-    """A model that matches as far as its width allows: trained on an eighth of the candidates, a third, then all."""
+    """A model that matches: trained with all weights, first on an eighth of the candidates, then on a third."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "vocab_size": 1}
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id"), 0)
     config = EuroBertConfig(**sizes, **tokens, num_attention_heads=HEADS, initializer_range=WIDTH**-0.5 / 2)
     model, steps = Matcher(EuroBertModel(config), seen.shape[-1]), arguments.matching_steps
     model.transformer.get_input_embeddings().requires_grad_(False)  # records come as vectors
-    counts = [CANDIDATES // (8, 3, 1, 1)[4 * step // steps] for step in range(steps)]
+    counts = [CANDIDATES // (8, 3)[2 * step // steps] for step in range(steps)]
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     train(model, [{"params": weights, "lr": 3e-3}], [draw(seen, count) for count in counts])
     return model
