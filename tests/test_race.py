@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaModel
 
 from hf_growattn import Method, race
-from hf_growattn.report.comparison import RaceResult, Run, compare_runs
+from hf_growattn.report.comparison import TITLES, RaceResult, Run, compare_runs
 from hf_growattn.training import race as module
 
 FEATURES, ROWS = 16, 8
@@ -112,6 +112,10 @@ def test_every_row_trains_equally_many_weights_or_says_why():
         assert is_said == (weights[name] < 0.97 * budget) and weights[name] <= budget
     seeds = {name: len(result.runs_of(name)) for name in weights}
     assert seeds["lora"] == seeds["random"] == seeds["all"] == seeds[result.challenger] == 2
+    (other,) = {"growth", "mix"} - {result.challenger}
+    assert seeds[other] == 1 and f"{TITLES[other]} trained with 1 of 2 seeds" in text
+    leads = [float(line.split("±")[0].split()[-1]) for line in text.splitlines() if "±" in line]
+    assert leads == sorted(leads, reverse=True)
     assert result.runs_of("growth")[0].cache > result.start.cache == result.runs_of("lora")[0].cache
 
 

@@ -224,7 +224,7 @@ REFUSED = {
     "an unpatched base": (lambda g: Grower(g.lora(), ONE), ValueError, r"patch_model.model.get_base_model"),
     "patching a peft model": (lambda g: patch_model(g.lora()), TypeError, r"model.get_base_model\(\) for peft"),
     "unpatching a peft model": (lambda g: unpatch_model(g.lora(patch_model)), ValueError, "unpatch_model.that."),
-    "a wrapper": (lambda g: patch_model(nn.DataParallel(g.stock())), TypeError, "unwrap_model"),
+    "a wrapper": (lambda g: patch_model(nn.DataParallel(g.stock())), TypeError, r"patch_model\(model\.module\)"),
     "attention that norms its output": (albert, ValueError, r"cannot join AlbertModel.*AlbertAttention"),
     "no such submodel": (lambda g: patch_model(g.stock(), "encoder"), ValueError, "no inner model 'encoder'"),
     "unpatching a grown model": (lambda g: unpatch_model(grown(g)), ValueError, "drop_growth=True"),
