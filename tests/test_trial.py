@@ -1,13 +1,18 @@
 """New dims on trial: what they compute, which steps a search finds for them, and what a sketch and a judge read."""
 
+import collections
+import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from compared import exact_directions
 from families import VARIANTS, add_dims, build, lm_batches, padded, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_growattn import GrowthConfig, patch_model
+import hf_growattn
+from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.plan import all_candidates
 from hf_growattn.grow.trial import FEW, StepSearch, Trial
 from hf_growattn.growable.attention import attentions, set_trial
@@ -164,3 +169,43 @@ def test_a_direction_is_taken_by_the_share_of_its_gain_that_held():
     validated = torch.tensor([3.0, -0.5, 0.5])  # of 4, 2 and 2; neighbours out of order pool
     found = Directions(None, nothing, sigma, nothing, nothing, validated, None, ((nothing, sigma, nothing),) * 2)
     assert found.share_that_holds.tolist() == [0.75, 0.0, 0.0]
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the operators that the package runs, by name, without those of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        frame = inspect.currentframe()
+        while frame and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+            frame = frame.f_back
+        if frame and Path(hf_growattn.__file__).parent in Path(frame.f_code.co_filename).parents:
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("old_dims_train", [True, False])
+@pytest.mark.parametrize("config", [{"budget": 0.05}, {"qk_dims": 2, "v_dims": 2}], ids=["budget", "fixed"])
+def test_a_growth_solves_two_eigenproblems_for_all_bottlenecks_together(config, old_dims_train):
+    """A GPU would solve them one by one."""
+    with _Calls() as calls:
+        model = patch_model(build("gpt2-5-scaled"))
+        Grower(model, GrowthConfig(old_dims_train=old_dims_train, **config)).find(lm_batches(4)).keep()
+    assert {name: number for name, number in calls.counts.items() if "eig" in name or "svd" in name} == {
+        "_linalg_eigh": 2
+    }
+
+
+def test_measuring_reads_no_number_of_each_batch():
+    """A GPU that is waited for has run out of work."""
+    read = []
+    for count in (8, 16):
+        grower = Grower(patch_model(build("llama-2")), GrowthConfig(budget=0.05))
+        with _Calls() as calls, grower._session(lm_batches(count)) as session:
+            calls.counts.clear()
+            grower._measure_directions(session)
+        read.append(calls.counts["_local_scalar_dense"])
+    assert 0 < read[0] == read[1]
