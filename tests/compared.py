@@ -25,7 +25,7 @@ def best_directions(whitened: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor
 
 def directions_from_products(inputs: Tensor, products: Tensor, dims: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The directions of one matrix, by both steps of the package."""
-    whitening, core = F.core_of_products(inputs, products)
+    whitening, core = F.core_of_products(inputs, products, torch.float32)
     return F.directions_from_core(inputs, products, whitening, *F.eigenvectors([core])[0], dims)
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 VARIANTS = ["llama-5-bias", "gpt2-2", "qwen3"]
 LLAMA = "llama-2"
 DIMS = dict(qk_dims=3, v_dims=2)
-BATCHES = lm_batches(16)  # so many that what the guided start finds on them holds
+BATCHES = lm_batches(24)  # so many that what the guided start finds on them holds
 FILE = "adapter_model.safetensors"
 
 

@@ -222,7 +222,7 @@ REFUSED = {
     "exporting a name": (lambda g: export_model("gpt2", g.folder), TypeError, "model is needed here, not a str"),
     "an unpatched model": (lambda g: Grower(g.stock(), ONE), ValueError, "call patch_model.model. first"),
     "an unpatched base": (lambda g: Grower(g.lora(), ONE), ValueError, r"patch_model.model.get_base_model"),
-    "patching a peft model": (lambda g: patch_model(g.lora()), TypeError, r"model.get_base_model\(\) for peft"),
+    "patching a peft model": (lambda g: patch_model(g.lora()), TypeError, r"patch_model\(model\.base_model\.model\)"),
     "unpatching a peft model": (lambda g: unpatch_model(g.lora(patch_model)), ValueError, "unpatch_model.that."),
     "a wrapper": (lambda g: patch_model(nn.DataParallel(g.stock())), TypeError, r"patch_model\(model\.module\)"),
     "attention that norms its output": (albert, ValueError, r"cannot join AlbertModel.*AlbertAttention"),

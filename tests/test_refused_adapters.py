@@ -90,7 +90,7 @@ REFUSED = {
     "a budget and a width": (lambda g: GrowAttnConfig(budget=0.1, v_dims=2), ValueError, "budget, or fixed widths"),
     "a budget above one": (lambda g: GrowAttnConfig(budget=2.5), ValueError, "a whole number of weights, or a share"),
     "an adapter of another family": (falcon, ValueError, "New dims cannot join FalconModel: FalconAttention takes no"),
-    "an adapter of no transformer": (no_transformer, TypeError, "not Sequential"),
+    "an adapter of no transformer": (no_transformer, TypeError, "not a Sequential"),
     "a start of data": (lambda g: initialize_growattn_weights(ROWS, g.adapted()), TypeError, "peft model is needed"),
     "no such adapter": (
         lambda g: initialize_growattn_weights(g.adapted(), ROWS, "other"),

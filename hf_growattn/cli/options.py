@@ -147,8 +147,10 @@ def _is_of_type(value: Any, hint: Any) -> bool:
         return any(_is_of_type(value, part) for part in parts)
     if kind is Literal:
         return value in parts
-    if kind is list and isinstance(value, list):
-        return all(_is_of_type(each, part) for each in value for part in parts)
+    if kind is list:  # TRL takes a single name for a list of one
+        return all(
+            _is_of_type(each, part) for each in (value if isinstance(value, list) else [value]) for part in parts
+        )
     if kind is float and type(value) is int:
         return True
     return kind in (Any, type(value)) or type(value) not in (bool, int, float, str, list, dict, NoneType)

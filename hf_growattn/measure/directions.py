@@ -237,9 +237,10 @@ def _solve_directions(
         yield columns[..., :own], first[..., :own]
         yield columns[..., own:], second[..., own:]
 
-    cores = [
-        F.core_of_products(*problem) for columns, own in zip(inputs, products) for problem in problems(columns, *own)
-    ]
+    cores = []
+    for bottleneck, columns, own in zip(bottlenecks, inputs, products):
+        precision = bottleneck.attention.empty_like().dtype
+        cores += [F.core_of_products(*problem, precision) for problem in problems(columns, *own)]
     whitenings = iter([whitening for whitening, _ in cores])
     solutions = iter(F.eigenvectors([core for _, core in cores]))
     found = []

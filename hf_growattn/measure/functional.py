@@ -156,14 +156,15 @@ def eigenvectors(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     return [found[place] for place in range(len(matrices))]
 
 
-def core_of_products(inputs: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+def core_of_products(inputs: Tensor, products: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return what the best directions of `M` in the span of inputs depend on: their whitening and a matrix, (G, n, n).
 
     The matrix is `(M Z W)^T M Z W`, whose eigenvectors `directions_from_core` takes, for inputs `Z` (G, b, n), of which
     the products `M Z` (G, g a, n) were measured, and their whitening `W`. Nearly dependent inputs are left out:
-    otherwise their rounding would be multiplied.
+    otherwise the rounding of their products, in the precision of the model, would be multiplied.
     """
-    whitening = column_whitening(inputs, noise=10.0)
+    of_products = torch.finfo(precision).eps ** 2 / torch.finfo(inputs.dtype).eps  # squares of rounding errors add up
+    whitening = column_whitening(inputs, noise=10.0 * max(of_products, 1.0))
     return whitening, whitening.mT @ gram(products) @ whitening
 
 

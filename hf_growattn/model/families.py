@@ -270,7 +270,7 @@ def sync_config(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel) and isinstance(config, WideConfigMixin):
             is_own = type(config) is type(own)
             config.extra_dims = extra_dims if is_own else dims_of(module)
-            config.attention_count = len(find_attentions(model if is_own else module))
+            config.attention_count = len(find_attentions(model if is_own else module)) if config.extra_dims else None
 
 
 def growable_configs(model: nn.Module) -> list[WideConfigMixin]:
