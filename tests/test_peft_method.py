@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import set_dims
+from hf_growattn.growable.growths import extra_parameters, set_dims
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 peft = pytest.importorskip("peft")
@@ -91,6 +91,7 @@ def test_merging_gives_a_grown_model_that_saves_and_reloads(variant, tmp_path):
     differ(logits(model), logits(base))
     expected = logits(model)
     merged = model.merge_and_unload(safe_merge=True)
+    assert not any(parameter.requires_grad for parameter in extra_parameters(merged))
     near(logits(merged), expected)
     assert type(merged) is type(base) and all(len(attention.growths) == 1 for attention in attentions(merged))
     for old, new in zip(attentions(base), attentions(merged)):

@@ -6,16 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compared import sketched
-from families import HEADS, build, lm_batches, tokens
+from families import HEADS, add_dims, build, lm_batches, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import trial as trying
 from hf_growattn.grow.plan import all_candidates, read_batches
 from hf_growattn.grow.trial import Candidate, Trial, price_kinds, read_factors
 from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import name_after
 from hf_growattn.measure import directions
 from hf_growattn.measure.bottlenecks import QK, V
 from hf_growattn.measure.passes import halves_of
+from hf_growattn.model.new_dims import in_order
 
 SMALL = GrowthConfig(qk_dims=2)
 # Weights that one more dim of every head adds to one layer of "llama-5-bias": (query + key, value + output).
@@ -61,6 +63,19 @@ def test_widths_are_rounded_up_to_a_multiple(config):
         assert layer.width[1] % 8 == 0
         if "qk_dims" in config:
             assert layer.width == (16, 24)
+
+
+def test_the_grown_width_is_a_multiple_whatever_the_former_one():
+    model = patch_model(build("llama-2"))
+    add_dims(attentions(model)[0], 3, 3)  # 19 wide
+    config = GrowthConfig(qk_dims=2, v_dims=2, multiple_of=8)
+    assert [config.most_dims(attentions(model)[0], kind) for kind in (QK, V)] == [5, 5]
+
+
+def test_the_tenth_growth_comes_after_the_ninth():
+    names = [f"growth_{number}" for number in range(1, 12)]
+    assert [name for name, _ in in_order(dict.fromkeys(sorted(names)))] == names
+    assert name_after(names) == "growth_12"
 
 
 def test_dims_that_do_not_hold_start_without_effect_but_can_learn():

@@ -54,6 +54,7 @@ def test_kept_by_word_without_a_step_they_change_nothing_yet(no_step):
     logits = model(**batches[0]).logits
     growth = Grower(model, CONFIG).find(batches)
     assert growth.report.fall == growth.report.error == 0 and not growth.report.holds
+    assert growth.report.added_parameters > 0 == growth.report.figures()["growth_added_parameters"]
     assert growth.keep().kept and growth.report.kept and extra_parameters(model)
     torch.testing.assert_close(model(**batches[0]).logits, logits)
     for attention in attentions(model):
