@@ -36,7 +36,8 @@ def fingerprint(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = N
             continue
         with align_module_device(inside):
             if is_plain(inside) or isinstance(inside, nn.Embedding):
-                weight = inside.weight if state_dict is None else state_dict.get(names.get(inside.weight, ""))
+                own: Any = inside.weight
+                weight = own if state_dict is None else state_dict.get(names.get(own, ""))
                 kind, read = "", None if weight is None else _entries(inside, full_tensor(weight))
             else:
                 kind, read = type(inside).__name__, _computed_entries(inside)
