@@ -15,10 +15,11 @@ from families import build, lm_batches, wide
 from hub_server import Hub
 from huggingface_hub import metadata_load
 from packaging.version import Version
+from safetensors import safe_open
 from test_layering import TRAVELLING
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, write_card
+from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model, save_growth, write_card
 from hf_growattn.report.words import summary_of
 
 CODE = {f"growattn/{name}.py" for name in TRAVELLING}
@@ -136,3 +137,14 @@ def test_a_wheel_carries_every_file_of_the_package(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     files = {path.relative_to(source).as_posix() for path in (source / "hf_growattn").rglob("*") if path.is_file()}
     assert files - {"hf_growattn/mathematics.md"} <= {*zipfile.ZipFile(wheel).namelist()}
+
+
+def test_a_growth_and_a_card_name_the_base_that_grew(tmp_path):
+    model = patch_model(build("llama-2"))
+    model.config.name_or_path = "someone/base"
+    Grower(model, GrowthConfig(qk_dims=1)).find(lm_batches(4)).keep()
+    save_growth(model, tmp_path)
+    with safe_open(tmp_path / "growth.safetensors", "pt") as file:
+        assert file.metadata()["base"] == "someone/base"
+    write_card(model, tmp_path)
+    assert metadata_load(tmp_path / "README.md")["base_model"] == "someone/base"

@@ -17,6 +17,7 @@ from hf_growattn.growable.growths import name_after
 from hf_growattn.measure import directions
 from hf_growattn.measure.bottlenecks import QK, V
 from hf_growattn.measure.passes import halves_of
+from hf_growattn.model.families import number_layers
 from hf_growattn.model.new_dims import in_order
 
 SMALL = GrowthConfig(qk_dims=2)
@@ -72,10 +73,11 @@ def test_the_grown_width_is_a_multiple_whatever_the_former_one():
     assert [config.most_dims(attentions(model)[0], kind) for kind in (QK, V)] == [5, 5]
 
 
-def test_the_tenth_growth_comes_after_the_ninth():
+def test_the_tenth_growth_comes_after_the_ninth_and_cross_attention_after_all_layers():
     names = [f"growth_{number}" for number in range(1, 12)]
     assert [name for name, _ in in_order(dict.fromkeys(sorted(names)))] == names
     assert name_after(names) == "growth_12"
+    assert number_layers(["l.1.self", "l.2.self", "l.1.cross", "l.2.cross"]) == [1, 2, 3, 4]
 
 
 def test_dims_that_do_not_hold_start_without_effect_but_can_learn():

@@ -169,6 +169,8 @@ def test_a_direction_is_taken_by_the_share_of_its_gain_that_held():
     validated = torch.tensor([3.0, -0.5, 0.5])  # of 4, 2 and 2; neighbours out of order pool
     found = Directions(None, nothing, sigma, nothing, nothing, validated, None, ((nothing, sigma, nothing),) * 2)
     assert found.share_that_holds.tolist() == [0.75, 0.0, 0.0]
+    found.validated = torch.tensor([-1.0, -2.0, -3.0])
+    assert not found.share_that_holds.any() and not found.worth.any()
 
 
 class _Calls(TorchDispatchMode):
