@@ -276,8 +276,7 @@ def test_learning_rates_go_beyond_the_better_end(best, tried):
 
 
 def test_epochs_go_on_in_another_order_and_seeds_differ():
-    trainings = module._Trainings(Matcher, [torch.full((2,), i) for i in range(5)], [], lambda *_: 0.0, 1, OPTIONS)
-    order = {seed: [int(batch[0]) for batch in trainings._order(seed, 12)] for seed in (0, 1)}
+    order = {seed: module.order_batches([*range(5)], seed, 12) for seed in (0, 1)}
     assert order[0][:5] == [0, 1, 2, 3, 4] != order[1][:5] and order[0][5:10] != [0, 1, 2, 3, 4]
     assert all(sorted(each[:5]) == sorted(each[5:10]) == [0, 1, 2, 3, 4] for each in order.values())
 

@@ -144,6 +144,15 @@ def _best_rate(runs: list[Run]) -> float:
     return min(runs, key=lambda run: run.loss).rate
 
 
+def order_batches(batches: list, seed: int, steps: int) -> list:
+    """The batches of a training with a seed, step by step: the first epoch of seed 0 takes them as they are."""
+    count, order = len(batches), []
+    for epoch in range(math.ceil(steps / count)):
+        generator = torch.Generator().manual_seed(1000 * epoch + seed)
+        order += torch.randperm(count, generator=generator).tolist() if epoch + seed else range(count)
+    return [batches[number] for number in order[:steps]]
+
+
 class _Trainings:
     """Trains by any method, always on the same batches in the same order, and keeps each run in a file.
 
@@ -214,14 +223,6 @@ class _Trainings:
         check_kind(model)
         return move_to_device(model, self.accelerator.device)
 
-    def _order(self, seed: int, steps: int) -> list:
-        """The batches of a training, step by step."""
-        count, order = len(self.train_batches), []
-        for epoch in range(math.ceil(steps / count)):
-            generator = torch.Generator().manual_seed(1000 * epoch + seed)
-            order += torch.randperm(count, generator=generator).tolist() if epoch + seed else range(count)
-        return [self.train_batches[number] for number in order[:steps]]
-
     def _prepare(self, method: Method, seed: int) -> tuple[Any, list[dict]]:
         """The model as a method starts from it, grown once for all learning rates, with rates of 1."""
         if self._prepared[:2] != (method.name, seed):
@@ -229,7 +230,8 @@ class _Trainings:
             gc.collect()
             model = self._make_model()
             set_seed(seed)
-            model, groups = method.prepare(model, self._order(seed, method.growth_batches), self.loss)
+            batches = order_batches(self.train_batches, seed, method.growth_batches)
+            model, groups = method.prepare(model, batches, self.loss)
             changing = [*(p for group in groups for p in group["params"]), *model.buffers()]
             start = [(tensor, tensor.detach().clone()) for tensor in changing]
             self._prepared = method.name, seed, model, groups, start
@@ -248,7 +250,7 @@ class _Trainings:
         optimizer = accelerator.prepare(torch.optim.AdamW([group | {"lr": rate * group["lr"]} for group in groups]))
         schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(_WARMUP * steps), steps)
         model.train()
-        for batch in self._order(seed, steps):
+        for batch in order_batches(self.train_batches, seed, steps):
             with accelerator.autocast():
                 loss = self.loss(model, self._on_device(batch))
             accelerator.backward(loss)

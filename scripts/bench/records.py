@@ -29,7 +29,7 @@ from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import growable_model
 from hf_growattn.report.comparison import TITLES, Run, compare_runs
 from hf_growattn.training.methods import linear_layers, modules_to_train, weights_of_rank_one
-from hf_growattn.training.race import SHORT
+from hf_growattn.training.race import SHORT, order_batches
 
 NEW = ("read_in", "label_in", "label_out")  # what always trains
 LORA, COSINE = TITLES["lora"], "cosine of the embeddings"
@@ -110,10 +110,8 @@ def run_hira(make: Callable[[], Reader], cell: Cell, train: list, held_out: list
         adapted: Any = get_peft_model(reader, HiraConfig(r=cell.rank, target_modules=linear, modules_to_save=[*NEW]))
         named = [(name, parameter) for name, parameter in adapted.named_parameters() if parameter.requires_grad]
         weights, new = ([p for name, p in named if ("hira_" in name) == wanted] for wanted in (True, False))
-        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
-        order = order if seed else range(len(train))  # as a race orders them
         groups = [{"params": weights, "lr": rate}, {"params": new, "lr": rate_of_new}]
-        fit(adapted, groups, [train[number] for number in order[:steps]], loss_of, steps)
+        fit(adapted, groups, order_batches(train, seed, steps), loss_of, steps)
         with torch.no_grad():
             losses = [loss_of(adapted, batch).item() for batch in held_out]
         return Run(HIRA, rate, steps, seed, losses, sum(weight.numel() for weight in weights), 0)
