@@ -74,10 +74,16 @@ def _beyond_old_dims(bottleneck: Bottleneck, parts: list[Tensor]) -> tuple[list[
     """What the old dims cannot do of each half's whole gradient, (G, g a, b) each, and its share in that."""
     if not bottleneck.span_is_known:
         return parts, None
-    first, second = (residual(part, *bottleneck.whitened(*bottleneck.old_factors())) for part in parts)
+    first, second = (residual(part, *bottleneck.whitened(*old_factors(bottleneck))) for part in parts)
     agreed = (parts[0] * parts[1]).sum()
     share = ((first * second).sum() / agreed).clamp(0, 1).sqrt().item() if agreed > 0 else 0.0
     return [first, second], share
+
+
+def old_factors(bottleneck: Bottleneck) -> tuple[Tensor, Tensor]:
+    """What the old dims compute: stacked (H, a, k), shared (G, b, k), with biases, former growths and adapters."""
+    stacked, shared = (bottleneck.attention.factors_of(role, bottleneck.like.dtype) for role in bottleneck.kind.roles)
+    return stacked, shared
 
 
 def _gain(u: Tensor, sigma: Tensor, v: Tensor, whitened: Tensor) -> Tensor:

@@ -131,6 +131,15 @@ def test_a_growth_beside_adapters_goes_with_a_save_that_has_none(tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
+def test_a_growth_goes_with_the_adapters_that_are_saved(tmp_path):
+    model = adapted(LLAMA, **CAUSAL)
+    model.add_adapter("other", lora(LLAMA, **CAUSAL))
+    Grower(model.get_base_model(), GROWTH).find(BATCHES).keep()
+    model.save_pretrained(tmp_path, selected_adapters=["other"])
+    assert [str(path.parent.name) for path in tmp_path.rglob("adapter_config.json")] == ["other"]
+    assert [path.parent.parent.name for path in tmp_path.rglob("growth.safetensors")] == ["other"]
+
+
 def test_a_whole_peft_model_is_read_in_another_process(tmp_path):
     model = adapted(LLAMA, ALL[LLAMA])
     assert Grower(model, GROWTH).find(BATCHES).keep().kept

@@ -20,6 +20,7 @@ from hf_growattn import Grower, GrowthConfig, Method, patch_model
 from hf_growattn.cli.commands import COMMANDS
 from hf_growattn.cli.measuring import training_code
 from hf_growattn.cli.options import read_recipe
+from hf_growattn.interop.checkpoints import load_model
 from hf_growattn.report.comparison import RaceResult, Run
 
 # What is no file of options: its text, and what is said of it.
@@ -183,6 +184,11 @@ def test_models_that_cannot_take_the_data_are_refused(given, tmp_path):
     larger.save_pretrained(tmp_path)
     (tmp_path / "text.txt").write_text(f"w5 w{VOCABULARY + 8} " * 400)
     assert "save the model's own tokenizer" in only_line(call("measure", tmp_path, tmp_path / "text.txt", *SMALL))
+
+
+def test_a_base_model_is_read_as_a_language_model(tmp_path):
+    build("llama-2").model.save_pretrained(tmp_path)
+    assert type(load_model(str(tmp_path), causal=True)).__name__ == "LlamaForCausalLM"
 
 
 @pytest.mark.parametrize("text, value", [("0.02", 0.02), ("2e4", 20000), ("1", 1)])

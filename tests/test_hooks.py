@@ -106,6 +106,14 @@ def test_a_later_pre_hook_that_changes_the_input_is_refused():
     assert torch.equal(model(tokens()).logits, expected)
 
 
+@torch.no_grad()
+def test_a_call_amid_the_call_of_another_module():
+    model, other = grown(build("llama-2")), grown(build("llama-2"))
+    expected = model(tokens()).logits
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: other(tokens()) and None)
+    assert torch.equal(model(tokens()).logits, expected)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_forward_that_ends_early_leaves_nothing_behind(error):
     """Activations would stay alive, and a model that holds them has no copy."""

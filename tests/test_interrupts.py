@@ -9,6 +9,7 @@ from conftest import LONG, ROOT
 from families import build, fingerprint, lm_batches, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.measure.guards import HeldInterrupts
 
 SIZES = {"qk_dims": 2, "v_dims": 2}
 WAYS = {"append": SIZES, "old dims, too": SIZES | {"update_existing": True}, "a budget": {"budget": 0.05}}
@@ -58,6 +59,13 @@ def training(way):
     model(**lm_batches()[0]).loss.backward()
     optimizer.step()
     return model, optimizer, Grower(model, GrowthConfig(**way), optimizer)
+
+
+def test_a_second_interrupt_is_not_held():
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("held")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from compared import product_norm, residual, sketched, whole_gradients
+from compared import old_factors, product_norm, residual, sketched, whole_gradients
 from families import add_dims, build, fingerprint, lm_batches, same
 
 from hf_growattn import Grower, GrowthConfig, patch_model
-from hf_growattn.grow.old_dims import tangent_steps, with_old_steps
+from hf_growattn.grow.old_dims import _old_step, tangent_steps, with_old_steps
 from hf_growattn.grow.trial import Candidate, Trial, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
@@ -43,7 +43,7 @@ def test_refactoring_keeps_the_function_before_the_step_and_balances_the_factors
     directions = sketched(model, batches, 4)
     bottlenecks = [found.bottleneck for found in directions]
     logits = model(**batches[0]).logits
-    norms = [product_norm(*bottleneck.whitened(*bottleneck.old_factors())) for bottleneck in bottlenecks]
+    norms = [product_norm(*bottleneck.whitened(*old_factors(bottleneck))) for bottleneck in bottlenecks]
     candidates = [Candidate(found, 4, found.share_that_holds) for found in directions]
     trial = trial_of(model, candidates, batches, method="refactor")
     with trial.attached():
@@ -108,6 +108,13 @@ def test_old_weights_that_moved_within_autocast_are_cast_anew():
         assert model(**batches[0]).loss.item() == within != before
 
 
+def test_a_step_of_old_weights_that_one_half_alone_finds_is_not_taken():
+    bottleneck = sketched(patch_model(build("gpt2-2")), lm_batches(2), 1)[0].bottleneck
+    found = [torch.randn_like(side) for side in bottleneck.whitened(*old_factors(bottleneck))]
+    step = _old_step(bottleneck, [found, [torch.zeros_like(side) for side in found]], (0.5, 0.5))
+    assert step.validated == 0 and not any(side.any() for change in step.changes for side in change)
+
+
 @pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
 def test_the_steepest_step_of_the_existing_weights_descends(variant):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
@@ -138,7 +145,7 @@ def test_tangent_steps_are_the_steepest_of_the_existing_weights(variant):
         assert step.slope > 0
         if bottleneck.kind is QK and bottleneck.attention.rotate is not None:
             continue
-        stacked, shared = bottleneck.whitened(*bottleneck.old_factors())
+        stacked, shared = bottleneck.whitened(*old_factors(bottleneck))
         tangent = whole - residual(whole, stacked, shared)
         moved = step.changes[0][0] @ shared.mT + stacked @ step.changes[0][1].mT
         assert (moved + tangent).norm() <= 1e-3 * tangent.norm()

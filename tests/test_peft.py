@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from compared import column_basis, exact_directions
+from compared import column_basis, exact_directions, old_factors
 from families import build, lm_batches, same, train
 from transformers import AutoModelForCausalLM
 
 import hf_growattn.measure.functional as F
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import Grower, GrowthConfig, load_growth, patch_model, save_growth
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
@@ -103,10 +103,10 @@ def test_what_the_old_dims_can_do_is_told_by_the_effective_weights(variant):
             bottlenecks, _ = compute_moments(objective, attentions(base)[:1], [QK, V], BATCHES)
             measured.append(exact_directions(objective, bottlenecks, (BATCHES[0::2], BATCHES[1::2]), dims=4))
     for under_lora, plain_one in zip(*measured):
-        for one, other in zip(under_lora.bottleneck.old_factors(), plain_one.bottleneck.old_factors()):
+        for one, other in zip(old_factors(under_lora.bottleneck), old_factors(plain_one.bottleneck)):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(under_lora.in_sample, plain_one.in_sample, rtol=1e-3, atol=0)
-        basis = column_basis(plain_one.bottleneck.whitened(*plain_one.bottleneck.old_factors())[1])
+        basis = column_basis(plain_one.bottleneck.whitened(*old_factors(plain_one.bottleneck))[1])
         if not under_lora.bottleneck.span_is_known:  # rotated queries and keys
             assert under_lora.out_of_reach is plain_one.out_of_reach is None
             assert (basis.mT @ under_lora.v).abs().max() > 0.01
@@ -177,14 +177,17 @@ def test_a_model_may_be_patched_under_its_adapters(variant):
 
 
 @pytest.mark.parametrize("variant", [LLAMA, GPT2])
-def test_merged_adapters_grow_and_unmerge(variant):
+def test_merged_adapters_grow_and_unmerge(variant, tmp_path):
     model, unmerged = adapted(variant, ALL[variant]), adapted(variant, ALL[variant])
     model.merge_adapter()
     reports = [Grower(m, GROWTH).find(BATCHES).keep() for m in (model, unmerged)]
     assert reports[0].kept and reports[0].fall == pytest.approx(reports[1].fall, rel=1e-2)
     expected = logits(model)
+    save_growth(model, tmp_path)
+    load_growth(unmerged, tmp_path)  # of weights with adapters merged into them, nobody knows the base
     model.unmerge_adapter()
     near(logits(model), expected)
+    near(logits(unmerged), expected)
 
 
 OTHERS = {

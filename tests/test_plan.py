@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import sketched
+from compared import old_factors, sketched
 from families import HEADS, add_dims, build, lm_batches, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
@@ -111,7 +111,7 @@ def test_a_new_dim_has_one_length_on_both_sides_but_its_shared_side_is_never_sma
         found = [read_factors(trial.new_dims[bottleneck.attention], bottleneck.kind) for bottleneck in bottlenecks]
         products[step] = [stacked @ shared.mT / step for stacked, shared in found]
         for bottleneck, (stacked, shared) in zip(bottlenecks, found):
-            old, new = bottleneck.old_factors()[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()
+            old, new = old_factors(bottleneck)[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()
             assert new.shape == (4, 4)
             if step < 1:
                 torch.testing.assert_close(new, old.expand_as(new))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compared import best_directions, column_basis, exact_directions, residual, whiten, whole_gradients
+from compared import best_directions, column_basis, exact_directions, old_factors, residual, whiten, whole_gradients
 from conftest import real_batches, real_model
 from families import build, build_encoder_decoder, lm_batches, padded, tokens
 from torch.autograd.profiler import profile
@@ -65,7 +65,7 @@ def crosses(model, batches):
 
 def cut(cross, bottleneck):
     """A materialised cross without the constant features that the bottleneck's projections lack."""
-    stacked, shared = bottleneck.old_factors()
+    stacked, shared = old_factors(bottleneck)
     return cross[:, : stacked.shape[1], : shared.shape[1]]
 
 
@@ -129,7 +129,7 @@ def test_directions_are_those_of_the_whitened_gradient(variant):
         ]
         first, second = whole
         if bottleneck.span_is_known:
-            first, second = (residual(part, *bottleneck.whitened(*bottleneck.old_factors())) for part in whole)
+            first, second = (residual(part, *bottleneck.whitened(*old_factors(bottleneck))) for part in whole)
         sigma = torch.linalg.svdvals((first + second) / 2)[:, :4]
         torch.testing.assert_close(own.sigma[:, :4], sigma, rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(own.in_sample[:4], sigma.square().sum(0), rtol=1e-3, atol=1e-9)
@@ -144,18 +144,19 @@ def test_directions_are_those_of_the_whitened_gradient(variant):
         assert (own.out_of_reach is None) == rotates == (not bottleneck.span_is_known)
 
 
-def test_moments_leave_padding_out():
-    model = patch_model(build("llama-2"))
+@pytest.mark.parametrize("left", [True, False])
+def test_moments_leave_padding_out(left):
+    model, alone = patch_model(build("llama-2")), padded(left=left)
     with evaluation_mode(model):
-        both = measured(model, [{**padded(), "labels": tokens()}])[0]
-        alone = padded()
+        both = measured(model, [{**alone, "labels": tokens()}])[0]
+        parts = [slice(2 * i, None) if left else slice(17 - 2 * i) for i in range(3)]
         rows = [
-            {"input_ids": alone["input_ids"][i : i + 1, 2 * i :], "labels": tokens()[i : i + 1, 2 * i :]}
-            for i in range(3)
+            {"input_ids": alone["input_ids"][i : i + 1, part], "labels": tokens()[i : i + 1, part]}
+            for i, part in enumerate(parts)
         ]
         apart = measured(model, rows)[0]
     for one, other in zip(both, apart):
-        for name in ("stacked_root", "shared_root"):
+        for name in ("stacked_root", "shared_root"):  # of values, the stacked one is the size of the output
             torch.testing.assert_close(getattr(one.roots, name), getattr(other.roots, name), rtol=1e-4, atol=1e-5)
 
 
@@ -218,7 +219,7 @@ def test_beside_old_dims_that_train_new_ones_leave_out_what_those_can_follow():
         if bottleneck.kind is QK:  # they rotate, and take the whole gradient
             assert one.out_of_reach is None and torch.equal(one.sigma, other.sigma)
             continue
-        old = column_basis(bottleneck.whitened(*bottleneck.old_factors())[1])
+        old = column_basis(bottleneck.whitened(*old_factors(bottleneck))[1])
         follows = [(old.mT @ found.v).norm() / found.v.norm() for found in (one, other)]
         assert follows[0] < 1e-4 and follows[1] > 0.05  # fp32 rounding against a share that is there
         assert other.sigma.square().sum() > one.sigma.square().sum()

@@ -293,3 +293,21 @@ def test_each_seed_begins_with_other_batches_and_adapters():
     grown = next(name for name in starts[0] if "extra.growths" in name)
     for name in (drawn, grown):
         assert torch.equal(starts[0][name], starts[1][name]) and not starts[0][name].equal(starts[2][name]), name
+
+
+def test_each_training_begins_with_the_buffers_of_the_model():
+    model, starts = Matcher(), []
+    model.register_buffer("steps", torch.zeros(()))
+
+    def count(model, batch):
+        starts.append(model.steps.item())
+        model.steps += 1
+        return loss(model, batch)
+
+    trainings = module._Trainings(lambda: model, to_match(4, 2), to_match(2, 3), count, 0.8, OPTIONS)
+    with tqdm(disable=True) as trainings.bar:
+        trainings.begin(4, None)
+        for rate in (1e-3, 2e-3):
+            starts.clear()
+            trainings.train("lora", rate, 4, 0)
+            assert starts[0] == 2  # after the measurement of the start

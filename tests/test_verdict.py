@@ -123,11 +123,12 @@ def test_gradients_that_cancel_give_no_queries_and_keys():
 def test_an_interrupt_amid_keep_leaves_nothing_grown(place, way, monkeypatch):
     model = patch_model(build("gpt2-2")).train()
     model.config.name_or_path = "someone/base"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    (names,) = (group["param_names"] for group in optimizer.param_groups)
     model(**lm_batches()[0]).loss.backward()
     optimizer.step()
     growth = Grower(model, GrowthConfig(qk_dims=2, v_dims=2, **way), optimizer).find(lm_batches(8))
-    before = fingerprint(model, optimizer)
+    before, named = fingerprint(model, optimizer), [*names]
     room = growing if place == "leave_checkpoint" else growths
     if place == "commit":
         room = type(growth._trial.candidates[-1])
@@ -143,6 +144,7 @@ def test_an_interrupt_amid_keep_leaves_nothing_grown(place, way, monkeypatch):
         patch.setattr(room, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             growth.keep()
-    assert same(fingerprint(model, optimizer), before) and model.config.name_or_path == "someone/base"
+    assert same(fingerprint(model, optimizer), before) and names == named
+    assert model.config.name_or_path == "someone/base"
     assert growth.keep().kept and model.config.extra_dims and model.config.name_or_path == ""
     assert {*extra_parameters(model)} <= {p for group in optimizer.param_groups for p in group["params"]}

@@ -242,23 +242,3 @@ def test_factored_equals_dense(a, b, k, rank, seed):
     assert_close(u * s @ v.T, dense, **close)
     for basis in (u, v):
         assert_close(basis.T @ basis, torch.eye(n, dtype=torch.float64), **EXACT)
-    assert 0 <= matrix.effective_rank <= n + 1e-9
-
-
-def test_effective_rank():
-    equal = FactoredMatrix(torch.eye(9, 4), 3 * torch.eye(7, 4))
-    assert_close(equal.effective_rank, torch.tensor(4.0))
-    values = torch.tensor([3.0, 1.0])
-    share = values / 4
-    expected = (-(share * share.log()).sum()).exp()
-    assert_close(FactoredMatrix(torch.eye(5, 2) * values, torch.eye(6, 2)).effective_rank, expected)
-    for zero in (factored(5, 6, 0), FactoredMatrix(torch.zeros(5, 2), torch.randn(6, 2))):
-        assert zero.effective_rank == 0
-        assert torch.equal(zero.dense(), torch.zeros(5, 6).to(zero.left))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_precisions(dtype):
-    matrix, working = factored(8, 6, 3, dtype=dtype), torch.float64 if dtype == torch.float64 else torch.float32
-    for found in (matrix.singular_values, matrix.effective_rank, matrix.dense(), *matrix.svd()):
-        assert found.dtype == working

@@ -103,10 +103,9 @@ def export_model(model: PreTrainedModel, directory, tokenizer=None) -> ExportRep
 def _add_older_names(file: Path) -> None:
     """Repeat the rotation under the names of transformers 4, whose readers would silently take the default one."""
     config = json.loads(file.read_text())
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_theta") is not None:  # one for each type of layer has no name there
-        for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
-            config[name] = rope[name]
+    rope = config.get("rope_parameters")
+    if rope:
+        config["rope_theta"] = rope["rope_theta"]
         if rope["rope_type"] != "default":
             config["rope_scaling"] = rope
         if rope["rope_type"] == "longrope":

@@ -120,14 +120,6 @@ class Bottleneck:
         """An empty tensor in the statistics' precision and on their device."""
         return own_part(self.roots.shared_root).new_empty(0)
 
-    def old_factors(self) -> tuple[Tensor, Tensor]:
-        """What the old dims compute: stacked (H, a, k), shared (G, b, k), with biases, in the statistics' precision.
-
-        New dims of former growths and adapters that are active count in.
-        """
-        stacked, shared = (self.attention.factors_of(role, self.like.dtype) for role in self.kind.roles)
-        return stacked, shared
-
     def whitened(self, stacked: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Factors (H, a, k), (G, b, k) in the metric of the steps, stacked over groups: (G, g a, k), (G, b, k)."""
         return self._whitened_side(0, stacked), self._whitened_side(1, shared)

@@ -53,13 +53,6 @@ class FactoredMatrix:
         """The `min(a, b, k)` singular values that can differ from zero, descending."""
         return self.svd()[1]
 
-    @property
-    def effective_rank(self) -> Tensor:
-        """`exp(-sum_i p_i log p_i)` with `p_i = sigma_i / sum_j sigma_j` (Roy and Vetterli 2007); 0 for zeros."""
-        values = self.singular_values
-        total = values.sum()
-        return torch.special.entr(values / total).sum().exp() if total > 0 else total
-
     def dense(self) -> Tensor:
         """Form the matrix, (a, b); for tests and small sizes."""
         return self.left @ self.right.T
