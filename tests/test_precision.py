@@ -43,6 +43,7 @@ def test_a_growth_inside_the_users_autocast_is_that_of_an_autocast_forward(varia
     other = Grower(around, CONFIG).find(lm_batches()).keep()
     assert one.kept and "forward" not in vars(inside) and "forward" in vars(around)
     assert one == other
+    assert {found.bottleneck.precision for found in sketched(around, lm_batches(), 4)} == {dtype}
     for name, parameter in inside.named_parameters():
         assert parameter.dtype == torch.float32 and torch.equal(parameter, around.get_parameter(name)), name
 

@@ -72,12 +72,14 @@ class Bottleneck:
     """One kind of bottleneck of one layer: the unit that is measured, allocated and grown.
 
     Attributes:
+        precision: what the attention computes in: that of its weights, or of the autocast around the model.
         old_dims_train: whether training will move the old dims, so that new ones need not do what those can.
     """
 
     attention: GrowableAttention
     kind: Kind
     roots: Roots
+    precision: torch.dtype
     old_dims_train: bool = True
     _old_whitenings: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)  # by side
 
@@ -183,7 +185,8 @@ def compute_moments(
     for attention in attentions:
         roots_of = sums.pop_roots(attention)
         if roots_of is not None:
-            bottlenecks += [Bottleneck(attention, kind, roots_of(kind)) for kind in kinds]
+            precision = sums.precisions[attention]
+            bottlenecks += [Bottleneck(attention, kind, roots_of(kind), precision) for kind in kinds]
     return bottlenecks, losses
 
 
@@ -194,6 +197,7 @@ class _MomentSums:
         inputs: second moments of what queries are made of, and without cross-attention keys and values, too.
         sources: second moments of what cross-attention makes keys and values of.
         outputs: squared sizes of the outputs.
+        precisions: the types of the outputs; those of the weights on a rank without batches.
         projected: the modules whose forward ran, but not their hooks.
         mask, source_mask: the padding of the call under way, as the model was given it.
         counts: whether the batch under way counts.
@@ -207,10 +211,11 @@ class _MomentSums:
         self.inputs: dict[GrowableAttention, Tensor] = {}
         self.sources: dict[GrowableAttention, Tensor] = {}
         self.outputs: dict[GrowableAttention, Tensor] = {}
+        self.precisions: dict[GrowableAttention, torch.dtype] = {}
         self.projected: set[GrowableAttention] = set()
         for attention in attentions:  # a rank without batches brings zeros
             like = attention.empty_like()
-            self.inputs[attention] = _zero_moment(attention, spread)
+            self.inputs[attention], self.precisions[attention] = _zero_moment(attention, spread), like.dtype
             self.outputs[attention] = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
 
     @contextlib.contextmanager
@@ -249,6 +254,7 @@ class _MomentSums:
         """Add the moments of one call."""
         self.projected.discard(attention)
         (inputs, source), size = attention.arguments.read_inputs(module, args, kwargs), self.outputs[attention]
+        self.precisions[attention] = output[0].dtype
         with torch.autocast(size.device.type, enabled=False):
             _add_moment(self.inputs[attention], inputs.detach().to(size.dtype), self.mask, self.counts)
             if source is not None:

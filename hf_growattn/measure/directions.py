@@ -239,8 +239,7 @@ def _solve_directions(
 
     cores = []
     for bottleneck, columns, own in zip(bottlenecks, inputs, products):
-        precision = bottleneck.attention.empty_like().dtype
-        cores += [F.core_of_products(*problem, precision) for problem in problems(columns, *own)]
+        cores += [F.core_of_products(*problem, bottleneck.precision) for problem in problems(columns, *own)]
     whitenings = iter([whitening for whitening, _ in cores])
     solutions = iter(F.eigenvectors([core for _, core in cores]))
     found = []
