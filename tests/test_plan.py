@@ -11,7 +11,7 @@ from families import HEADS, add_dims, build, lm_batches, tokens
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import trial as trying
 from hf_growattn.grow.plan import all_candidates, read_batches
-from hf_growattn.grow.trial import Candidate, Trial, price_kinds, read_factors
+from hf_growattn.grow.trial import Candidate, Trial, parameters_of_a_dim, price_kinds, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import name_after
 from hf_growattn.measure import directions
@@ -71,6 +71,13 @@ def test_the_grown_width_is_a_multiple_whatever_the_former_one():
     add_dims(attentions(model)[0], 3, 3)  # 19 wide
     config = GrowthConfig(qk_dims=2, v_dims=2, multiple_of=8)
     assert [config.most_dims(attentions(model)[0], kind) for kind in (QK, V)] == [5, 5]
+
+
+def test_of_each_layer_and_kind_four_times_its_share_of_a_budget_is_looked_at():
+    model = patch_model(build("llama-2"))
+    one_of_each = sum(parameters_of_a_dim(layer, kind) for layer in attentions(model) for kind in (QK, V))
+    growth = Grower(model, GrowthConfig(budget=one_of_each)).find(lm_batches(6))
+    assert {len(candidate.directions.validated) for candidate in growth._trial.candidates} == {4}
 
 
 def test_the_tenth_growth_comes_after_the_ninth_and_cross_attention_after_all_layers():

@@ -296,7 +296,7 @@ class Grower:
         self, objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list, list]
     ) -> list[Directions]:
         """Find every bottleneck's best directions; a subclass may find others."""
-        config, layers = self.config, [bottleneck.attention for bottleneck in bottlenecks]
+        config, layers = self.config, {bottleneck.attention for bottleneck in bottlenecks}
         dims = max(config.most_dims(bottleneck.attention, bottleneck.kind) for bottleneck in bottlenecks)
         if config.budget is not None:
             dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
