@@ -35,9 +35,7 @@ _PLACES = {
     "unpatch_model": "growable.models",
     "write_card": "interop.cards",
 }
-# Of these, `from hf_growattn import *` takes all but those that need peft.
-_NEED_PEFT = ("interop.peft_method", "training.methods", "training.race")
-__all__ = [name for name, place in _PLACES.items() if place not in _NEED_PEFT]
+__all__ = list(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):

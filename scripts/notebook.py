@@ -15,7 +15,7 @@ _INSTALL = """
 import importlib.util
 
 if importlib.util.find_spec("hf_growattn") is None:
-    %pip install --quiet "hf_growattn[peft,trl]" matplotlib
+    %pip install --quiet hf_growattn matplotlib
 """
 
 

@@ -1,6 +1,6 @@
 """A tour of hf_growattn, from the race to a saved model: about a minute on one core, and nothing is downloaded.
 
-    pip install ".[peft,trl]" matplotlib
+    pip install . matplotlib
     python scripts/tour.py
 
 Or cell by cell: as `scripts/tour.ipynb`, which `python scripts/notebook.py` makes of this file, in Jupyter or Colab; or
@@ -75,8 +75,8 @@ print(f"It finds {share_found(base, held_out):.0%} of the passages, with a loss 
 # %% [markdown]
 # ## Ask first: the race
 #
-# LoRA, growth and a mix of both train the same number of weights on the same batches, and are compared on others. What
-# leads into the transformer and out of it trains in all of them. If LoRA wins, use LoRA.
+# LoRA, growth and a mix of both train the same number of weights on the same batches, and are compared on others. The
+# layers before and after the transformer train in all three. If LoRA wins, use LoRA.
 
 # %%
 result = race(make_model, batches, held_out, loss_of, budget=0.15, steps=32, seeds=2, modules_to_save=ENDS)
@@ -115,8 +115,8 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 # %% [markdown]
 # ## What is new in a head
 #
-# The singular values of a pattern, `W_Q W_K^T`, say how strongly a head uses each direction in which it compares
-# tokens. It had 8 of them. The bars on the right, which only the present model has, are what growth added.
+# A head compares tokens along directions. Its pattern is the matrix `W_Q W_K^T`, whose singular values say how strongly
+# each direction counts. It had 8 of them. The bars on the right, without a partner, are what growth added.
 
 # %%
 grown_most = max(
@@ -172,6 +172,7 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-load_growth(patch_model(make_model().transformer), output / "growth", strict=False)  # the base trained along here
+# The base was trained, too, since the growth; strict=False loads the growth onto the former one all the same.
+load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")

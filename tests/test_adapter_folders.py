@@ -109,6 +109,13 @@ peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained
     assert run.returncode and "KeyError: 'import hf_growattn to load LORA'" in run.stderr
 
 
+def test_weights_of_adapters_alone_say_what_they_lack(saved):
+    config = peft.PeftConfig.from_pretrained(saved[0] / "adapters")
+    model = peft.get_peft_model(stock(saved[0]), config)
+    with pytest.warns(UserWarning, match="trained with a growth of their base, which these weights lack"):
+        peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(saved[0] / "adapters")))
+
+
 def test_adapters_of_another_growth_are_refused_next_to_others(saved, tmp_path):
     other = adapted(LLAMA, **CAUSAL)
     other.save_pretrained(tmp_path)

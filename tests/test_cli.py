@@ -101,7 +101,6 @@ def test_export(grown, tmp_path):
 
 
 def test_race_prints_code_that_trains_by_the_winner(given, tmp_path):
-    pytest.importorskip("peft")
     options = "--steps 4 --seeds 1 --budget 0.05 --growth_batches 4 --max_length 16 --use_cpu".split()
     words = ["race", given / "model", given / "text.txt", "-o", tmp_path / "race", *options]
     done = call(*words)

@@ -1,15 +1,18 @@
 """Where others look a model up by its type or by the name of its class, ours are found as the stock ones are."""
 
 import json
+import logging
 import shutil
 
+import modalities
 import pytest
+import torch
 from conftest import data_path
 from families import VARIANTS, build, word_tokenizer
 from transformers import AutoTokenizer, pipeline
 from transformers.models.auto import modeling_auto, tokenization_auto
 
-from hf_growattn import patch_model
+from hf_growattn import patch_model, unpatch_model
 from hf_growattn.model.configuration import register_type_names
 
 TEXT = "First Citizen: we're 12\n\n  proceed,  na\u00efve <s> hear</s>"
@@ -68,3 +71,24 @@ def test_types_whose_hub_names_another_tokenizer_are_known_by_our_name(monkeypat
 def test_pipelines_accept_it(caplog):
     pipeline("text-generation", patch_model(build("llama-2")), tokenizer=word_tokenizer(), device="cpu")
     assert "is not supported" not in caplog.text
+
+
+@pytest.fixture
+def _quiet():
+    """Whisper's generation passes itself arguments that transformers deprecates."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_code_that_goes_by_the_type_of_a_config_runs_as_on_stock(tmp_path, _quiet):
+    model = modalities.build("whisper")
+    model.generation_config.eos_token_id = None
+    inputs = {"input_features": modalities.batches("whisper", 1)[0]["input_features"], "max_new_tokens": 5}
+    inputs["prompt_ids"] = torch.tensor([7, 8])  # which generation reads for one type alone
+    expected = model.generate(**inputs)
+    assert torch.equal(patch_model(model).generate(**inputs), expected)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config.model_type == unpatch_model(loaded).config.model_type == "whisper"
+    assert torch.equal(loaded.generate(**inputs), expected)

@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from compared import column_basis, exact_directions, old_factors
@@ -14,7 +15,6 @@ from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
-peft = pytest.importorskip("peft")
 # What peft asks of transformers is not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

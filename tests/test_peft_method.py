@@ -5,6 +5,7 @@ Logits are compared to a share of 1e-5 of the largest one where fp32 sums run in
 
 import copy
 
+import peft
 import pytest
 import torch
 from families import HEADS, build, fingerprint, lm_batches, same, tokens
@@ -13,13 +14,10 @@ from safetensors.torch import load_file
 from test_peft import logits, near
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters, set_dims
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
-
-peft = pytest.importorskip("peft")
-from hf_growattn import GrowAttnConfig, initialize_growattn_weights  # noqa: E402  they import peft
 
 # What peft asks of transformers is not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from families import add_dims, build, lm_batches, train
@@ -10,19 +11,18 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.bitnet import AutoBitLinear
 
 from hf_growattn import (
+    GrowAttnConfig,
     Grower,
     GrowthConfig,
     attention_views,
     export_model,
+    initialize_growattn_weights,
     load_growth,
     patch_model,
     save_growth,
     unpatch_model,
 )
 from hf_growattn.growable.attention import attentions
-
-peft = pytest.importorskip("peft")
-from hf_growattn import GrowAttnConfig, initialize_growattn_weights  # noqa: E402  they import peft
 
 # What peft and bitsandbytes ask of others is not ours to mend.
 pytestmark = [

@@ -1,7 +1,5 @@
 """What the library refuses of peft's adapters and of its own, one line for each, as in tests/test_refusals.py."""
 
-import importlib.metadata
-import sys
 from functools import partial
 
 import peft
@@ -13,7 +11,6 @@ from test_refusals import BATCH, ROWS, check_refusal, pytestmark  # noqa: F401  
 from torch import nn
 from transformers import FalconConfig, FalconModel
 
-import hf_growattn
 from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights, patch_model
 from hf_growattn.growable.attention import attentions
 
@@ -124,20 +121,3 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refusal_names_the_fix_and_leaves_everything_as_it_was(case, tmp_path):
     check_refusal(*REFUSED[case], tmp_path)
-
-
-@pytest.mark.parametrize("version", ["0.17.1", None])
-def test_a_peft_too_old_or_absent_is_named(version, monkeypatch):
-    of = importlib.metadata.version
-
-    def pretended(name):
-        if name == "peft" and version is None:
-            raise importlib.metadata.PackageNotFoundError
-        return version if name == "peft" else of(name)
-
-    monkeypatch.delitem(sys.modules, "hf_growattn.interop.peft_method")
-    monkeypatch.setattr(importlib.metadata, "version", pretended)
-    with pytest.raises(
-        ImportError, match=r"peft>=0.18[\s\S]*GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'"
-    ):
-        hf_growattn.GrowAttnConfig  # noqa: B018  the import is what is asked for

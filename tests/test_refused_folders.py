@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tracemalloc
+from functools import partial
 
 import pytest
 from families import VARIANTS, build, fingerprint, same
@@ -237,7 +238,7 @@ GROWTHS = {
         lambda path: None,
         lambda: patched("gpt2-2"),
         ValueError,
-        "growth of a growattn_llama",
+        "growth of a llama",
     ),
     "other sizes": (lambda path: None, lambda: patched(num_key_value_heads=1), ValueError, "a model of other sizes"),
     "another base": (described(base="you/base"), patched, ValueError, "other weights, you/base.*strict=False"),
@@ -247,7 +248,10 @@ GROWTHS = {
         ValueError,
         "other weights",
     ),
-    "a base with other embeddings": (lambda path: None, lambda: tuned("embed_tokens"), ValueError, "other weights"),
+    **{
+        f"a base with another {place}": (lambda path: None, partial(tuned, place), ValueError, "other weights")
+        for place in ("embed_tokens", "layers.1.input_layernorm", "norm")
+    },
     "a tuned base": (lambda path: None, tuned, ValueError, "other weights, one without a name.*strict=False"),
     **{
         f"dims of {text!s:.20}": (described(extra_dims=text), base, ValueError, DAMAGED)

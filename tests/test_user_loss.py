@@ -3,6 +3,7 @@
 import copy
 from statistics import mean
 
+import peft
 import pytest
 import torch
 from families import build, fingerprint, lm_batches, same, tokens, word_tokenizer
@@ -127,7 +128,6 @@ def embedding(folder, model, loss="MultipleNegativesRankingLoss", **options):
 
 
 def lora(model):
-    peft = pytest.importorskip("peft")
     set_seed(1)
     config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     return peft.get_peft_model(model, config)
@@ -223,7 +223,6 @@ def test_guided_starts_take_a_loss_too():
 
     model, batches = patch_model(build("llama-2")), lm_batches(4)
     assert Grower(model, CONFIG).find(batches).keep().kept
-    peft = pytest.importorskip("peft")
     reports = []
     for given in ({}, {"loss": loss}):
         adapted = peft.get_peft_model(patch_model(build("llama-2")), GrowAttnConfig(budget=0.05))
@@ -234,7 +233,6 @@ def test_guided_starts_take_a_loss_too():
 
 def test_a_reference_without_adapters_is_refused_too():
     """As TRL's trainers take it from a peft model; new dims of the base would be part of both."""
-    peft = pytest.importorskip("peft")
     model = peft.get_peft_model(patch_model(build("llama-2")), peft.LoraConfig(target_modules="all-linear"))
 
     def loss(model, batch):

@@ -99,7 +99,7 @@ def read_command(words: Sequence[str], descriptions: Mapping[str, str]) -> Any:
 def read_recipe(command: str, words: Sequence[str]) -> Any:
     """The `Recipe` of a command that reads data: names first, then options, of which `--config` names a YAML file."""
     if find_spec("trl") is None:
-        raise ImportError("TRL reads the data: pip install 'hf_growattn[trl]'.")
+        raise ImportError("TRL reads the data: pip install 'trl>=1.14' datasets.")
     from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
     from trl.trainer.model_config import ModelConfig
     from yaml import YAMLError

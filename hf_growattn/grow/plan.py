@@ -53,12 +53,7 @@ class AddedDims:
         if self.budget is not None:
             if self.qk_dims or self.v_dims:
                 raise ValueError("Give a budget, or fixed widths by qk_dims and v_dims, not both.")
-            whole, share = type(self.budget) is int, type(self.budget) is float
-            if not ((whole and self.budget >= 1) or (share and 0 < self.budget < 1)):
-                raise ValueError(
-                    "budget must be a whole number of weights, or a share of the model's parameters between 0 and 1, "
-                    f"such as 0.01; got {self.budget!r}."
-                )
+            check_budget(self.budget)
         if isinstance(self.kinds, str) or not self.kinds or not set(self.kinds) <= set(KINDS):
             raise ValueError(f"kinds must be a list of {', '.join(map(repr, KINDS))}; got {self.kinds!r}.")
         listed = isinstance(self.layers, Sequence) and not isinstance(self.layers, str) and len(self.layers)
@@ -77,6 +72,15 @@ class AddedDims:
         if self.budget is not None:
             return [KINDS[name] for name in KINDS if name in self.kinds]
         return [kind for kind in KINDS.values() if getattr(self, kind.width)]
+
+
+def check_budget(budget: Any) -> None:
+    """Raise a ValueError if a budget is neither a number of weights nor a share of them."""
+    if not ((type(budget) is int and budget >= 1) or (type(budget) is float and 0 < budget < 1)):
+        raise ValueError(
+            "budget must be a whole number of weights, or a share of the model's parameters between 0 and 1, such as "
+            f"0.01; got {budget!r}."
+        )
 
 
 def check_numbers(config: Any, **least: int) -> None:

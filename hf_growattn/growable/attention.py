@@ -15,7 +15,6 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..model.configuration import PREFIX
 from ..model.families import (
     FoundAttention,
     add_extra,
@@ -146,7 +145,7 @@ class GrowableAttention:
     def softmax_scale(self) -> float:
         """What logits are scaled by, in the queries or in the attention function: 1 in T5."""
         scale = getattr(self.module, "scaling", None)
-        is_before = self.config.model_type.removeprefix(PREFIX) in _SCALED_BEFORE
+        is_before = self.config.model_type in _SCALED_BEFORE
         return self.shape.qk_head_dim**-0.5 if scale is None or is_before else float(scale)
 
     @property

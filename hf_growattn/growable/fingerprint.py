@@ -15,12 +15,12 @@ from .projections import answers, is_plain
 
 _ENTRIES = 8  # of each weight
 _ROUNDING, _QUANTIZATION = 0.01, 0.5  # how far they may be apart, relative to their norm: bf16 rounds by 0.4 %
-Fingerprint = dict[str, tuple[str, list[float]]]  # by module, what quantizes it, and some of its weights
+Fingerprint = dict[str, tuple[str, list[float]]]  # by the name of a weight, what quantizes it, and some of its entries
 
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = None, prefix: str = "") -> Fingerprint:
-    """Some old weights of every linear layer and embedding of the base model, without adapters and task heads.
+    """Some entries of every weight of the base model and of the output embeddings, without adapters and task heads.
 
     Args:
         model: the patched model.
@@ -28,43 +28,61 @@ def fingerprint(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = N
         prefix: of the names of the model's parameters in `state_dict`.
     """
     names = {parameter: f"{prefix}{name}" for name, parameter in model.named_parameters()}
-    start = next(name for name, module in model.named_modules() if module is model.base_model)
+    embeddings = [model.get_output_embeddings(), *(m for m in model.modules() if isinstance(m, nn.Embedding))]
     found: Fingerprint = {}
-    for name, child in _readable_modules(model.base_model, start):
+
+    def note(name: str, kind: str, entries: Tensor | None) -> None:
+        if entries is not None and not entries.is_meta:
+            found[name] = kind, entries.float().tolist()
+
+    for path, child in _base_modules(model):
         inside: Any = base_layer(child)
-        if getattr(child, "merged", False):
-            continue
+        is_quantized = linear_sizes(inside) is not None and not is_plain(inside)
         with align_module_device(inside):
-            if is_plain(inside) or isinstance(inside, nn.Embedding):
-                own: Any = inside.weight
-                weight = own if state_dict is None else state_dict.get(names.get(own, ""))
-                kind, read = "", None if weight is None else _entries(inside, full_tensor(weight))
-            else:
-                kind, read = type(inside).__name__, _computed_entries(inside)
-        if read is not None and not read.is_meta:
-            found[name] = kind, read.float().tolist()
+            if is_quantized:
+                note(f"{path}.weight", type(inside).__name__, _computed_entries(inside))
+            for own, parameter in inside.named_parameters(recurse=False):
+                weight = parameter if state_dict is None else state_dict.get(names.get(parameter, ""))
+                if weight is not None and weight.numel() and not (is_quantized and own == "weight"):
+                    may_grow = any(inside is each for each in embeddings)
+                    note(f"{path}.{own}", "", _entries(full_tensor(weight), isinstance(inside, Conv1D), may_grow))
     return found
 
 
-def _readable_modules(module: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers and embeddings in a module, with their adapters around them, by path."""
+def _base_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose weights tell a base, with their adapters around them, by path."""
+    base, head = model.base_model, model.get_output_embeddings()
+    for path, module in model.named_modules():
+        if module is base:
+            yield from _modules_in(module, path)
+        elif module is head and is_plain(module) and not getattr(module, "merged", False):  # no copy that trains whole
+            yield path, module
+
+
+def _modules_in(module: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]]:
+    """A module and those inside, but for new dims, adapters and what adapters are merged into."""
+    yield place, module
     for name, child in module.named_children():
-        path, inside = f"{place}.{name}" if place else name, base_layer(child)
-        if linear_sizes(inside) is not None or isinstance(inside, nn.Embedding):
+        if isinstance(child, ExtraDims) or getattr(child, "merged", False):
+            continue
+        path = f"{place}.{name}" if place else name
+        if base_layer(child) is child:
+            yield from _modules_in(child, path)
+        else:
             yield path, child
-        elif not isinstance(child, ExtraDims):
-            yield from _readable_modules(child, path)
 
 
 def _spread(size: int, device: torch.device) -> Tensor:
     return torch.arange(_ENTRIES, device=device) * size // _ENTRIES
 
 
-def _entries(module: Any, weight: Tensor) -> Tensor:
-    """Entries of a weight (outputs, inputs), from its first corner to its last; of the first rows of an embedding."""
-    by_output = weight.T if isinstance(module, Conv1D) else weight
+def _entries(weight: Tensor, is_transposed: bool, may_grow: bool) -> Tensor:
+    """Entries of a weight, from its first corner to its last; of its first rows where others may have been added."""
+    if weight.dim() != 2:
+        return weight.flatten()[_spread(weight.numel(), weight.device)]
+    by_output = weight.T if is_transposed else weight
     rows = _spread(by_output.shape[0], weight.device)
-    if isinstance(module, nn.Embedding):  # which may have been resized since
+    if may_grow:
         rows = torch.arange(_ENTRIES, device=weight.device) % len(weight)
     return by_output[rows, _spread(by_output.shape[1], weight.device)]
 

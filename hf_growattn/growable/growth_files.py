@@ -87,7 +87,8 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bo
     if strict and is_of_another_base(fingerprint(inner), json.loads(metadata.get("old_weights", "{}"))):
         raise ValueError(
             f"{folder} holds a growth of a base with other weights, {metadata.get('base') or 'one without a name'}. "
-            "Load it onto that base; load_growth(..., strict=False) takes this one all the same."
+            "Load it onto that base, as it was at the save; of a base that was trained since, save the whole model "
+            "instead. load_growth(..., strict=False) takes this base all the same."
         )
     if optimizer is not None:
         warn_without_ddp(model)

@@ -199,8 +199,8 @@ def _replace_configs(model: PreTrainedModel, submodels: Sequence[str] | None) ->
             if isinstance(config, PreTrainedConfig):
                 setattr(module, name, new := copy.deepcopy(config, copies))
                 if type(new) is stock_class:
-                    vars(new).pop("model_type", None)  # a loaded config notes it, and would hide the class's
                     new.__class__ = growable_config_class(stock_class)
+                    vars(new)["model_type"] = stock_class.model_type
                     new.growable_submodels, new.extra_dims = submodels and [*submodels], {}
                     new.attention_count = None
 
@@ -245,6 +245,7 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
         if getattr(config, "auto_map", None) == auto_map(config.model_type):
             del config.auto_map
         del config.growable_submodels, config.extra_dims, config.attention_count
+        del vars(config)["model_type"]  # the class says the same from now on
         config.__class__ = config.stock_class  # pyright: ignore[reportAttributeAccessIssue]
     for module in model.modules():
         if isinstance(module, GrowableModelMixin):

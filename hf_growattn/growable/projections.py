@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..model.configuration import PREFIX
 from ..model.families import REGISTERED, base_layer, find_projections
 from ..model.new_dims import full_tensor
 
@@ -69,7 +68,7 @@ def register_architecture(model_type: str, layout: AttentionLayout) -> None:
 
 def layout_of(module: Any) -> AttentionLayout:
     """The layout of an attention module: as registered, or by the usual names."""
-    model_type = module.config.model_type.removeprefix(PREFIX)
+    model_type = module.config.model_type
     if model_type in REGISTERED:
         return REGISTERED[model_type]
     names = find_projections(module)

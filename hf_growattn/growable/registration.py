@@ -1,10 +1,9 @@
-"""Enter grown models into the tables of transformers, and of peft if it is installed, by the names of their classes.
+"""Enter grown models into the tables of transformers, and of peft if it is imported, by the names of their classes.
 
 The tables of transformers hold names of classes, and the module that has them as attributes, which makes ours when it
 is asked for one. So no model family is imported here.
 """
 
-import contextlib
 import importlib
 import sys
 import types
@@ -37,5 +36,4 @@ def register_peft_method() -> None:
     peft is not imported for this, which takes seconds; asking for `GrowAttnConfig` does both.
     """
     if sys.modules.get("peft") is not None:
-        with contextlib.suppress(ImportError):  # a peft that is too old
-            importlib.import_module("..interop.peft_method", __package__)
+        importlib.import_module("..interop.peft_method", __package__)

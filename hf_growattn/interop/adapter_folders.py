@@ -1,16 +1,19 @@
 """Folders of adapters whose base grew: peft saves the growth along, and peft and transformers load it with them.
 
 Importing this file wraps `save_pretrained` and `load_adapter` of peft's models, and `load_adapter` of transformers'.
-What has no growth goes through as it is. A hot swap of new dims is refused.
+What has no growth goes through as it is. A hot swap of new dims is refused; who loads the adapters' weights alone is
+warned.
 """
 
 import functools
 import inspect
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel
 from peft.utils import hotswap
 from transformers.integrations.peft import PeftAdapterMixin
@@ -73,6 +76,22 @@ def _has_growth(source: Any, options: dict[str, Any]) -> bool:
     return file is not None and str(json.loads(Path(file).read_text()).get("peft_type")).startswith(GROWN_TYPE)
 
 
+def _warns_of_growth(stock: Callable) -> Callable:
+    """A `load_peft_weights` that says so where the weights alone are not what was trained."""
+
+    @functools.wraps(stock)
+    def load_peft_weights(model_id: str, *args, **kwargs) -> dict:
+        if _has_growth(model_id, {name: kwargs[name] for name in _HUB if kwargs.get(name)}):
+            warnings.warn(
+                f"The adapters in {model_id} were trained with a growth of their base, which these weights lack. Load "
+                "both by PeftModel.from_pretrained(base, folder), or the growth by load_growth.",
+                stacklevel=2,
+            )
+        return stock(model_id, *args, **kwargs)
+
+    return load_peft_weights
+
+
 class _Swappable(dict):
     """The config classes of adapters that peft can swap, by type: a hot swap would leave out a growth."""
 
@@ -88,6 +107,7 @@ hotswap.PEFT_TYPE_TO_CONFIG_MAPPING = _Swappable(swappable)  # pyright: ignore[r
 # Without these entries, as in a process that has not imported this, peft stops at the type.
 _configs: dict[Any, Any] = PEFT_TYPE_TO_CONFIG_MAPPING
 _configs.update({f"{GROWN_TYPE}{peft_type.value}": config for peft_type, config in list(_configs.items())})
+peft.load_peft_weights = peft.utils.load_peft_weights = _warns_of_growth(peft.load_peft_weights)
 PeftModel.save_pretrained = _saves_growth(PeftModel.save_pretrained)
 PeftModel.load_adapter = _loads_growth(PeftModel.load_adapter)
 PeftAdapterMixin.load_adapter = _loads_growth(PeftAdapterMixin.load_adapter)

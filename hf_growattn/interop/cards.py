@@ -13,7 +13,6 @@ from ..growable.attention import attentions
 from ..growable.folders import replacing
 from ..growable.growths import check_kind, is_grown, origin_of
 from ..model.compat import model_class_names
-from ..model.configuration import PREFIX
 from ..report.report import GrowthReport
 from ..report.words import format_width, summary_of
 
@@ -88,7 +87,7 @@ def write_card(
         auto_class=auto_class,
         base=base,
         dataset=dataset,
-        family=model.config.model_type.removeprefix(PREFIX),
+        family=model.config.model_type,
         widths=[
             [format_width((each.stock_width_of(role), each.width_of(role))) for role in ("key", "value")]
             for each in attentions(model)

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from peft import PeftConfig, PeftModel, PeftType
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
+from peft.utils import register_peft_method
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.versions import require_version
 
 from ..grow.growth import Grower
 from ..grow.plan import AddedDims, GrowthConfig, check_affordable, layers_of, weights_of
@@ -27,12 +29,6 @@ from ..model.compat import activate, add_peft_type, leave_out_of_checkpoints
 from ..model.configuration import check_extra_dims
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
-
-require_version("peft>=0.18", "hf_growattn.GrowAttnConfig needs it; try: pip install -U 'peft>=0.18'")
-
-from peft import PeftConfig, PeftModel, PeftType  # noqa: E402  not before its version is known
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge  # noqa: E402
-from peft.utils import register_peft_method  # noqa: E402
 
 _NAME, PREFIX = "growattn", "growattn_"
 

@@ -136,7 +136,7 @@ class Directions:
         in_sample: decrease of the loss per unit of step of each dim, over all heads, on its own batches: (p,).
         validated: the same on batches that the direction was not chosen from: (p,).
         out_of_reach: share of the whitened gradient that the old dims cannot follow, between 0 and 1; None where it is
-            not known what they can follow.
+            not known what they can follow, or noise hides it.
         halves: `u, sigma, v` as either half of the batches alone gives them, to be judged on the other.
     """
 
@@ -254,13 +254,14 @@ def _solve_directions(
         validated = (falls[0].sum(0) + falls[1].sum(0)).cpu() / 2
         halves = tuple((left, values, right) for left, values, right, _ in of_halves)
         broadcast_from_rank0(u, sigma, v, validated, *halves[0], *halves[1])
-        share = share_out_of_reach.item() if bottleneck.span_is_known else None
+        share = share_out_of_reach.item()
+        share = share if bottleneck.span_is_known and share > 0 else None
         found.append(Directions(bottleneck, u, sigma, v, sigma.square().sum(0), validated, share, halves))
     return found
 
 
 def _share_out_of_reach(residual: Tensor, total: Tensor) -> Tensor:
-    """The share from two inner products of one half's gradient with the other's: noise adds to neither."""
+    """The share from two inner products of one half's gradient with the other's; 0 where noise hides it."""
     return torch.where(total > 0, residual / total, 0.0).clamp(0, 1).sqrt()
 
 

@@ -27,7 +27,6 @@ NAMES = {
     "_LazyConfigMapping._extra_content": "the config classes that somebody registered",
     # transformers: models.
     "configuration_utils.strict": "checks the fields of a config class; a subclass is not strict by itself",
-    "conversion_mapping._MODEL_TO_CONVERSION_PATTERN": "which types share what converts their checkpoints",
     "output_capturing._CAN_RECORD_REGISTRY": "what output_hidden_states records, by the class of a model",
     "PreTrainedModel._can_record_outputs": "what a model class enters into that registry",
     "PreTrainedModel._adjust_missing_and_unexpected_keys": "overridden: the last look at a load before it returns",
@@ -60,7 +59,6 @@ NAMES = {
     "BaseTuner._replace_module": "overridden where unloading puts modules back",
     "PeftModel._enable_peft_forward_hooks": "calls that of a method, which serves adapters by row or refuses them",
     "BaseTunerLayer._active_adapter": "the active adapters, which a layer that is made late shares with the others",
-    "transformers_weight_conversion._MODEL_TO_CONVERSION_PATTERN": "a copy of transformers' table of that name",
 }
 
 # What shards a parameter and leaves a mark on it, with or without a wrapper.
@@ -93,17 +91,12 @@ def registered_class(mapping: Any, key: Any) -> Any:
 
 
 def copy_conversions(theirs: str, ours: str) -> None:
-    """Let checkpoints of a class or type of ours be converted as those of another one."""
+    """Let checkpoints of a class of ours be converted as those of another one."""
     from transformers import conversion_mapping  # with all that loads checkpoints, which takes seconds
 
     conversions = conversion_mapping.get_checkpoint_conversion_mapping(theirs)
-    if conversions is None:
-        return
-    conversion_mapping.register_checkpoint_conversion_mapping(ours, conversions, overwrite=True)
-    # peft finds the linear maps of experts by a copy of this table, made when it first needs that.
-    for module in (conversion_mapping, sys.modules.get("peft.utils.transformers_weight_conversion")):
-        table = getattr(module, "_MODEL_TO_CONVERSION_PATTERN", {})
-        table[ours] = table.get(theirs, theirs)
+    if conversions is not None:
+        conversion_mapping.register_checkpoint_conversion_mapping(ours, conversions, overwrite=True)
 
 
 def record_outputs(model: Any) -> None:

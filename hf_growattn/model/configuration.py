@@ -31,6 +31,7 @@ class WideConfigMixin(_Config):
         attention_count: the number of attention modules of the model that these are of.
         auto_map: where the code that loads it lies, once it was saved with its model.
         stock_class: the stock config class.
+        model_type: of a config object the stock type, which code of others asks for; `config.json` says that of ours.
     """
 
     stock_class: type[PreTrainedConfig]
@@ -46,6 +47,7 @@ class WideConfigMixin(_Config):
         super().__post_init__(**kwargs)
         self.growable_submodels, self.extra_dims = growable_submodels, extra_dims
         self.attention_count = attention_count
+        vars(self)["model_type"] = self.stock_class.model_type
         check_extra_dims(extra_dims)
         names = growable_submodels
         listed = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
@@ -96,9 +98,9 @@ def check_extra_dims(extra_dims: Any) -> None:
 
 
 @cache
-def auto_map(model_type: str) -> dict[str, str]:
-    """Where a checkpoint of a type of ours keeps the classes that the Auto classes may load it by."""
-    stock_type, names = model_type.removeprefix(PREFIX), {}
+def auto_map(stock_type: str) -> dict[str, str]:
+    """Where a grown checkpoint of a type keeps the classes that the Auto classes may load it by."""
+    names = {}
     for auto_name, auto_class in vars(modeling_auto).items():
         table = model_class_names(auto_class)
         if auto_name.startswith("AutoModel") and stock_type in table:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .configuration import PREFIX, WideConfigMixin
+from .configuration import WideConfigMixin
 from .hooks import CACHES, Arguments, Handover, after_forward, before_forward
 from .new_dims import ROLES, ExtraDims, HeadShape
 
@@ -158,7 +158,7 @@ def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:
 def find_projections(module: nn.Module) -> dict[str, str]:
     """The names of a module's children that project each role: one for three if fused; none for unusual names."""
     config: Any = getattr(module, "config", None)
-    registered = REGISTERED.get(getattr(config, "model_type", "").removeprefix(PREFIX))
+    registered = REGISTERED.get(getattr(config, "model_type", ""))
     if registered is not None:
         return dict(registered.names)
     children = dict(module.named_children())

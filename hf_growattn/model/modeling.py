@@ -15,7 +15,7 @@ from torch import nn
 from transformers import MODEL_MAPPING, AutoModel, PreTrainedModel
 
 from .compat import copy_conversions, record_outputs, replace_base
-from .configuration import PREFIX, WideConfigMixin, auto_map, config_class_by_name, growable_config_class
+from .configuration import WideConfigMixin, auto_map, config_class_by_name, growable_config_class
 from .families import add_extra, find_attentions, sync_config
 from .hooks import one_width_error
 from .new_dims import NewDims, in_order
@@ -66,13 +66,11 @@ class WideModelMixin(_Model):
     @cache
     def mixed_into(cls, stock: type[Any]) -> type[PreTrainedModel]:
         """Return `GrowAttn<Stock class>`, the subclass with this mixin of a stock model class, base model or head."""
-        model_type = stock.config_class.model_type
         name, config_class = f"GrowAttn{stock.__name__}", growable_config_class(stock.config_class)
         namespace = {"__module__": cls.__module__, "config_class": config_class, "mixin": cls, "stock_class": stock}
         made = type(name, (cls, stock), namespace)
-        # Checkpoints of some families hold other tensors than the modules, and what converts them goes by these names.
+        # Checkpoints of some families hold other tensors than the modules, and what converts them goes by its name.
         copy_conversions(stock.__name__, name)
-        copy_conversions(model_type, PREFIX + model_type)
         return made
 
     @classmethod

@@ -120,7 +120,7 @@ class RaceResult:
         if lead <= 0:
             return f"LoRA wins: the held-out loss of {title} is {gap} higher."
         return (
-            f"LoRA wins: the held-out loss of {title} is {gap} lower, but must be lower by more than {MARGIN} and by "
+            f"LoRA wins: {title} leads by {gap}, too little to be sure. A winner leads by more than {MARGIN} and by "
             "more than two standard errors."
         )
 
@@ -138,12 +138,13 @@ class RaceResult:
     def _remarks(self) -> list[str]:
         """Which methods could not be had, trained with fewer seeds than LoRA, or train another number of weights."""
         budget = self.options["budget"]
-        said = [f"Not trained: {TITLES[name]}, since {why}." for name, why in self.missing.items()]
+        said = ["± is one standard error, over held-out batches and seeds."]
+        said += [f"Not trained: {TITLES[name]}, since {why}." for name, why in self.missing.items()]
         seeds = len(self.runs_of("lora"))
         for name in self.rates:
             runs = self.runs_of(name)
             if len(runs) < seeds:
-                said.append(f"{TITLES[name]} trained with {len(runs)} of {seeds} seeds: its lead is for the same.")
+                said.append(f"{TITLES[name]} was behind, and trained with {len(runs)} of {seeds} seeds.")
             weights = runs[0].weights
             if not name.startswith("all") and abs(weights - budget) > _EQUAL * budget:
                 said.append(f"{TITLES[name]} trains {weights:,} of {budget:,} weights: no more dims fit, or help.")

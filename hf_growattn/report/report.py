@@ -18,7 +18,7 @@ class LayerGrowth:
         gain: first-order decrease of the loss per unit of step, on batches that the directions were not computed from;
             of all directions that were found where none was added.
         out_of_reach: share of the gradient, 0 to 1, in the metric of the logits or outputs, beyond the old dims; None
-            where that is not known, as for queries and keys that rotate, and for weights that cannot be read.
+            where that is not known: for queries and keys that rotate, weights that cannot be read, and too few batches.
     """
 
     layer: int

@@ -44,7 +44,7 @@ def summary_of(report) -> list[str]:
         outcome = "The new dims were kept all the same" if report.kept else "Nothing was grown"
         lines = [f"Loss: {report.loss_before:.4f} on the growth batches. {outcome}: {why_not(report)}."]
         if report.has_room and not report.kept:
-            keeping = ", or keep the new dims all the same by Grower.find(batches).keep()"
+            keeping = ", or keep the new dims all the same by grower.find(batches).keep()"
             lines[0] += f" Pass more batches{keeping if report.added_parameters else ''}."
     if not (report.holds or report.kept):
         return lines

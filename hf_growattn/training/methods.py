@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..grow.growth import Grower
-from ..grow.plan import GrowthConfig, weights_of
+from ..grow.plan import GrowthConfig, check_budget, weights_of
 from ..growable.attention import GrowableAttention
 from ..growable.growths import check_kind, extra_parameters, growable_model
 from ..growable.models import GrowableModelMixin, patch_model
@@ -63,6 +63,7 @@ class Method:
     def __post_init__(self):
         if self.name not in TITLES:
             raise ValueError(f"There is no method {self.name!r}: choose one of {', '.join(TITLES)}.")
+        check_budget(self.budget)
 
     def prepare(self, model: nn.Module, batches: Iterable = (), loss: Callable | None = None) -> tuple[Any, list[dict]]:
         """Add what the method adds, and freeze what it does not train.
@@ -130,7 +131,8 @@ def modules_to_train(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
     found = {name: module for name, module in model.named_modules() if name.endswith(tuple(names))}
     for wanted in names:
         if not any(name.endswith(wanted) for name in found):
-            raise ValueError(f"modules_to_save: {wanted!r} is no module of {type(model).__name__}.")
+            named = ", ".join(name for name, _ in model.named_children())
+            raise ValueError(f"modules_to_save: {wanted!r} is no module of {type(model).__name__}, such as {named}.")
     return found
 
 
@@ -151,10 +153,16 @@ def weights_of_rank_one(model: nn.Module, saved: Mapping[str, nn.Module]) -> int
 
 
 def choose_rank(model: nn.Module, budget: int | float, saved: Mapping[str, nn.Module]) -> int:
-    """The rank of LoRA on all linear layers that comes nearest to a budget, at least 1."""
+    """The rank of LoRA on all linear layers that comes nearest to a budget; a ValueError if it buys none."""
     is_whole = isinstance(model, PreTrainedModel)
     parameters = model.num_parameters() if is_whole else sum(p.numel() for p in model.parameters())
-    return max(round(weights_of(budget, parameters) / weights_of_rank_one(model, saved)), 1)
+    bought, cost = weights_of(budget, parameters), weights_of_rank_one(model, saved)
+    if round(bought / cost) < 1:
+        raise ValueError(
+            f"a budget of {bought:,} weights buys nothing: LoRA of rank 1 takes {cost:,}, {cost / parameters:.1%} of "
+            "the model. Choose a larger budget, as a share such as 0.02 or as a number of weights"
+        )
+    return round(bought / cost)
 
 
 def hidden_size(model: nn.Module) -> int:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from ..grow.plan import check_loss, list_batches, read_batches
+from ..grow.plan import check_budget, check_loss, list_batches, read_batches
 from ..growable.growths import cache_bytes, check_kind, growable_model
 from ..report.comparison import TITLES, RaceResult, Run
 from .methods import (
@@ -82,6 +83,7 @@ def race(
         found = type(make_model).__name__
         raise TypeError(f"make_model must be a function that makes a model at each call, and is a {found}.")
     check_loss(loss)
+    check_budget(budget)
     train, held_out = list_batches(train_batches), list_batches(held_out_batches)
     if steps < SHORT or min(seeds, len(train) - 1, len(held_out) - 1) < 1:
         raise ValueError(
@@ -168,6 +170,7 @@ class _Trainings:
         if self.accelerator.num_processes > 1:
             raise ValueError("A race runs in one process: start it without torchrun, then train by the winner.")
         self.make_model, self.loss = make_model, loss
+        self._made: dict[int, weakref.ref] = {}  # the parameters of the model that was made last, by identity
         self._prepared: tuple = ()  # method, seed, model, groups, and what changes as it starts
         self.file: Path | None = None
         model = self._make_model()
@@ -179,6 +182,9 @@ class _Trainings:
         self.options: dict[str, Any] = options | {"budget": weights}
         self.saved_weights = sum(p.numel() for p in {p for module in saved.values() for p in module.parameters()})
         self.width, self.cache, self.losses = hidden_size(model), 0, self.measure(model)
+        seen = {_digest(batch) for batch in train} - {_digest(())}
+        if any(_digest(batch) in seen for batch in held_out):
+            raise ValueError("A held-out batch is among those to train on. Hold out batches that no method sees.")
         contents = {"model": model.state_dict(), "train_batches": train, "held_out_batches": held_out}
         self.identity = {name: _digest(content) for name, content in contents.items()} | self.options
         with contextlib.suppress(ValueError):  # the methods that grow say why they cannot
@@ -221,6 +227,9 @@ class _Trainings:
         set_seed(0)  # a new head begins alike
         model = self.make_model()
         check_kind(model)
+        former, self._made = self._made, {id(p): weakref.ref(p) for p in model.parameters()}
+        if any(former[number]() is made() for number, made in self._made.items() if number in former):
+            raise ValueError("make_model gave the same model twice. Make or load it anew at each call.")
         return move_to_device(model, self.accelerator.device)
 
     def _prepare(self, method: Method, seed: int) -> tuple[Any, list[dict]]:

@@ -1,10 +1,20 @@
-"""Two actions that take turns in one process, and the ratio of their times with its spread."""
+"""Two actions that take turns in one process, the ratio of their times with its spread, and what methods cost so."""
 
 import contextlib
 import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from hf_growattn import Method
+from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import growable_model
+
+TURNS = 16
 
 
 @contextlib.contextmanager
@@ -53,3 +63,15 @@ def error(value: dict, turns: int) -> float:
 def format_spread(value: dict) -> str:
     """A median and its quartiles."""
     return "{:.3f} ({:.3f} to {:.3f})".format(value["ratio"], *value["quartiles"])
+
+
+def serving_cost(make: Callable[[], nn.Module], method: Method, train: list, loss: Callable) -> dict[str, float]:
+    """The share by which keys and values of a token grew, and the CPU time of a pass over that before, LoRA merged."""
+    model, _ = method.prepare(make(), train, loss)
+    merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+    found = attentions(growable_model(merged))
+    before = sum(each.cached_numbers([]) for each in found)
+    kept = sum(each.cached_numbers([*each.growths.values()]) for each in found) / before - 1
+    passes = [partial(loss, each.eval(), train[0]) for each in (merged, make())]
+    with torch.no_grad():
+        return {"kept": kept, "forward": turns(*passes, seconds=0.0, least=TURNS)["cpu"]["ratio"]}

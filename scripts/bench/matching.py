@@ -13,11 +13,13 @@ from statistics import fmean
 
 import page
 import torch
+from alternating import serving_cost
 from matching_task import CLASSIFY, COSINE, LOGISTIC, MATCH, NEAREST, Records
 from tables import EMBEDDINGS, MOST_PARAGRAPHS, SENTENCES, SOURCES
 
-from hf_growattn import race
+from hf_growattn import Method, race
 from hf_growattn.report.comparison import TITLES, RaceResult, compare_runs
+from hf_growattn.training.methods import GROWING
 
 ALL_METHODS = ("lora", "growth", "mix", "random", "all", "all_growth")
 SEEDS, HELD_OUT = 3, 64  # of a race, and episodes to compare on
@@ -67,7 +69,7 @@ def measure(task: Records, kept: Path, methods: tuple[str, ...], seeds: int) -> 
         "challenger": result.challenger,
         "start": result.start.loss,
         "missing": result.missing,
-        "methods": {name: figures_of(result, name) for name in result.rates},
+        "methods": {name: figures_of(result, name) | cost_of(task, result, name, kept) for name in result.rates},
         "untrained": task.without_training(),
     }
 
@@ -79,6 +81,15 @@ def figures_of(result: RaceResult, name: str) -> dict:
     loss = fmean(run.loss for run in runs)
     figures = {"loss": loss, "lead": lead, "error": error, "rate": runs[0].rate, "weights": runs[0].weights}
     return page.finite(figures | {"seeds": len(runs)})
+
+
+def cost_of(task: Records, result: RaceResult, name: str, kept: Path) -> dict[str, float]:
+    """What a method costs at inference: LoRA and all weights nothing."""
+    if name not in GROWING:
+        return {"kept": 0.0, "forward": 1.0}
+    torch.manual_seed(0)
+    batches = [task.batch(0, step) for step in range(task.growth_batches)]
+    return serving_cost(lambda: task.model(kept), Method(name, **result.options), batches, task.loss)
 
 
 def lead_of(row: dict, name: str | None) -> str:
@@ -124,14 +135,20 @@ def table_of_methods(rows: list[dict]) -> str:
     """A line for each method of each task, the lowest loss first."""
     lines = []
     for row in rows:
-        lines.append([row["task"], "before training", f"{row['start']:.3f}", "", "", "", ""])
+        lines.append([row["task"], "before training", f"{row['start']:.3f}", *[""] * 6])
         for name, found in sorted(row["methods"].items(), key=lambda item: item[1]["loss"] or float("inf")):
             loss = "diverged" if found["loss"] is None else f"{found['loss']:.3f}"
             lead = lead_of(row, name) if name != "lora" else ""
-            sizes = [f"{found['rate']:.2g}", f"{found['weights']:,}", found["seeds"]]
-            lines.append([row["task"], TITLES[name], loss, lead, *sizes])
-        lines += [[row["task"], TITLES[name], why, "", "", "", ""] for name, why in row["missing"].items()]
-    return page.table(["task", "trained by", "loss", "lead over LoRA", "learning rate", "weights", "seeds"], lines)
+            sizes = [
+                f"{found['rate']:.2g}",
+                f"{found['weights']:,}",
+                f"{found['kept']:+.0%}",
+                f"{found['forward']:.2f}",
+            ]
+            lines.append([row["task"], TITLES[name], loss, lead, *sizes, found["seeds"]])
+        lines += [[row["task"], TITLES[name], why, *[""] * 6] for name, why in row["missing"].items()]
+    head = ["task", "trained by", "loss", "lead over LoRA", "learning rate", "weights", "K and V", "forward", "seeds"]
+    return page.table(head, lines)
 
 
 def draw(rows: list[dict], plt):
@@ -174,6 +191,8 @@ linear layers, read-in and head among them, growth, and a mix of both, with the 
 rule names the winner. Growth spends less than its budget where no further dims lower the loss of unseen batches. New
 dims in random directions have the places and numbers that growth chose. Leads are in nats, with standard errors over
 batches and seeds; LoRA, the better one of growth and the mix, and the rows beyond these train with {SEEDS} seeds.
+"K and V" is how much wider keys and values of a token become, and "forward" the CPU time of a pass with its loss, both
+against the model before, with LoRA merged; random dims cost what growth does.
 Nearest neighbours, cosine and logistic regression train no transformer. The neighbours use a metric that is fitted to
 pairs of rows for training, and cosine one number; the regression sees only the rows given. Seconds are those on the
 wall, for one thread."""

@@ -10,13 +10,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import page
 import torch
-from alternating import turns
+from alternating import serving_cost
 from fit import fit
 from neighbours import at_length_one, best_loss
 from page import make_parser, parse, spread
@@ -25,8 +24,6 @@ from records_task import LABELS, Reader, bilinear_loss, build, draw, loss_of, re
 from torch import Tensor
 
 from hf_growattn import Method, race
-from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import growable_model
 from hf_growattn.report.comparison import TITLES, Run, compare_runs
 from hf_growattn.training.methods import linear_layers, modules_to_train, weights_of_rank_one
 from hf_growattn.training.race import SHORT, order_batches
@@ -127,18 +124,6 @@ def run_hira(make: Callable[[], Reader], cell: Cell, train: list, held_out: list
     return [run(rate, cell.steps, seed) for seed in range(seeds)]
 
 
-def serving_cost(make: Callable[[], Reader], method: Method, train: list[dict]) -> dict[str, float]:
-    """The share by which keys and values of a token grew, and the CPU time of a pass over that before, LoRA merged."""
-    model, _ = method.prepare(make(), train, loss_of)
-    merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-    found = attentions(growable_model(merged))
-    before = sum(each.cached_numbers([]) for each in found)
-    kept = sum(each.cached_numbers([*each.growths.values()]) for each in found) / before - 1
-    passes = [partial(loss_of, each.eval(), train[0]) for each in (merged, make())]
-    with torch.no_grad():
-        return {"kept": kept, "forward": turns(*passes, seconds=0.0, least=TURNS)["cpu"]["ratio"]}
-
-
 def run_cell(cell: Cell, arguments: argparse.Namespace, kept: Path) -> dict:
     """What the page says of a race; what an earlier call has found is read."""
     file = kept / f"{cell.name}.json"
@@ -181,7 +166,7 @@ def run_cell(cell: Cell, arguments: argparse.Namespace, kept: Path) -> dict:
     for name in ("growth", "mix", "all_growth"):
         if name in result.rates and cell.width:
             method = Method(name, learning_rate=result.rates[name], **options)
-            rows[TITLES[name]] |= serving_cost(make, method, train)
+            rows[TITLES[name]] |= serving_cost(make, method, train, loss_of)
         elif name in result.rates:
             rows[TITLES[name]]["kept"] = result.runs_of(name)[0].cache / result.start.cache - 1
     cosine = best_loss(at_length_one(train[:2]), at_length_one(held_out), torch.eye(seen.shape[-1]), LABELS)

@@ -1,6 +1,6 @@
 """Record linkage: which record of one table is this one of another? From features to a model that matches in context.
 
-    pip install ".[peft]" scikit-learn
+    pip install . scikit-learn
     python scripts/recipes/records.py --output linked
 
 A transformer reads 64 records of one table, each with a label, and names the labels of records of the other table. It
