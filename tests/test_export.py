@@ -308,13 +308,6 @@ def test_the_stock_checkpoint_of_another_model_computes_the_same_or_is_refused(n
     assert (ours - theirs).abs().max() / ours.abs().max() < 10 * TOLERANCE  # deeper models, of larger weights
 
 
-def test_a_stock_checkpoint_names_no_code(tmp_path):
-    widened(build("llama-2")).save_pretrained(tmp_path / "grown")
-    assert "auto_map" in json.loads((tmp_path / "grown" / "config.json").read_text())
-    export_model(AutoModelForCausalLM.from_pretrained(tmp_path / "grown"), tmp_path / "stock")
-    assert "auto_map" not in json.loads((tmp_path / "stock" / "config.json").read_text())
-
-
 def test_bad_calls_name_the_fix(tmp_path):
     with pytest.raises(TypeError, match="patched model"):
         export_model(build("llama-2"), tmp_path / "m")

@@ -129,10 +129,6 @@ def test_allocate_is_best_where_all_chunks_cost_the_same(gains, cost, budget):
     assert sum(sum(g[:n]) for g, n in zip(gains, taken)) == pytest.approx(max(totals))
 
 
-def test_allocate_spends_by_gain_per_cost():
-    assert F.allocate([[3.0], [2.0]], [[6], [1]], 6) == [0, 1]
-
-
 QUANTILES = {1: 12.7062, 2: 4.30265, 3: 3.18245, 4: 2.77645, 8: 2.30600, 15: 2.13145, 30: 2.04227, 1000: 1.96234}
 
 
@@ -184,19 +180,6 @@ def test_the_step_of_old_factors_is_the_tangent_part_of_the_gradient(layer):
     assert_close(reached, rest - m, rtol=1e-6, atol=1e-8)
     p_a, p_b = (side @ torch.linalg.pinv(side) for side in (layer.stacked, layer.shared))
     assert_close(reached, -(p_a @ m + m @ p_b - p_a @ m @ p_b), rtol=1e-6, atol=1e-8)
-
-
-@always
-@given(seeds, sizes, st.integers(1, 3), st.integers(1, 3))
-def test_a_bias_is_one_more_row_of_every_formula(seed, d, heads, p):
-    x, g = normal(2, d + 5, d, seed=seed), normal(heads, 2, d + 5, d + 5, seed=seed + 1)
-    augmented = F.augment(x)
-    cross = (augmented.mT @ g @ augmented).sum(1)  # (heads, d + 1, d + 1)
-    roots = F.square_roots(F.ridged(F.moment_sum(augmented), 0.05))
-    u, sigma, v = best_directions(whiten(cross, roots[1], roots[1], heads), p)
-    sides = [F.split_bias(side, d) for side in F.step_factors(u, sigma, v, roots[1], roots[1], heads)]
-    queries, keys = (x[:, None] @ w.mT + b[:, None] for w, b in sides)
-    assert_close((g * (queries @ keys.mT).transpose(0, 1)).sum(), -sigma.square().sum())
 
 
 @always

@@ -81,8 +81,8 @@ def test_report_holds_and_prints_what_happened():
     steps = [layer.step_size for layer in report.layers]
     assert all(steps) and len({*steps[0::2]}) == len({*steps[1::2]}) == 1  # one for each kind
     for layer in report.layers:
-        assert layer.width == (16, 20) and (layer.out_of_reach is None) == (layer.kind == "qk")  # these rotate
-        assert layer.kind == "qk" or 0 <= layer.out_of_reach <= 1
+        assert layer.width == (16, 20) and 0 < (layer.out_of_reach or 1) <= 1
+        assert layer.kind == "v" or layer.out_of_reach is None  # they rotate
         assert layer.predicted_gain == pytest.approx(layer.step_size * layer.gain)
     assert report.predicted_gain == pytest.approx(sum(layer.predicted_gain for layer in report.layers))
     assert report.holds and report.fall > report.error > 0 and report.cache_bytes[1] == cache_bytes(model)

@@ -38,7 +38,7 @@ def join_lines(text: str) -> str:
 
 
 WAYS = {"dims": {}, "update": {"update_existing": True}, "refactor": {"method": "refactor"}}
-WAYS = {name: {"qk_dims": 2, "v_dims": 2} | way for name, way in WAYS.items()} | {"budget": {"budget": 0.02}}
+WAYS = {name: {"qk_dims": 2, "v_dims": 2} | way for name, way in WAYS.items()} | {"budget": {"budget": 0.05}}
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -259,13 +259,6 @@ def test_what_bitsandbytes_packs_for_inference_is_kept_for_training(folders):
         initialize_growattn_weights(model, BATCHES)
 
 
-@pytest.mark.parametrize("part", ["self_attn", "mlp"])
-def test_a_model_of_which_a_part_is_quantized_grows(part):
-    model = patch_model(build(MODEL))
-    in_place(getattr(model.model.layers[1], part), QuantLinear)
-    assert Grower(model, GROWTH).find(BATCHES).keep().kept
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int8"])  # bitsandbytes takes that on GPUs only
 def test_a_state_dict_of_a_quantized_model_leaves_its_layers_as_they_are(kind, folders):
     load, _ = KINDS[kind]

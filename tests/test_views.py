@@ -57,20 +57,6 @@ def recorded(model, **inputs):
     return [(view, *seen[view.module]) for view in views]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_an_offset_changes_what_rotates_alone(variant):
-    """Nothing of GPT-2, and no new dims."""
-    model = grow(build(variant, dtype=torch.float64))
-    view, layer = attention_views(model)[0], attentions(model)[0]
-    if "llama" in variant:
-        for role in ("query", "key"):
-            layer.weight_of(role).zero_()
-            layer.bias_of(role).zero_()
-    assert view.pattern(0).dense().norm() > 1
-    assert_close(view.pattern(0, 9).dense(), view.pattern(0).dense(), rtol=0, atol=0)
-
-
 ROPE = {
     "linear": dict(rope_type="linear", rope_theta=1e4, factor=4.0),
     "dynamic": dict(rope_type="dynamic", rope_theta=1e4, factor=2.0),
