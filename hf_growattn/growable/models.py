@@ -123,9 +123,9 @@ def _stock_entries(attention: nn.Module) -> Iterator[str]:
 def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) -> PreTrainedModel:
     """Make a model's attention growable, in place, for this instance only.
 
-    The classes of the model and its inner models are swapped for growable subclasses, and its config for a copy with a
-    `model_type` of our own. Attention modules stay as they are, class, forward and hooks, until they grow; outputs,
-    parameters and buffers stay as they were.
+    The classes of the model and its inner models are swapped for growable subclasses, and its config for a copy, which
+    is saved under a `model_type` of our own. Attention modules stay as they are, class, forward and hooks, until they
+    grow; outputs, parameters and buffers stay as they were.
 
     Args:
         model: a transformers model: base model, causal LM, classifier or any other head. Pass the whole of it: the
