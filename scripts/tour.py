@@ -116,7 +116,7 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 # ## What is new in a head
 #
 # A head compares tokens along directions. Its pattern is the matrix `W_Q W_K^T`, whose singular values say how strongly
-# each direction counts. It had 8 of them. The bars on the right, without a partner, are what growth added.
+# each direction counts. It had 8 directions. The bars on the right, without a partner, are what growth added.
 
 # %%
 grown_most = max(
@@ -172,7 +172,7 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# The base was trained, too, since the growth; strict=False loads the growth onto the former one all the same.
+# The base has trained since then, so the original one has other weights; strict=False skips that check.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")

@@ -35,7 +35,7 @@ def run(forks, recipe: str, folder, *options) -> str:
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"'loss': '([\d.e-]+)'", done.stdout)]
     (held_out,) = re.findall(r"^Held-out loss: ([\d.]+)$", done.stdout, re.MULTILINE)
-    found = re.findall(r"^Step 16:\nLoss: ([\d.]+)\. It falls by ([\d.]+) ± ([\d.]+) ", done.stdout, re.MULTILINE)
+    found = re.findall(r"^Step 16:\nLoss before: ([\d.]+)\. It falls by ([\d.]+) ± ([\d.]+)", done.stdout, re.MULTILINE)
     ((before, fall, error),) = ([float(number) for number in numbers] for numbers in found)
     assert losses[0] > before > before - fall > float(held_out) and fall > error
     return done.stdout

@@ -65,6 +65,7 @@ def training_code(result: RaceResult, recipe: Recipe) -> str:
 from hf_growattn import Method
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
+# Name your data: rows, as SFTTrainer takes them, and batches, some tensors of their input_ids, for growth to read.
 model = AutoModelForCausalLM.from_pretrained({recipe.model_name!r}, dtype="float32")
 method = Method("{method.name}", budget={method.budget}, learning_rate={method.learning_rate:.2g})
 model, parameter_groups = method.prepare(model, batches)

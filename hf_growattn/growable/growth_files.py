@@ -56,7 +56,7 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
         save_file(state, partial / GROWTH_FILE, metadata=metadata)
 
 
-def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bool = True) -> None:
+def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bool = True) -> nn.Module:
     """Give a patched model the new dims that `save_growth` wrote, in place of those that it has.
 
     Args:
@@ -64,6 +64,9 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bo
         folder: where they are.
         optimizer: the optimizer that trains the model already, or a list of all of them, to take the new parameters.
         strict: refuse a base with other old weights than the growth was saved with; rounding is no difference.
+
+    Returns:
+        The same object.
 
     Raises:
         ValueError: the model is not patched; or the growth is damaged, of another model, or of another base.
@@ -86,8 +89,8 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bo
         raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
     if strict and is_of_another_base(fingerprint(inner), json.loads(metadata.get("old_weights", "{}"))):
         raise ValueError(
-            f"{folder} holds a growth of a base with other weights, {metadata.get('base') or 'one without a name'}. "
-            "Load it onto that base, as it was at the save; of a base that was trained since, save the whole model "
+            f"The growth in {folder} is of a base with other weights, {metadata.get('base') or 'one without a name'}. "
+            "Load it onto that base, as it was at the save. If the base has trained since, save the whole model "
             "instead. load_growth(..., strict=False) takes this base all the same."
         )
     if optimizer is not None:
@@ -98,6 +101,7 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bo
         for name, parameter in inner.named_parameters():
             if _is_new(name):
                 parameter.copy_(state[name])
+    return model
 
 
 def _read_growth(folder: Path) -> tuple[dict[str, str], Dims, dict[str, torch.Tensor]]:

@@ -109,7 +109,7 @@ class RaceResult:
         if not self.challenger:
             return "LoRA wins: neither growth nor a mix could be had."
         lead, error = self.lead
-        title = TITLES[self.challenger]
+        title = "the mix" if self.challenger == "mix" else TITLES[self.challenger]
         if math.isinf(lead):
             return f"LoRA wins: {title} diverged." if lead < 0 else f"The winner is {title}: LoRA diverged."
         gap = f"{abs(lead):.4f} ± {error:.4f}"
@@ -118,7 +118,7 @@ class RaceResult:
             cost = f", with a KV cache {after / before - 1:.0%} larger" if before else ""
             return f"The winner is {title}: its held-out loss is {gap} lower than LoRA's{cost}."
         if lead <= 0:
-            return f"LoRA wins: the held-out loss of {title} is {gap} higher."
+            return f"LoRA wins: it ends {gap} lower on held-out batches than {title}."
         return (
             f"LoRA wins: {title} leads by {gap}, too little to be sure. A winner leads by more than {MARGIN} and by "
             "more than two standard errors."
@@ -138,7 +138,9 @@ class RaceResult:
     def _remarks(self) -> list[str]:
         """Which methods could not be had, trained with fewer seeds than LoRA, or train another number of weights."""
         budget = self.options["budget"]
-        said = ["± is one standard error, over held-out batches and seeds."]
+        said = ["Leads compare the same seeds and batches; ± is one standard error over these."]
+        if self.rates and min(run.loss for name in self.rates for run in self.runs_of(name)) >= self.start.loss:
+            said.append("No training ended below the loss before it: train longer before you trust this.")
         said += [f"Not trained: {TITLES[name]}, since {why}." for name, why in self.missing.items()]
         seeds = len(self.runs_of("lora"))
         for name in self.rates:

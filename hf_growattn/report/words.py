@@ -16,7 +16,7 @@ COLUMNS = {  # of a report's table, each with what it says
     "kind": "queries and keys choose what a head reads, values are what it reads",
     "width": "numbers in each head, before and with the new dims",
     "gradient out of reach": "what the old dims cannot follow, 0 to 1 (- not known)",
-    "share of gain": "of the fall expected to first order (- nothing added)",
+    "share of gain": "of the fall that the gradient predicts (- nothing added)",
 }
 _TERMINAL = 80  # columns
 _HEADER = 9  # columns of a table's header at least
@@ -37,8 +37,8 @@ def summary_of(report) -> list[str]:
     """How far the loss falls, and what the growth costs in memory; only the first where nothing holds or is kept."""
     if report.holds:
         lines = [
-            f"Loss: {report.loss_before:.4f}. It falls by {report.fall:.4f} ± {report.error:.4f} (95 %) on growth "
-            "batches that the new dims were not computed from."
+            f"Loss before: {report.loss_before:.4f}. It falls by {report.fall:.4f} ± {report.error:.4f} (95 %) on "
+            "growth batches that the new dims were not computed from."
         ]
     else:
         outcome = "The new dims were kept all the same" if report.kept else "Nothing was grown"

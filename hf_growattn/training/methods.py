@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..grow.growth import Grower
-from ..grow.plan import GrowthConfig, check_budget, weights_of
+from ..grow.plan import GrowthConfig, check_budget, read_batches, weights_of
 from ..growable.attention import GrowableAttention
 from ..growable.growths import check_kind, extra_parameters, growable_model
 from ..growable.models import GrowableModelMixin, patch_model
@@ -100,6 +100,8 @@ class Method:
         if self.name in GROWING:
             device = next(model.parameters()).device
             read = [send_to_device(copy.copy(batch), device) for batch in islice(batches, self.growth_batches)]
+            if loss is None and isinstance(model, PreTrainedModel):
+                read = read_batches(read, model)  # also tensors of input_ids
             trained = self._grow(trained, cost * (rank - lora_rank), read, loss or default_loss)
         new = extra_parameters(growable_model(trained)) if self.name == "mix" else []
         new = [p for p in new if p.requires_grad]  # a former growth stays as it is
