@@ -55,7 +55,7 @@ def log_of(folder) -> list[dict]:
 
 def test_growth_half_way_is_saved_with_its_card(given, grown):
     output, printed = grown
-    assert "Step 8:\nLoss: " in printed
+    assert "Step 8:\nLoss before: " in printed
     losses = [entry["loss"] for entry in log_of(output) if "loss" in entry]
     assert losses[-1] < losses[0] - 1
     stock, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (given / "model", output))
@@ -63,7 +63,7 @@ def test_growth_half_way_is_saved_with_its_card(given, grown):
     assert model.num_parameters() - stock.num_parameters() == added > 0
     assert {each["growth_1"][1] for each in model.config.extra_dims.values()} == {4}
     assert AutoTokenizer.from_pretrained(output)("w5 w7")["input_ids"] == [5, 7]
-    assert "Growth 1. Loss:" in (output / "README.md").read_text()
+    assert "Growth 1. Loss before:" in (output / "README.md").read_text()
 
 
 def test_a_resumed_training_ends_as_the_unbroken_one(finetune, grown, tmp_path):
@@ -95,7 +95,7 @@ def test_a_training_that_did_not_grow_leaves_a_stock_model_and_no_card_of_ours(f
 
 def test_adapters_and_new_dims_load_again(finetune, given, tmp_path):
     printed = finetune(tmp_path, "--use_peft", "--lora_r", 4, "--qk_dims", 2, "--v_dims", 2)
-    assert "Step 8:\nLoss: " in printed
+    assert "Step 8:\nLoss before: " in printed
     model = patch_model(AutoModelForCausalLM.from_pretrained(given / "model"))
     stock = model(SAMPLE).logits
     model = PeftModel.from_pretrained(model, tmp_path).eval()
@@ -120,7 +120,7 @@ def test_the_yaml_recipes(finetune, given, recipe, tmp_path):
     words = ["--config", f"scripts/recipes/{recipe}.yaml", "--max_steps", 8, "--warmup_steps", 0]
     words += ["--budget", 0.1] * (recipe != "growth") + ["--chat_template_path", tmp_path / "template.jinja"]
     printed = finetune(tmp_path / "out", *words, data=["--data_files", tmp_path / "rows.jsonl"])
-    assert "Step 4:\nLoss: " in printed
+    assert "Step 4:\nLoss before: " in printed
     assert (tmp_path / "out" / "growth").is_dir() == (recipe == "lora")
 
 
