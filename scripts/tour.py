@@ -172,7 +172,7 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# The base has trained since then, so the original one has other weights; strict=False skips that check.
+# Training has changed the base's weights, too; strict=False loads the growth onto the untrained base all the same.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")

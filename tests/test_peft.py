@@ -187,7 +187,6 @@ def test_merged_adapters_grow_and_unmerge(variant, tmp_path):
     load_growth(unmerged, tmp_path)  # of weights with adapters merged into them, nobody knows the base
     model.unmerge_adapter()
     near(logits(model), expected)
-    near(logits(unmerged), expected)
 
 
 OTHERS = {

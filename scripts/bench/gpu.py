@@ -9,12 +9,15 @@ that it was not run.
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import page
 import torch
@@ -34,6 +37,7 @@ from hf_growattn.growable.growths import sync_config
 VOCABULARY = 4096
 DIMS = (6, 8)  # new ones of queries and keys, and of values; the second number is a multiple of 8
 BATCHES = 8  # of a growth
+GROWTH = ["model", "base", "batches", "training step", "growth, steps", "seconds", "memory"]
 # The kinds of models that are compared with a stock one: new dims, and what a stock head is wider by.
 KINDS = {"patched": (0, 0), **{f"grown by {dims}": (dims, 0) for dims in DIMS}, "stock, heads wider by 8": (0, 8)}
 
@@ -45,6 +49,8 @@ class Shape:
     Attributes:
         trained: rows and tokens of a training step.
         cached: rows and tokens that are in the cache before the next one is decoded; each is also a prefill.
+        grown: rows and tokens of the batches of a growth.
+        layers_grown: of the model that grows.
     """
 
     hidden_size: int
@@ -54,6 +60,8 @@ class Shape:
     layers: int = 4
     trained: tuple[int, int] = (2, 1024)
     cached: tuple[tuple[int, int], ...] = ((1, 2048), (1, 16384), (16, 2048), (16, 16384))
+    grown: tuple[tuple[int, int], ...] = ((2, 1024),)
+    layers_grown: int = 4
 
     def build(self, attention: str, wider: int = 0) -> nn.Module:
         """A Llama with random weights in bf16, and heads that are wider by some dims."""
@@ -74,10 +82,11 @@ class Shape:
 
 
 SHAPES = {
-    "Llama 1B": Shape(hidden_size=2048, heads=32, key_value_heads=8, intermediate_size=8192),
-    "Llama 8B": Shape(hidden_size=4096, heads=32, key_value_heads=8, intermediate_size=14336),
+    "Llama 1B": Shape(2048, 32, 8, 8192, grown=((2, 1024), (8, 2048)), layers_grown=16),
+    "Llama 8B": Shape(4096, 32, 8, 14336),
 }
-TINY = Shape(64, 4, 2, 96, layers=2, trained=(2, 16), cached=((1, 32), (2, 32)))
+TINY = Shape(64, 4, 2, 96, 2, trained=(2, 16), cached=((1, 32), (2, 32)), grown=((2, 16),), layers_grown=2)
+CHECKPOINTED = 4096  # tokens of a batch, from which on layers are computed again in the backward pass
 
 
 def device() -> str:
@@ -119,10 +128,10 @@ def kernel_seconds(action: Callable) -> float:
     return sum(event.device_time for event in found.events() if event.device_type == DeviceType.CUDA) / 1e6
 
 
-def training_step(model: nn.Module, shape: Shape) -> Callable:
-    """Gradients of a batch and a step of AdamW at a rate of 0."""
+def training_step(model: nn.Module, shape: Shape, size: tuple[int, int] | None = None) -> Callable:
+    """Gradients of a batch of so many rows and tokens, and a step of AdamW at a rate of 0."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    ids = torch.randint(VOCABULARY, shape.trained, device=device())
+    ids = torch.randint(VOCABULARY, size or shape.trained, device=device())
 
     def step() -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -164,11 +173,16 @@ def peak(action: Callable) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def time_of_growth(model: nn.Module, shape: Shape) -> dict[str, float]:
+def time_of_growth(model: Any, shape: Shape, size: tuple[int, int], compiled: bool = False) -> dict[str, Any]:
     """A growth by budget, in training steps of the same model, and its peak of memory as a share of that of a step."""
-    batches = list(torch.randint(VOCABULARY, (BATCHES, *shape.trained), device=device()))
-    grower = Grower(model, GrowthConfig(budget=0.01))
-    actions = finished(training_step(model, shape)), finished(lambda: grower.measure(batches))
+    batches = list(torch.randint(VOCABULARY, (BATCHES, *size), device=device()))
+    if math.prod(size) >= CHECKPOINTED:
+        model.gradient_checkpointing_enable()
+    if compiled:
+        model.compile()
+    grower = Grower(model.train(), GrowthConfig(budget=0.01))
+    actions = finished(training_step(model, shape, size)), finished(lambda: grower.measure(batches))
+    actions[0]()  # which compiles it
     times = {action: [] for action in actions}
     for action in actions * 3:
         began = time.perf_counter()
@@ -176,7 +190,8 @@ def time_of_growth(model: nn.Module, shape: Shape) -> dict[str, float]:
         times[action].append(time.perf_counter() - began)
     step, growth = (statistics.median(times[action]) for action in actions)
     memory = [peak(action) for action in actions]
-    return {"steps": growth / step, "memory": memory[1] / memory[0], "seconds": growth}
+    place = {"batches": f"{size[0]} x {size[1]:,}", "compiled": compiled}
+    return place | {"steps": growth / step, "memory": memory[1] / memory[0], "seconds": growth}
 
 
 def quantized(shape: Shape, folder: Path) -> nn.Module:
@@ -208,11 +223,13 @@ def measure(shapes: dict[str, Shape], seconds: float, least: int, folder: Path) 
             del made
         del stock, ours
     for name, shape in shapes.items():
-        growth = time_of_growth(grow_by(shape.build("sdpa"), 0), shape)
-        found.append({"model": name, "kind": "growth", "base": "bf16"} | growth)
+        grown = replace(shape, layers=shape.layers_grown)
+        for size, compiled in product(shape.grown, (False, True)):
+            growth = time_of_growth(grow_by(grown.build("sdpa"), 0), shape, size, compiled)
+            found.append({"model": f"{name}, {grown.layers} layers", "kind": "growth", "base": "bf16"} | growth)
         if torch.cuda.is_available():
-            growth = time_of_growth(quantized(shape, folder / "base"), shape)
-            found.append({"model": name, "kind": "growth", "base": "nf4, frozen"} | growth)
+            growth = time_of_growth(quantized(shape, folder / "base"), shape, shape.trained)
+            found.append({"model": f"{name}, {shape.layers} layers", "kind": "growth", "base": "nf4, frozen"} | growth)
     return found
 
 
@@ -221,7 +238,7 @@ def page_of(found: list[dict]) -> page.Page:
     if not found:
         return page.Page(
             title="Growth on a GPU",
-            claim="Not run: no GPU was at hand. `python scripts/bench/gpu.py` takes at most 8 minutes of one.",
+            claim="Not run: no GPU was at hand. `python scripts/bench/gpu.py` takes about 6 minutes of one.",
             summary=page.table(["model", "attention", "kind", "action", "ratio to stock"], [["not run"] + [""] * 4]),
             text="",
             draw=draw_nothing,
@@ -237,7 +254,11 @@ def page_of(found: list[dict]) -> page.Page:
         for entry in timed
     ]
     growths = [
-        [e["model"], e["base"], f"{e['steps']:.1f}", f"{e['seconds']:.2f}", f"{e['memory']:.2f}"]
+        [
+            *(e[name] for name in ("model", "base", "batches")),
+            "compiled" if e["compiled"] else "eager",
+            *(f"{e['steps']:.1f}", f"{e['seconds']:.2f}", f"{e['memory']:.2f}"),
+        ]
         for e in found
         if e["kind"] == "growth"
     ]
@@ -259,9 +280,9 @@ def page_of(found: list[dict]) -> page.Page:
             "four layers of each shape, AdamW; rows x tokens; torch's own flash kernels, since cuDNN's, where they are "
             "the default, are planned anew for each length of the cache, which takes ten times as long as a token. "
             "Keys and values are padded to a multiple of 8, so that 6 new dims take the room of 8.\n\n"
-            f"A growth by budget on {BATCHES} batches, in training steps of the same model, median of three; and its "
-            "peak of memory as a share of that of a step:\n\n"
-            + page.table(["model", "base", "training steps", "seconds", "memory"], growths)
+            f"A growth by budget on {BATCHES} batches, rows x tokens, in training steps of the same model, compiled or "
+            f"not, median of three; and its peak of memory as a share of that of a step. From {CHECKPOINTED:,} tokens "
+            "on, layers are computed again in the backward pass.\n\n" + page.table(GROWTH, growths)
         ),
         draw=partial(draw, timed),
     )
@@ -305,7 +326,7 @@ def draw(timed: list[dict], plt):
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each comparison")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each comparison")
     parser.add_argument("--output", type=Path, default=page.RESULTS)
     parser.add_argument("--quick", action="store_true", help="a tiny model on any device: shows that it runs")
     arguments = parser.parse_args()
