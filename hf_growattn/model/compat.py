@@ -34,7 +34,7 @@ NAMES = {
     "PreTrainedModel._hf_peft_config_loaded": "set by add_adapter, which keeps adapters without a model of peft",
     "PreTrainedModel._can_set_experts_implementation": "whether a model has experts whose product can be exchanged",
     "PreTrainedConfig._attn_implementation": "which attention function a model uses: the getter that its forwards use",
-    "Trainer._load_from_checkpoint": "wrapped: no event tells that a checkpoint is loaded before its optimizer is",
+    "Trainer._load_from_checkpoint": "wrapped: no event says that a checkpoint is loaded before its optimizer is",
     # torch
     "Module._modules": "children by name, without the search through parameters and buffers of `getattr`",
     "Module._parameters": "the same of parameters",
@@ -49,7 +49,7 @@ NAMES = {
     "DistributedDataParallel._build_params_for_reducer": "the parameters in the form that a reducer takes",
     "DistributedDataParallel._build_debug_param_to_name_mapping": "their names, for its errors",
     "DistributedDataParallel._ddp_init_helper": "makes the reducer",
-    "DistributedDataParallel._set_static_graph": "tells it that the graph is static",
+    "DistributedDataParallel._set_static_graph": "says to it that the graph is static",
     # peft
     "PeftType._member_names_": "the enum of methods is closed, and a method needs a member: its names in their order",
     "PeftType._member_map_": "the members by name",

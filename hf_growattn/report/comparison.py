@@ -125,7 +125,7 @@ class RaceResult:
         )
 
     def table(self) -> str:
-        """A row for each method, the largest lead first, and what is to be said of some of them."""
+        """A row for each method, the largest lead first, and remarks on some of them."""
         rows = [["before training", "", f"{self.start.loss:.4f}", "", "", f"{self.start.cache:,}"]]
         leads = {name: compare_runs(self.runs_of(name), self.runs_of("lora")) for name in self.rates}
         for name in sorted(leads, key=lambda name: -leads[name][0]):

@@ -74,7 +74,7 @@ class GrowthCallback(TrainerCallback):
         self.reports: list[GrowthReport] = []
         self._recording = Recording(trainer, batches)
         self._made = self._made_before = 0  # growths of a training that did not end, and of one that was begun again
-        # Where a checkpoint is loaded, and no event of callbacks tells of it before the optimizer is loaded, too.
+        # Where a checkpoint is loaded, and no event of callbacks announces it before the optimizer is loaded, too.
         self.trainer._load_from_checkpoint = functools.partial(self._load_with_dims, trainer._load_from_checkpoint)
 
     def on_train_begin(self, args, state, control, **kwargs):

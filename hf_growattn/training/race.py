@@ -229,7 +229,7 @@ class _Trainings:
         check_kind(model)
         former, self._made = self._made, {id(p): weakref.ref(p) for p in model.parameters()}
         if any(former[number]() is made() for number, made in self._made.items() if number in former):
-            raise ValueError("make_model gave the same model twice. Make or load it anew at each call.")
+            raise ValueError("make_model gave the same model twice. Make or load another one at each call.")
         return move_to_device(model, self.accelerator.device)
 
     def _prepare(self, method: Method, seed: int) -> tuple[Any, list[dict]]:
