@@ -66,7 +66,7 @@ def test_layers_and_dims_pick_what_grows(dims):
     assert widths == [(16, 16), (16 + qk, 16 + v), (16, 16), (16 + qk, 16 + v), (16, 16)]
     after = dict(model.named_parameters())
     assert all(after.pop(name) is parameter for name, parameter in before.items())
-    names = ["in_proj.weight", "in_proj.bias", "out_proj.weight"] if v else ["in_proj.weight", "in_proj.bias"]
+    names = ["in_proj.weight", "in_proj.bias", "share_proj.weight"] if v else ["in_proj.weight", "in_proj.bias"]
     assert after.keys() == {
         f"model.layers.{i}.self_attn.extra.growths.growth_1.{name}" for i in (1, 3) for name in names
     }

@@ -151,13 +151,13 @@ def test_lora_before_and_after_growth_merges_saves_and_reloads(variant, tmp_path
     assert torch.equal(logits(reloaded), logits(merged))
 
 
-@pytest.mark.parametrize("variant", [LLAMA, GPT2])
-def test_lora_on_a_grown_model(variant):
+@pytest.mark.parametrize("variant, targets", [(LLAMA, None), (GPT2, None), ("opt", ["q_proj", "out_proj"])])
+def test_lora_on_a_grown_model(variant, targets):
     model = patch_model(build(variant))
     Grower(model, GROWTH).find(BATCHES).keep()
     expected = logits(model)
-    adapter = peft.get_peft_model(model, lora(variant))
-    assert adapter.peft_config["default"].target_modules == DEFAULT[variant]
+    adapter = peft.get_peft_model(model, lora(variant, targets))
+    assert adapter.peft_config["default"].target_modules == {*(targets or DEFAULT[variant])}
     near(logits(adapter), expected)
     train(adapter, torch.optim.AdamW(trainable(adapter), lr=1e-2), BATCHES[:3])
     expected = logits(adapter)

@@ -108,7 +108,7 @@ def test_views_of_encoders_compute_what_the_module_does(name, grown):
         seen["mask"] = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
 
     view.module.register_forward_pre_hook(before, with_kwargs=True)
-    for written in (view.attention.projection_of("output"), *(d.out_proj for d in view.attention.growths.values())):
+    for written in (view.attention.projection_of("output"), *(d.share_proj for d in view.attention.growths.values())):
         written.register_forward_hook(lambda *call: seen.update(out=seen.get("out", 0) + call[-1]))
     with torch.no_grad():
         model(**encoders.inputs(name))

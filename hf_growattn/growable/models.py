@@ -96,7 +96,7 @@ def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims:
     for attention, place in places.items():
         start, end, shape = f"{place}extra.growths.", ".in_proj.weight", attention.shape
         for growth in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
-            out_proj = state.get(f"{start}{growth}.out_proj.weight")
+            out_proj = state.get(f"{start}{growth}.share_proj.weight")
             if is_whole or out_proj is not None:
                 dims = dims_by_size(shape, state[f"{start}{growth}{end}"], out_proj)
                 found.setdefault(str(attention.layer), {})[growth] = dims

@@ -106,8 +106,8 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         self.discard(adapter_name)
         self.new_dims[adapter_name] = new
         self.growattn_in_proj[adapter_name] = new.in_proj
-        if new.out_proj is not None:
-            self.growattn_out_proj[adapter_name] = new.out_proj
+        if new.share_proj is not None:
+            self.growattn_out_proj[adapter_name] = new.share_proj
         model: Any = self._home[1]
         ours = {name for name, _ in model.named_parameters() if ".extra.adapters." in name}
         leave_out_of_checkpoints(model, ours)

@@ -118,7 +118,7 @@ class Probe(nn.Module):
                 value = self.v.shared(source)
             return query, key, value
 
-    def out_proj(self, read: Tensor) -> Tensor:
+    def share_proj(self, read: Tensor) -> Tensor:
         """What the probing values add, all of it zero: (batch, tokens, H, n) -> (batch, tokens, d)."""
         assert self.v is not None  # nothing else adds value dims
         with torch.autocast(read.device.type, enabled=False):

@@ -109,7 +109,7 @@ class Call:
         reads = read.split_with_sizes([dims.v_dims for dims in self.new_dims], -1) if several else [read]
         for dims, own in zip(self.new_dims, reads):
             if dims.v_dims:
-                added = dims.out_proj(own)
+                added = dims.share_proj(own)
                 share = added if share is None else share + added
         return share
 

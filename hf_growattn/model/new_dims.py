@@ -1,8 +1,9 @@
 """`NewDims`: what one growth adds to an attention module, and `ExtraDims`: all that is added to it.
 
 New dims lie apart from the old weights, in two small modules. `in_proj` projects the attention's input to new queries,
-keys and values; `out_proj` projects what the heads read through the new values to a share of the output. They are used
-through their `forward` alone, so whatever works with modules works with them: sharding, hooks, checkpointing.
+keys and values; `share_proj` projects what the heads read through the new values to a share of the output. No family
+calls a projection so: adapters go by how names end. Both modules are used through their `forward` alone, so whatever
+works with modules works with them: sharding, hooks, checkpointing.
 
 Per head the layout is `[old dims | new dims]`, so the logits are `s (q_old k_old^T + q_new k_new^T)`; rotation, norms
 and gates of the family touch the old dims alone. Dims whose query or key weights are zero change nothing, nor do those
@@ -114,7 +115,7 @@ class NewDims(nn.Module):
         super().__init__()
         self.shape, self.qk_dims, self.v_dims = shape, qk_dims, v_dims
         self.in_proj = InProjection(shape, qk_dims, v_dims, **factory)
-        self.out_proj = OutProjection(shape, v_dims, **factory) if v_dims else None
+        self.share_proj = OutProjection(shape, v_dims, **factory) if v_dims else None
 
     def dims_of(self, role: str) -> int:
         """New dims of one head of a role."""
@@ -124,7 +125,7 @@ class NewDims(nn.Module):
         """A role's weight, a view of (heads, new dims, features); of a sharded one a copy that all processes gather."""
         if role == "output":
             weight = (
-                self.out_proj.weight if self.out_proj else self.in_proj.weight.new_zeros(self.shape.out_features, 0)
+                self.share_proj.weight if self.share_proj else self.in_proj.weight.new_zeros(self.shape.out_features, 0)
             )
             return full_tensor(weight).T.unflatten(0, (self.shape.num_heads, self.v_dims))
         index, in_proj = ROLES.index(role), self.in_proj
