@@ -28,7 +28,7 @@ def fingerprint(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = N
         prefix: of the names of the model's parameters in `state_dict`.
     """
     names = {parameter: f"{prefix}{name}" for name, parameter in model.named_parameters()}
-    embeddings = [model.get_output_embeddings(), *(m for m in model.modules() if isinstance(m, nn.Embedding))]
+    head = model.get_output_embeddings()
     found: Fingerprint = {}
 
     def note(name: str, kind: str, entries: Tensor | None) -> None:
@@ -44,7 +44,7 @@ def fingerprint(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = N
             for own, parameter in inside.named_parameters(recurse=False):
                 weight = parameter if state_dict is None else state_dict.get(names.get(parameter, ""))
                 if weight is not None and weight.numel() and not (is_quantized and own == "weight"):
-                    may_grow = any(inside is each for each in embeddings)
+                    may_grow = child is head or isinstance(inside, nn.Embedding)
                     note(f"{path}.{own}", "", _entries(full_tensor(weight), isinstance(inside, Conv1D), may_grow))
     return found
 

@@ -254,9 +254,8 @@ def _solve_directions(
         validated = (falls[0].sum(0) + falls[1].sum(0)).cpu() / 2
         halves = tuple((left, values, right) for left, values, right, _ in of_halves)
         broadcast_from_rank0(u, sigma, v, validated, *halves[0], *halves[1])
-        share = share_out_of_reach.item()
-        share = share if bottleneck.span_is_known and share > 0 else None
-        found.append(Directions(bottleneck, u, sigma, v, sigma.square().sum(0), validated, share, halves))
+        share = share_out_of_reach.item() if bottleneck.span_is_known else 0.0
+        found.append(Directions(bottleneck, u, sigma, v, sigma.square().sum(0), validated, share or None, halves))
     return found
 
 

@@ -136,7 +136,7 @@ class RaceResult:
         return "\n".join([format_table(_COLUMNS, rows).rstrip("\n"), *self._remarks()])
 
     def _remarks(self) -> list[str]:
-        """Which methods could not be had, trained with fewer seeds than LoRA, or train another number of weights."""
+        """What errors are, whether anything was learned, and which methods lack, or differ in seeds or in weights."""
         budget = self.options["budget"]
         said = ["Leads compare the same seeds and batches; ± is one standard error over these."]
         if self.rates and min(run.loss for name in self.rates for run in self.runs_of(name)) >= self.start.loss:

@@ -159,12 +159,13 @@ def choose_rank(model: nn.Module, budget: int | float, saved: Mapping[str, nn.Mo
     is_whole = isinstance(model, PreTrainedModel)
     parameters = model.num_parameters() if is_whole else sum(p.numel() for p in model.parameters())
     bought, cost = weights_of(budget, parameters), weights_of_rank_one(model, saved)
-    if round(bought / cost) < 1:
+    rank = round(bought / cost)
+    if rank < 1:
         raise ValueError(
             f"a budget of {bought:,} weights buys nothing: LoRA of rank 1 takes {cost:,}, {cost / parameters:.1%} of "
             "the model. Choose a larger budget, as a share such as 0.02 or as a number of weights"
         )
-    return round(bought / cost)
+    return rank
 
 
 def hidden_size(model: nn.Module) -> int:

@@ -14,7 +14,7 @@ from hf_growattn import Method
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import growable_model
 
-TURNS = 16
+TURNS = 14  # of passes whose time is compared
 
 
 @contextlib.contextmanager

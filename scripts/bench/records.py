@@ -32,7 +32,6 @@ NEW = ("read_in", "label_in", "label_out")  # what always trains
 LORA, COSINE = TITLES["lora"], "cosine of the embeddings"
 HIRA, HIRA_RATES = "HiRA on all linear layers", (0.01, 0.03, 0.09)
 RANKS = (8, 32, 64, 128, 384)  # of bilinear scores
-TURNS = 14  # of passes whose time is compared
 
 
 @dataclass(frozen=True)
