@@ -181,12 +181,12 @@ class _Trainings:
         weights = choose_rank(model, budget, saved) * weights_of_rank_one(model, saved)
         self.options: dict[str, Any] = options | {"budget": weights}
         self.saved_weights = sum(p.numel() for p in {p for module in saved.values() for p in module.parameters()})
-        self.width, self.cache, self.losses = hidden_size(model), 0, self.measure(model)
-        seen = {_digest(batch) for batch in train} - {_digest(())}
-        if any(_digest(batch) in seen for batch in held_out):
+        seen, held = ([*map(_digest, batches)] for batches in (train, held_out))
+        if {*seen} & {*held} - {_digest(())}:
             raise ValueError("A held-out batch is among those to train on. Hold out batches that no method sees.")
-        contents = {"model": model.state_dict(), "train_batches": train, "held_out_batches": held_out}
-        self.identity = {name: _digest(content) for name, content in contents.items()} | self.options
+        self.width, self.cache, self.losses = hidden_size(model), 0, self.measure(model)
+        self.identity = {"model": _digest(model.state_dict()), "train_batches": seen, "held_out_batches": held}
+        self.identity |= self.options
         with contextlib.suppress(ValueError):  # the methods that grow say why they cannot
             patch_inside(model)
             self.cache = cache_bytes(growable_model(model))
