@@ -29,7 +29,6 @@ from trl import (
 from trl.scripts.utils import DatasetConfig
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model, unpatch_model, write_card
-from hf_growattn.cli.options import check_types
 
 
 @dataclass
@@ -74,7 +73,6 @@ def main() -> None:
     parser = TrlParser([GrowthArguments, ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig])
     try:
         growth, script, training, chosen, mixture = parser.parse_args_and_config()
-        check_types(growth, script, training, chosen, mixture)
         config = None
         if growth.budget != 0:
             config = GrowthConfig(growth.qk_dims, growth.v_dims, growth.budget, seed=training.seed)

@@ -4,7 +4,9 @@ import contextlib
 import io
 from typing import NamedTuple
 
-from hf_growattn.cli.commands import main
+import pytest
+
+from hf_growattn.cli.commands import app
 
 
 class Done(NamedTuple):
@@ -17,9 +19,6 @@ class Done(NamedTuple):
 
 def call(*words) -> Done:
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main([str(word) for word in words])
-        except SystemExit as ended:  # of argparse
-            code = int(ended.code or 0)
-    return Done(code, out.getvalue(), err.getvalue())
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        app([str(word) for word in words], prog_name="growattn")
+    return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())

@@ -1,6 +1,5 @@
 """What a command prints: its result alone, by one process, and an error that names its fix in one line."""
 
-import functools
 import json
 import shlex
 
@@ -8,9 +7,7 @@ import pytest
 from command import call
 from families import add_dims, build
 
-from hf_growattn import GrowthReport, patch_model
-from hf_growattn.cli.commands import COMMANDS
-from hf_growattn.cli.options import UsageError, check_new_folder
+from hf_growattn import GrowthReport, export_model, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import sync_config
 from hf_growattn.report import words
@@ -27,12 +24,11 @@ def words_of_export(tmp_path):
 
 
 def test_what_a_command_prints_amid_its_work_is_not_its_result(words_of_export, monkeypatch):
-    @functools.wraps(COMMANDS["export"])  # whose help its docstring is
-    def talkative(options, export=COMMANDS["export"]):
+    def talkative(*args, write=export_model):
         print("a library says this")
-        return export(options)
+        return write(*args)
 
-    monkeypatch.setitem(COMMANDS, "export", talkative)
+    monkeypatch.setattr("hf_growattn.interop.export.export_model", talkative)
     done = call(*words_of_export, "--json")
     assert json.loads(done.out)["model_type"] == "llama" and "a library says this" in done.err
 
@@ -46,19 +42,19 @@ def test_one_process_of_several_prints(words_of_export, monkeypatch):
 
 @pytest.mark.parametrize("error", [ValueError, OSError, ImportError])
 def test_an_error_that_names_its_fix_is_one_line(error, words_of_export, monkeypatch):
-    @functools.wraps(COMMANDS["export"])
-    def fail(options):
+    def fail(*_):
         raise error("install it")
 
-    monkeypatch.setitem(COMMANDS, "export", fail)
+    monkeypatch.setattr("hf_growattn.interop.checkpoints.load_model", fail)
     assert call(*words_of_export)[::2] == (1, "Error: install it\n")
 
 
-def test_an_empty_folder_is_as_good_as_a_new_one(tmp_path):
-    check_new_folder(str(tmp_path))
-    (tmp_path / "notes.txt").write_text("theirs")
-    with pytest.raises(UsageError, match="not empty"):
-        check_new_folder(str(tmp_path))
+def test_an_empty_folder_is_as_good_as_a_new_one(words_of_export):
+    *_, folder = words_of_export
+    folder.mkdir()
+    assert call(*words_of_export).code == 0
+    done = call(*words_of_export)
+    assert done.code == 2 and "is not empty" in " ".join(done.err.replace("│", "").split())
 
 
 def test_a_command_to_copy_is_one():

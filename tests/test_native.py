@@ -20,7 +20,6 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable import models as modeling
 from hf_growattn.growable.attention import attentions
-from hf_growattn.interop.checkpoints import load_model
 
 CODE = {f"growattn/{name}.py" for name in TRAVELLING}
 COMMIT = "0123456789" * 4
@@ -197,13 +196,3 @@ def test_pickled_weights_are_not_read(tmp_path):
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "m" / "pytorch_model.bin", weights_only=False)
     assert (tmp_path / "ran").exists()  # so the trap would have worked
-
-
-def test_a_revision_is_that_of_config_and_model(tmp_path, monkeypatch):
-    for variant, revision in (("gpt2-2", COMMIT), ("llama-2", COMMIT[::-1])):
-        build(variant).save_pretrained(tmp_path / variant)
-        shutil.copytree(tmp_path / variant, tmp_path / "models--me--two" / "snapshots" / revision)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path), raising=False)
-    assert load_model("me/two", revision=COMMIT[::-1]).config.model_type == "llama"
-    assert load_model("me/two", revision=COMMIT).config.model_type == "gpt2"

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_growattn import GrowthCallback
 
-SMALL = "--max_length 16 --growth_batches 4 --per_device_train_batch_size 5 --use_cpu".split()
+SMALL = "--max-length 16 --growth-batches 4 --batch-size 5".split()
 TRAINING = "--max_steps 16 --max_length 16 --growth_batches 4 --learning_rate 1e-3 --budget 0.1".split()
 TRAINING += "--use_cpu --bf16 False --report_to none".split()
 # What a tiny model takes, or no network gives.

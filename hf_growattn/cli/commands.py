@@ -1,77 +1,169 @@
-"""The command line `growattn`: measure a model on data, race, write a model for others.
+"""The command line `growattn`: measure a model on text, race, write a model for others.
 
-The docstrings of the `run_` functions are the help of their commands. Each imports what it needs itself, so that help
-is shown without torch.
+The docstrings of the commands are their help. Each imports what it needs itself, so that help is shown at once.
 """
 
-import argparse
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
-from .options import UsageError, check_new_folder, read_command
+import typer
 
-FAILED, USAGE_ERROR, NOTHING, INTERRUPTED = 1, 2, 3, 130
+from .. import __version__
+
+FAILED, NOTHING, INTERRUPTED = 1, 3, 130
 _EXPECTED = (ValueError, OSError, ImportError)  # errors whose message names the fix
 
+app = typer.Typer(
+    help="Find out whether the attention of a language model is too narrow for your data, and widen it there.",
+    epilog="Exit codes: 0 done; 1 failed, the message says why; 2 wrong usage; 3 no growth helps, or LoRA won; 130 "
+    "interrupted, nothing is half-written.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
-class Result(NamedTuple):
-    """What a command found out: for --json, for people, and its exit code."""
+_Model = Annotated[
+    str, typer.Argument(help="A folder or a Hub id of a stock or grown model; it is never changed.", show_default=False)
+]
+_Data = Annotated[
+    list[str],
+    typer.Argument(
+        help="Text, chats, or prompts with completions: .txt, .jsonl, .csv or .parquet files, a folder, or the Hub id "
+        "of a data set. A text file is cut into blocks of --max-length tokens.",
+        show_default=False,
+    ),
+]
+_Output = Annotated[str, typer.Option("-o", "--output", help="New folder to write.", show_default=False)]
+_Budget = Annotated[float, typer.Option(help="The most weights to add, as a share of the model's or as a number.")]
+_GrowthBatches = Annotated[int, typer.Option(min=2, help="How many training batches a growth reads.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON alone.")]
+_Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
+_MaxLength = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a row at most (default: 1024, or what the model reads at once).", show_default=False),
+]
+_BatchSize = Annotated[int, typer.Option(min=1, help="Rows of a batch.")]
+_Subset = Annotated[str | None, typer.Option(help="Subset of a data set of the Hub.", show_default=False)]
+_Split = Annotated[str, typer.Option(help="Split to train on; a split called test is held out.")]
+_TextField = Annotated[str, typer.Option(help="The column of plain text.")]
+_Dtype = Annotated[str, typer.Option(help="Precision of the weights, such as bfloat16, or auto for the saved one.")]
+_LoadIn4bit = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize the model by bitsandbytes.")]
 
-    figures: dict
-    text: str
-    code: int = 0
 
+@contextlib.contextmanager
+def _reporting(as_json: bool, debug: bool) -> Iterator[Any]:
+    """Give a function that prints what a command found and ends it; errors that name their fix become one line."""
+    results = sys.stdout
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process; returns its exit code."""
-    words = sys.argv[1:] if words is None else words
-    as_json, debug = "--json" in words, "--debug" in words
-    words = [word for word in words if word not in ("--json", "--debug")]
+    def report(figures: dict, text: str, code: int = 0) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(figures, indent=1) if as_json else text, file=results, flush=True)
+        raise typer.Exit(code)
+
     try:
-        options = read_command(words, {name: str(run.__doc__) for name, run in COMMANDS.items()})
         with contextlib.redirect_stdout(sys.stderr):  # where progress and logs belong
-            result = COMMANDS[words[0]](options)
-    except UsageError as error:
-        return _fail(USAGE_ERROR, f"Usage error: {error} See --help.")
+            yield report
     except KeyboardInterrupt as interrupt:
-        return _fail(INTERRUPTED, f"Interrupted: {str(interrupt) or 'nothing was written.'}")
-    except Exception as error:
-        if debug or not isinstance(error, _EXPECTED):
+        _fail(INTERRUPTED, f"Interrupted: {str(interrupt) or 'nothing was written.'}")
+    except _EXPECTED as error:
+        if debug:
             raise
-        return _fail(FAILED, f"Error: {' '.join(str(error).split())}")
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(result.figures, indent=1) if as_json else result.text, flush=True)
-    return result.code
+        _fail(FAILED, f"Error: {' '.join(str(error).split())}")
 
 
-def _fail(code: int, message: str) -> int:
+def _fail(code: int, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-    return code
+    raise typer.Exit(code)
 
 
-def run_measure(recipe: Any) -> Result:
+def _check_new_folder(folder: str) -> None:
+    path = Path(folder)
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise typer.BadParameter(f"{path} exists and is not empty; name a new folder.")
+
+
+def _as_budget(number: float) -> int | float:
+    """A share of the weights, or their number."""
+    return int(number) if number >= 1 and number % 1 == 0 else number
+
+
+def _check_trl() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("trl") is None:
+        raise ImportError("TRL reads the data: pip install 'trl>=1.14' datasets.")
+
+
+@app.callback(invoke_without_command=True)
+def show_version(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
+    """Show the version if it is asked for."""
+    if version:
+        print(f"growattn {__version__}")
+        raise typer.Exit()
+
+
+@app.command()
+def measure(
+    model: _Model,
+    data: _Data,
+    budget: _Budget = 0.02,
+    growth_batches: _GrowthBatches = 16,
+    max_length: _MaxLength = None,
+    batch_size: _BatchSize = 8,
+    subset: _Subset = None,
+    split: _Split = "train",
+    text_field: _TextField = "text",
+    dtype: _Dtype = "auto",
+    load_in_4bit: _LoadIn4bit = False,
+    as_json: _Json = False,
+    debug: _Debug = False,
+) -> None:
     """Measure where width holds the model back on your data.
 
     A growth is tried on the loss of the model, then taken back. Nothing is changed or written. This does not compare
     growth with LoRA: race does.
     """
-    from ..report.words import report_text, wrap_line
-    from .measuring import prepare_growth
+    with _reporting(as_json, debug) as report_result:
+        _check_trl()
+        from ..report.words import report_text, wrap_line
+        from .data import TextData
+        from .measuring import prepare_growth
 
-    grower, batches = prepare_growth(recipe)
-    report = grower.measure(batches)
-    about = wrap_line("Any new weights may lower the loss that far: growattn race shows whether width beats LoRA.")
-    text = f"{about}\n{report_text(report, recipe.model_name, recipe.datasets)}"
-    return Result(report.to_dict(), text, 0 if report.holds else NOTHING)
+        rows = TextData(model, data, max_length, batch_size, subset, split, text_field)
+        grower, batches = prepare_growth(rows, _as_budget(budget), growth_batches, dtype, load_in_4bit)
+        report = grower.measure(batches)
+        about = wrap_line("Any new weights may lower the loss that far: growattn race shows whether width beats LoRA.")
+        text = f"{about}\n{report_text(report, model, data)}"
+        report_result(report.to_dict(), text, 0 if report.holds else NOTHING)
 
 
-def run_race(recipe: Any) -> Result:
+@app.command()
+def race(
+    model: _Model,
+    data: _Data,
+    output: _Output,
+    budget: _Budget = 0.02,
+    steps: Annotated[int, typer.Option(min=4, help="Of each training; rates are tried for a quarter of them.")] = 100,
+    seeds: Annotated[int, typer.Option(min=1, help="How often LoRA and its best challenger train.")] = 2,
+    growth_batches: _GrowthBatches = 16,
+    max_length: _MaxLength = None,
+    batch_size: _BatchSize = 8,
+    subset: _Subset = None,
+    split: _Split = "train",
+    text_field: _TextField = "text",
+    dtype: _Dtype = "float32",
+    load_in_4bit: _LoadIn4bit = False,
+    as_json: _Json = False,
+    debug: _Debug = False,
+) -> None:
     """Race LoRA against wider heads on your text; for other data and losses, use hf_growattn.race in Python.
 
     LoRA on all linear layers, growth, and a third of growth with LoRA train for a short while: the same number of
@@ -79,44 +171,52 @@ def run_race(recipe: Any) -> Result:
     than 0.01 nats a token and by more than two standard errors; otherwise LoRA does, which costs nothing at inference.
     The output keeps every run as it ends, so the same command continues after an interruption.
     """
-    output = recipe.training.output_dir
-    if not Path(output, "race.jsonl").exists():
-        check_new_folder(output)
-    from ..report.comparison import TITLES
-    from .measuring import race_recipe, training_code
+    with _reporting(as_json, debug) as report_result:
+        if not Path(output, "race.jsonl").exists():
+            _check_new_folder(output)
+        _check_trl()
+        from ..report.comparison import TITLES
+        from .data import TextData
+        from .measuring import race_on_text
 
-    result = race_recipe(recipe)
-    code = training_code(result, recipe)
-    text = f"{result}\nTo train by the winner, {TITLES[result.winner]}:\n\n{code}"
-    return Result(result.figures(), text, NOTHING if result.winner == "lora" else 0)
+        rows = TextData(model, data, max_length, batch_size, subset, split, text_field)
+        options = {"budget": _as_budget(budget), "growth_batches": growth_batches, "output": output}
+        result, code = race_on_text(rows, dtype, load_in_4bit, steps, seeds, **options)
+        text = f"{result}\nTo train by the winner, {TITLES[result.winner]}:\n\n{code}"
+        report_result(result.figures(), text, NOTHING if result.winner == "lora" else 0)
 
 
-def run_export(options: argparse.Namespace) -> Result:
+@app.command()
+def export(
+    folder: Annotated[str, typer.Argument(help="A grown checkpoint.", show_default=False)],
+    output: _Output,
+    as_json: _Json = False,
+    debug: _Debug = False,
+) -> None:
     """Write a grown model as an ordinary one, which needs no hf_growattn.
 
     All heads become as wide as the widest, rounded up to a multiple of 8. To push the ordinary model: hf upload
     you/your-model DIR.
     """
-    check_new_folder(options.output)
-    from transformers import logging
+    with _reporting(as_json, debug) as report_result:
+        _check_new_folder(output)
+        from transformers import logging
 
-    from ..growable.models import GrowableModelMixin
-    from ..interop.checkpoints import load_model, load_tokenizer
-    from ..interop.export import export_model
+        from ..growable.models import GrowableModelMixin
+        from ..interop.checkpoints import load_model, load_tokenizer
+        from ..interop.export import export_model
 
-    logging.set_verbosity_error()  # it would repeat what the checkpoint's own config says at each load
-    model: Any = load_model(options.folder)
-    if not isinstance(model, GrowableModelMixin):
-        raise ValueError(
-            f"{options.folder} holds a stock {model.config.model_type} model, which did not grow and needs no export."
-        )
-    has_tokenizer = Path(options.folder, "tokenizer_config.json").exists()
-    report = export_model(model, options.output, load_tokenizer(options.folder) if has_tokenizer else None)
-    return Result(asdict(report) | {"path": str(report.path)}, str(report))
+        logging.set_verbosity_error()  # it would repeat what the checkpoint's own config says at each load
+        model: Any = load_model(folder)
+        if not isinstance(model, GrowableModelMixin):
+            raise ValueError(
+                f"{folder} holds a stock {model.config.model_type} model, which did not grow and needs no export."
+            )
+        has_tokenizer = Path(folder, "tokenizer_config.json").exists()
+        report = export_model(model, output, load_tokenizer(folder) if has_tokenizer else None)
+        report_result(asdict(report) | {"path": str(report.path)}, str(report))
 
 
-COMMANDS: dict[str, Callable[[Any], Result]] = {
-    "measure": run_measure,
-    "race": run_race,
-    "export": run_export,
-}
+def main() -> None:
+    """Run the command line of this process, and exit."""
+    app(prog_name="growattn")

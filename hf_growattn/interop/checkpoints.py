@@ -10,7 +10,7 @@ from .cards import task_of
 _CAUSAL = "AutoModelForCausalLM"
 
 
-def load_config(name: str, revision: str = "main") -> PreTrainedConfig:
+def load_config(name: str) -> PreTrainedConfig:
     """Load a config from a folder or by a Hub id; a ValueError names the fix for what is missing or damaged."""
     if Path(name).is_file():
         raise ValueError(f"{name} is a file, and no model: name the folder or Hub id of a model, then the data.")
@@ -19,12 +19,12 @@ def load_config(name: str, revision: str = "main") -> PreTrainedConfig:
             f"There is no checkpoint in {name}: name a folder that save_pretrained wrote (config.json). Adapters are "
             "merged into their model first, with merge_and_unload()."
         )
-    return _load(AutoConfig, name, "model", revision=revision)
+    return _load(AutoConfig, name, "model")
 
 
-def load_model(name: str, causal: bool = False, revision: str = "main", **options) -> PreTrainedModel:
+def load_model(name: str, causal: bool = False, **options) -> PreTrainedModel:
     """Load a checkpoint by the Auto class of its task, in evaluation mode; if `causal`, a language model alone."""
-    config = load_config(name, revision)
+    config = load_config(name)
     auto_class, task = task_of((config.architectures or ["LlamaForCausalLM"])[0])
     if causal and auto_class not in (_CAUSAL, "AutoModel"):
         raise ValueError(
@@ -32,12 +32,12 @@ def load_model(name: str, causal: bool = False, revision: str = "main", **option
             "token; grow others in Python, with hf_growattn.Grower and your own batches."
         )
     chosen = getattr(transformers, _CAUSAL if causal else auto_class)
-    return _load(chosen, name, "model", revision=revision, **options).eval()
+    return _load(chosen, name, "model", **options).eval()
 
 
-def load_tokenizer(name: str, revision: str = "main"):
+def load_tokenizer(name: str):
     """Load the tokenizer of a checkpoint; a ValueError if it has none that can be loaded."""
-    tokenizer = _load(AutoTokenizer, name, "tokenizer", revision=revision)
+    tokenizer = _load(AutoTokenizer, name, "tokenizer")
     if not tokenizer("Any text", add_special_tokens=False)["input_ids"]:  # what transformers makes out of no files
         raise ValueError(
             f"{name} has no tokenizer that can be loaded: save the one of its base model there, "

@@ -26,8 +26,7 @@ from fit import fit
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import Method, race
-from hf_growattn.cli.data import read_rows
-from hf_growattn.cli.options import read_recipe
+from hf_growattn.cli.data import TextData, read_rows
 from hf_growattn.report.comparison import MARGIN, TITLES, RaceResult, compare_runs
 from hf_growattn.training.methods import default_loss, weights_of_rank_one
 
@@ -117,8 +116,7 @@ def run_pair(pair: Pair, kept: Path) -> dict:
     text = kept / f"{pair.name}.txt"
     texts = load_texts(pair.text) if pair.text else english()
     text.write_text("\n\n".join(texts)[: pair.characters], encoding="utf-8")
-    sizes = ["--max_length", str(pair.tokens), "--per_device_train_batch_size", str(pair.rows)]
-    rows = read_rows(read_recipe("race", [pair.model, str(text), *sizes]))
+    rows = read_rows(TextData(pair.model, [str(text)], pair.tokens, pair.rows))
     train, held_out = rows.draw_batches(LONGER * pair.steps, 0), rows.held_out_batches()
     make_model = partial(AutoModelForCausalLM.from_pretrained, pair.model, dtype="float32")
     result = race(
