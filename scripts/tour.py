@@ -3,8 +3,8 @@
     pip install . matplotlib
     python scripts/tour.py
 
-Or cell by cell: as `scripts/tour.ipynb`, which `python scripts/notebook.py` makes of this file, in Jupyter or Colab; or
-here, in an editor that knows `# %%` (VS Code, PyCharm, Spyder).
+To run it cell by cell, open `scripts/tour.ipynb` in Jupyter or Colab, or this file in an editor that knows `# %%`
+(VS Code, PyCharm, Spyder).
 """
 
 # %% [markdown]

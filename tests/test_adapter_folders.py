@@ -128,6 +128,30 @@ def test_adapters_of_another_growth_are_refused_next_to_others(saved, tmp_path):
     assert torch.equal(logits(other), before) and not dims_of(other)
 
 
+def test_adapters_without_a_growth_next_to_some_with_one_are_warned_of(saved, tmp_path):
+    adapted(LLAMA, **CAUSAL).save_pretrained(tmp_path)
+    model = peft.PeftModel.from_pretrained(stock(saved[0]), saved[0] / "adapters")
+    with pytest.warns(UserWarning, match="was trained without the new dims that its base has here"):
+        model.load_adapter(tmp_path, "other")
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "input_layernorm", "q_proj", "o_proj"])
+def test_a_module_that_trains_whole_is_no_other_base(tmp_path, name):
+    """The base stays as it was: peft trains a copy of the module."""
+    build(LLAMA).save_pretrained(tmp_path / "base")
+    model = adapted(LLAMA, r".*(gate|k)_proj", modules_to_save=[name], task_type="CAUSAL_LM")
+    Grower(model, GROWTH).find(BATCHES).keep()
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        parameter.data += 0.3
+    model.save_pretrained(tmp_path / "adapters")
+    loaded = peft.PeftModel.from_pretrained(stock(tmp_path), tmp_path / "adapters").eval()
+    near(logits(loaded), logits(model))
+    other = stock(tmp_path)
+    other.model.layers[1].mlp.up_proj.weight.data += 1
+    with pytest.raises(ValueError, match="other weights"):
+        peft.PeftModel.from_pretrained(other, tmp_path / "adapters")
+
+
 def test_a_growth_beside_adapters_goes_with_a_save_that_has_none(tmp_path):
     model = adapted(LLAMA, **CAUSAL)
     Grower(model.get_base_model(), GROWTH).find(BATCHES).keep()

@@ -54,8 +54,8 @@ def widened(model, qk_dims: int = 6, v_dims: int = 3):
     torch.manual_seed(8)
     for layer, attention in enumerate(attentions(model)):
         part = add_dims(attention, qk_dims * (layer + 1), v_dims + 2 * layer, std=0.1)
-        if part.in_proj.bias is not None:
-            torch.nn.init.normal_(part.in_proj.bias, std=0.1)
+        if part.in_projection.bias is not None:
+            torch.nn.init.normal_(part.in_projection.bias, std=0.1)
     sync_config(model)
     return model
 

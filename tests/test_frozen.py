@@ -87,7 +87,9 @@ def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "grown")(**batch).logits, logits)
         offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "grown", **options)
         assert torch.equal(offloaded(**batch).logits, logits)
-    with pytest.raises(ValueError, match=r"extra.growths.growth_1.in_proj.weight of layer 1 is on the meta device"):
+    with pytest.raises(
+        ValueError, match=r"extra.growths.growth_1.in_projection.weight of layer 1 is on the meta device"
+    ):
         Grower(offloaded, CONFIG).find(lm_batches(4)).keep()
     save_growth(offloaded, tmp_path / "growth")
     base = patch_model(build("llama-2"))

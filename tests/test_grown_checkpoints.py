@@ -59,7 +59,7 @@ def test_a_task_head_may_be_new_or_of_another_size(tmp_path):
     options = dict(num_labels=5, ignore_mismatched_sizes=True)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "head", **options)
     assert again.score.weight.shape[0] == 5
-    found, expected = (attentions(each)[0].growths["growth_1"].in_proj.weight for each in (again, saved(4)))
+    found, expected = (attentions(each)[0].growths["growth_1"].in_projection.weight for each in (again, saved(4)))
     assert torch.equal(found, expected)
 
 

@@ -66,7 +66,11 @@ def test_layers_and_dims_pick_what_grows(dims):
     assert widths == [(16, 16), (16 + qk, 16 + v), (16, 16), (16 + qk, 16 + v), (16, 16)]
     after = dict(model.named_parameters())
     assert all(after.pop(name) is parameter for name, parameter in before.items())
-    names = ["in_proj.weight", "in_proj.bias", "share_proj.weight"] if v else ["in_proj.weight", "in_proj.bias"]
+    names = (
+        ["in_projection.weight", "in_projection.bias", "out_projection.weight"]
+        if v
+        else ["in_projection.weight", "in_projection.bias"]
+    )
     assert after.keys() == {
         f"model.layers.{i}.self_attn.extra.growths.growth_1.{name}" for i in (1, 3) for name in names
     }
@@ -138,10 +142,12 @@ def test_what_is_found_is_kept_or_dropped():
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("update_existing", [True, False])
-def test_new_dims_are_in_the_mode_of_their_model(update_existing, training):
-    model = patch_model(build("llama-2")).train(training)
+def test_new_dims_are_in_the_mode_and_the_precision_of_their_model(update_existing, training):
+    model = patch_model(build("llama-2"))
     config = GrowthConfig(qk_dims=2, v_dims=2, update_existing=update_existing)
-    assert Grower(model, config).find(lm_batches(4)).keep().kept
+    growth = Grower(model, config).find(lm_batches(4))
+    model.train(training).bfloat16()
+    assert growth.keep().kept and {weight.dtype for weight in extra_parameters(model)} == {torch.bfloat16}
     parts = [part for attention in attentions(model) for part in attention.growths.values()]
     assert {module.training for part in parts for module in part.modules()} == {training}
 

@@ -182,7 +182,7 @@ def test_unloading_gives_back_what_there_was():
 def test_one_kind_alone(dims):
     model = adapted(LLAMA, **dims)
     modules = {name.split("growattn_")[1].split(".")[0] for name in trainable(model)}
-    assert modules == ({"in_proj"} if "qk_dims" in dims else {"in_proj", "out_proj"})
+    assert modules == ({"in_projection"} if "qk_dims" in dims else {"in_projection", "out_projection"})
     expected = logits(model)
     differ(expected, logits(build(LLAMA)))
     near(logits(model.merge_and_unload()), expected)
@@ -288,6 +288,16 @@ def test_a_base_in_half_precision_and_one_that_grew_before(tmp_path):
     merged = model.merge_and_unload()
     assert list(attentions(merged)[0].extra.growths) == ["growth_1", "growth_2"]
     near(logits(merged), expected)
+
+
+def test_adapters_that_are_merged_are_saved_as_adapters(tmp_path):
+    model = adapted(LLAMA)
+    expected = logits(model)
+    model.merge_adapter()
+    model.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "growth").exists()
+    near(logits(model), expected)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(build(LLAMA), tmp_path / "adapter").eval()), expected)
 
 
 def test_one_config_serves_several_adapters_each_with_its_own_budget(tmp_path):

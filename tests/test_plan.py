@@ -104,7 +104,7 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     torch.testing.assert_close(*rms, rtol=0.2, atol=0)
     assert not part.weight_of("query").any() and not part.weight_of("output").any()
     rows = 4 * 4  # heads times dims, of the queries
-    assert part.in_proj.weight.grad[:rows].abs().amin(-1).gt(0).all() and part.share_proj.weight.grad.any()
+    assert part.in_projection.weight.grad[:rows].abs().amin(-1).gt(0).all() and part.out_projection.weight.grad.any()
 
 
 def test_a_new_dim_has_one_length_on_both_sides_but_its_shared_side_is_never_smaller_than_the_old_weights(monkeypatch):

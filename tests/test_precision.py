@@ -99,10 +99,10 @@ def test_inputs_that_nearly_depend_on_each_other_give_no_direction_of_rounding()
 def test_new_dims_of_another_precision_read_both_inputs():
     """As beside quantized weights: new dims are fp32 there, and what comes in is not; the two inputs are apart."""
     part = add_dims(attentions(patch_model(build("llama-5-bias")))[0], 2, 3)
-    torch.nn.init.normal_(part.in_proj.bias)
+    torch.nn.init.normal_(part.in_projection.bias)
     inputs, source = torch.randn(2, 1, 5, 48).bfloat16()
-    for found, expected in zip(part.in_proj(inputs, source), part.in_proj(inputs.float(), source.float())):
+    for found, expected in zip(part.in_projection(inputs, source), part.in_projection(inputs.float(), source.float())):
         assert torch.equal(found, expected)
-    expected = part.in_proj(inputs)[0], *part.in_proj(source)[1:]
-    for one, other in zip(part.in_proj(inputs, source), expected):
+    expected = part.in_projection(inputs)[0], *part.in_projection(source)[1:]
+    for one, other in zip(part.in_projection(inputs, source), expected):
         torch.testing.assert_close(one, other)

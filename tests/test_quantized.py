@@ -156,7 +156,7 @@ def test_a_quantized_model_is_not_exported(kind, folders, tmp_path):
 def test_a_grown_checkpoint_loads_quantized(kind, folders):
     model = KINDS[kind][0](folders / "grown")
     parts = [attention.extra.growths["growth_1"] for attention in attentions(model)]
-    assert all(part.qk_dims == 16 and part.in_proj.weight.is_floating_point() for part in parts)
+    assert all(part.qk_dims == 16 and part.in_projection.weight.is_floating_point() for part in parts)
     assert (logits(model) - logits(KINDS[kind][0](folders / "stock"))).abs().max() > 0.01
 
 

@@ -35,7 +35,7 @@ def merged(given):
 
 def broken(given):
     model = given.adapted()
-    attentions(model)[0].extra.adapters.growattn_in_proj["default"].weight.data[0, 0] = torch.nan
+    attentions(model)[0].extra.adapters.growattn_in_projection["default"].weight.data[0, 0] = torch.nan
     given.watch(model.get_base_model())
     model.merge_and_unload(safe_merge=True)
 

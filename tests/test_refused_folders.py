@@ -19,7 +19,8 @@ FORM = "extra_dims in config.json must have a form such as"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = {"llama-2": "model.layers.{}.self_attn.k_proj.weight", "gpt2-2": "transformer.h.{}.attn.c_attn.weight"}
 NEW = {
-    name: f"{key.format(0).rsplit('.', 2)[0]}.extra.growths.growth_1.in_proj.weight" for name, key in WEIGHTS.items()
+    name: f"{key.format(0).rsplit('.', 2)[0]}.extra.growths.growth_1.in_projection.weight"
+    for name, key in WEIGHTS.items()
 }
 LAST = "model.layers.1.self_attn.o_proj.weight"
 

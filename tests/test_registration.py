@@ -101,10 +101,14 @@ def test_a_grown_model_made_from_its_config_is_drawn_as_the_stock_one_is(variant
             # Thousands of draws: their deviation is within a tenth.
             assert (ours.weight_of(role).std() - deviation).abs() < 0.1 * deviation, role
         for weight in (
-            weight for part in ours.growths.values() for weight in (part.in_proj.weight, part.share_proj.weight)
+            weight
+            for part in ours.growths.values()
+            for weight in (part.in_projection.weight, part.out_projection.weight)
         ):
             assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.2)
-        assert not any(part.in_proj.bias.any() for part in ours.growths.values() if part.in_proj.bias is not None)
+        assert not any(
+            part.in_projection.bias.any() for part in ours.growths.values() if part.in_projection.bias is not None
+        )
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

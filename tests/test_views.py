@@ -31,8 +31,8 @@ def grow(model, layers=None, qk_dims=3, v_dims=5):
     """Patch a model and widen some layers, by default every second, by random, that is function-changing, weights."""
     for attention in attentions(patch_model(model))[slice(0, None, 2) if layers is None else layers]:
         part = add_dims(attention, qk_dims, v_dims)
-        if part.in_proj.bias is not None:
-            torch.nn.init.normal_(part.in_proj.bias, std=0.3)
+        if part.in_projection.bias is not None:
+            torch.nn.init.normal_(part.in_projection.bias, std=0.3)
     sync_config(model)
     return model
 
@@ -108,7 +108,10 @@ def test_views_of_encoders_compute_what_the_module_does(name, grown):
         seen["mask"] = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
 
     view.module.register_forward_pre_hook(before, with_kwargs=True)
-    for written in (view.attention.projection_of("output"), *(d.share_proj for d in view.attention.growths.values())):
+    for written in (
+        view.attention.projection_of("output"),
+        *(d.out_projection for d in view.attention.growths.values()),
+    ):
         written.register_forward_hook(lambda *call: seen.update(out=seen.get("out", 0) + call[-1]))
     with torch.no_grad():
         model(**encoders.inputs(name))

@@ -133,16 +133,14 @@ def measure(
     """
     with _reporting(as_json, debug) as report_result:
         _check_trl()
-        from ..report.words import report_text, wrap_line
+        from ..report.words import report_text
         from .data import TextData
         from .measuring import prepare_growth
 
         rows = TextData(model, data, max_length, batch_size, subset, split, text_field)
         grower, batches = prepare_growth(rows, _as_budget(budget), growth_batches, dtype, load_in_4bit)
         report = grower.measure(batches)
-        about = wrap_line("Any new weights may lower the loss that far: growattn race shows whether width beats LoRA.")
-        text = f"{about}\n{report_text(report, model, data)}"
-        report_result(report.to_dict(), text, 0 if report.holds else NOTHING)
+        report_result(report.to_dict(), report_text(report, model, data), 0 if report.holds else NOTHING)
 
 
 @app.command()
@@ -166,10 +164,11 @@ def race(
 ) -> None:
     """Race LoRA against wider heads on your text; for other data and losses, use hf_growattn.race in Python.
 
-    LoRA on all linear layers, growth, and a third of growth with LoRA train for a short while: the same number of
-    weights on the same batches, each with the best of a few learning rates. Growth or the mix wins if it leads by more
-    than 0.01 nats a token and by more than two standard errors; otherwise LoRA does, which costs nothing at inference.
-    The output keeps every run as it ends, so the same command continues after an interruption.
+    Three ways to train are compared in short trainings: LoRA on all linear layers, growth, and a mix of 1/3 growth and
+    2/3 LoRA. Each trains the same number of weights on the same batches, with the best of a few learning rates. Growth
+    or the mix wins if it leads by more than 0.01 nats a token and by more than two standard errors; otherwise LoRA
+    does, which costs nothing at inference. Each training is kept in the output folder as it ends, so the same command
+    continues after an interruption.
     """
     with _reporting(as_json, debug) as report_result:
         if not Path(output, "race.jsonl").exists():
@@ -195,8 +194,8 @@ def export(
 ) -> None:
     """Write a grown model as an ordinary one, which needs no hf_growattn.
 
-    All heads become as wide as the widest, rounded up to a multiple of 8. To push the ordinary model: hf upload
-    you/your-model DIR.
+    All heads become as wide as the widest, rounded up to a multiple of 8. If transformers warns about
+    original_max_position_embeddings when it loads the model, that is meant. To push it: hf upload you/your-model DIR.
     """
     with _reporting(as_json, debug) as report_result:
         _check_new_folder(output)

@@ -54,14 +54,16 @@ def training_code(result: RaceResult, data: TextData) -> str:
     options = f'"DIR", lr_scheduler_type="cosine", warmup_steps=0.1, max_length={data.max_length}'
     if data.is_plain_text:
         options += ', packing=True, packing_strategy="wrapped"'
+    grows = method.name != "lora"
+    batches = "; and batches, a list of tensors of input_ids, which growth reads" * grows
     return f"""import torch
 from hf_growattn import Method
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
-# Name your data: rows, as SFTTrainer takes them, and batches, some tensors of their input_ids, for growth to read.
+# Your data: rows, as SFTTrainer takes them{batches}.
 model = AutoModelForCausalLM.from_pretrained({data.model!r}, dtype="float32")
 method = Method("{method.name}", budget={method.budget}, learning_rate={method.learning_rate:.2g})
-model, parameter_groups = method.prepare(model, batches)
+model, parameter_groups = method.prepare(model{", batches" * grows})
 tokenizer = AutoTokenizer.from_pretrained({data.model!r})
 optimizers = (torch.optim.AdamW(parameter_groups), None)
 arguments = SFTConfig({options})

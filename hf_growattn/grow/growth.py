@@ -114,6 +114,7 @@ class Growth:
         kept = growths_of(model)
         name = name_after(name for growths in kept.values() for name in growths)
         for attention, new in trial.new_dims.items():
+            new.to(attention.empty_like())  # the model may have moved, or changed its precision, since
             broadcast_from_rank0(*(parameter.detach() for parameter in new.parameters()))
             new.requires_grad_(True).train(attention.module.training)
         grown = {attention: kept[attention] | {name: new} for attention, new in trial.new_dims.items()}

@@ -66,6 +66,7 @@ def _modules_in(module: nn.Module, place: str) -> Iterator[tuple[str, nn.Module]
         if isinstance(child, ExtraDims) or getattr(child, "merged", False):
             continue
         path = f"{place}.{name}" if place else name
+        child = getattr(child, "original_module", child)  # of which peft trains a copy (modules_to_save)
         if base_layer(child) is child:
             yield from _modules_in(child, path)
         else:

@@ -89,9 +89,10 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bo
         raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
     if strict and is_of_another_base(fingerprint(inner), json.loads(metadata.get("old_weights", "{}"))):
         raise ValueError(
-            f"The growth in {folder} is of a base with other weights, {metadata.get('base') or 'one without a name'}. "
-            "Load it onto that base, as it was at the save. If the base has trained since, save the whole model "
-            "instead. load_growth(..., strict=False) takes this base all the same."
+            f"The growth in the folder {str(folder)!r} was found on a base with other weights, "
+            f"{metadata.get('base') or 'one without a name'!r}. Load it onto that base, as it was at the save. If the "
+            "base has trained since, save the whole model instead. load_growth(..., strict=False) takes this base all "
+            "the same."
         )
     if optimizer is not None:
         warn_without_ddp(model)
@@ -114,6 +115,8 @@ def _read_growth(folder: Path) -> tuple[dict[str, str], Dims, dict[str, torch.Te
             metadata, state = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
         extra_dims = json.loads(metadata.get("extra_dims", ""))
         check_extra_dims(extra_dims)
+        if not all(tensor.isfinite().all() for tensor in state.values()):
+            raise ValueError("its weights are not finite")
     except (OSError, RecursionError, SafetensorError, ValueError) as error:
         if not isinstance(error, FileNotFoundError):
             raise ValueError(f"{folder} holds a damaged growth: {error}. Copy or save it again.") from error

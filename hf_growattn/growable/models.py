@@ -94,19 +94,19 @@ def _dims_in(model: nn.Module, state: dict[str, Any], prefix: str) -> Dims:
     is_whole = all(entry in state for entry in entries)  # otherwise of adapters, of one layer, or of one file
     found: Dims = {} if is_whole else dims_of(model)
     for attention, place in places.items():
-        start, end, shape = f"{place}extra.growths.", ".in_proj.weight", attention.shape
+        start, end, shape = f"{place}extra.growths.", ".in_projection.weight", attention.shape
         for growth in [key[len(start) : -len(end)] for key in state if key.startswith(start) and key.endswith(end)]:
-            share_proj = state.get(f"{start}{growth}.share_proj.weight")
-            if is_whole or share_proj is not None:
-                dims = dims_by_size(shape, state[f"{start}{growth}{end}"], share_proj)
+            out_projection = state.get(f"{start}{growth}.out_projection.weight")
+            if is_whole or out_projection is not None:
+                dims = dims_by_size(shape, state[f"{start}{growth}{end}"], out_projection)
                 found.setdefault(str(attention.layer), {})[growth] = dims
     return found
 
 
-def dims_by_size(shape: HeadShape, in_proj: Tensor, share_proj: Tensor | None) -> list[int]:
+def dims_by_size(shape: HeadShape, in_projection: Tensor, out_projection: Tensor | None) -> list[int]:
     """The dims of queries and keys, and of values, that the weights of new dims are for."""
-    v_dims = 0 if share_proj is None else share_proj.shape[1] // shape.num_heads
-    rows = in_proj.shape[0] - v_dims * shape.num_key_value_heads
+    v_dims = 0 if out_projection is None else out_projection.shape[1] // shape.num_heads
+    rows = in_projection.shape[0] - v_dims * shape.num_key_value_heads
     return [rows // (shape.num_heads + shape.num_key_value_heads), v_dims]
 
 

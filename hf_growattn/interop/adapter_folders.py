@@ -21,6 +21,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..growable.growth_files import GROWN_TYPE, GROWTH, GROWTH_FILE, load_growth_of_adapter, save_growth_beside
+from ..growable.growths import is_grown
 from ..growable.models import patch_model
 
 _HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
@@ -32,13 +33,16 @@ def _saves_growth(stock: Callable) -> Callable:
 
     @functools.wraps(stock)
     def save_pretrained(self: Any, save_directory: Any, *args, **kwargs) -> None:
+        from .peft_method import unmerged
+
         stock(self, save_directory, *args, **kwargs)
         bound = signature.bind(self, save_directory, *args, **kwargs)
         bound.apply_defaults()
         if bound.arguments["is_main_process"]:
-            for name in bound.arguments["selected_adapters"] or self.peft_config:
-                folder = Path(save_directory, "" if name == "default" else name)
-                save_growth_beside(self, folder, kwargs.get("state_dict"))
+            with unmerged(self):  # new dims that are adapters are saved as such
+                for name in bound.arguments["selected_adapters"] or self.peft_config:
+                    folder = Path(save_directory, "" if name == "default" else name)
+                    save_growth_beside(self, folder, kwargs.get("state_dict"))
 
     return save_pretrained
 
@@ -55,14 +59,20 @@ def _loads_growth(stock: Callable) -> Callable:
         options = {name: options[name] for name in _HUB if options.get(name)}
         source = given.get("model_id") or given.get("peft_model_id")
         source = source or getattr(load_config, "pretrained_model_name_or_path", None)
+        others = getattr(self, "peft_config", {}).keys() - {given.get("adapter_name") or "default"}
         if source is not None and _has_growth(source, options):
             place = str(Path(options.pop("subfolder", ""), GROWTH))
             file: Any = cached_file(source, GROWTH_FILE, subfolder=place, **options)
             base: Any = self.get_base_model() if isinstance(self, PeftModel) else self
             patch_model(base)
-            others = getattr(self, "peft_config", {}).keys() - {given.get("adapter_name") or "default"}
             is_trainable = given.get("is_trainable", False)
             load_growth_of_adapter(self, base, Path(file).parent, is_trainable, alone=not others)
+        elif source is not None and others and is_grown(self):
+            warnings.warn(
+                f"The adapter in {source} was trained without the new dims that its base has here, which change what "
+                "it computes: load it into a model of its own.",
+                stacklevel=2,
+            )
         return stock(self, *args, **kwargs)
 
     return load_adapter

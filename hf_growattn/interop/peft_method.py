@@ -77,11 +77,11 @@ class GrowAttnConfig(AddedDims, PeftConfig):
 class GrowAttnLayer(nn.Module, BaseTunerLayer):
     """The new dims of each adapter in an attention module, by its name: those of `new_dims`.
 
-    `growattn_in_proj` and `growattn_out_proj` hold the same modules: peft finds the name of an adapter in the name of a
-    weight right before its end only.
+    `growattn_in_projection` and `growattn_out_projection` hold the same modules: peft finds the name of an adapter in
+    the name of a weight right before its end only.
     """
 
-    adapter_layer_names = (f"{PREFIX}in_proj", f"{PREFIX}out_proj")
+    adapter_layer_names = (f"{PREFIX}in_projection", f"{PREFIX}out_projection")
     other_param_names = ("new_dims",)  # peft deletes an adapter from there, too
 
     def __init__(self, attention: GrowableAttention, model: GrowableModelMixin):
@@ -90,7 +90,7 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         self.new_dims: dict[str, NewDims] = {}
         self._growths_of_merged: dict[str, str] = {}
         self.merged_adapters = []
-        self.growattn_in_proj, self.growattn_out_proj = nn.ModuleDict(), nn.ModuleDict()
+        self.growattn_in_projection, self.growattn_out_projection = nn.ModuleDict(), nn.ModuleDict()
 
     @property
     def attention(self) -> GrowableAttention:
@@ -105,9 +105,9 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
         """Hold new dims as an adapter, in place of a former one of this name. Checkpoints of the base leave it out."""
         self.discard(adapter_name)
         self.new_dims[adapter_name] = new
-        self.growattn_in_proj[adapter_name] = new.in_proj
-        if new.share_proj is not None:
-            self.growattn_out_proj[adapter_name] = new.share_proj
+        self.growattn_in_projection[adapter_name] = new.in_projection
+        if new.out_projection is not None:
+            self.growattn_out_projection[adapter_name] = new.out_projection
         model: Any = self._home[1]
         ours = {name for name, _ in model.named_parameters() if ".extra.adapters." in name}
         leave_out_of_checkpoints(model, ours)
@@ -115,7 +115,7 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
     def discard(self, adapter_name: str) -> None:
         """Hold no such adapter any more."""
         self.new_dims.pop(adapter_name, None)
-        for held in (self.growattn_in_proj, self.growattn_out_proj):
+        for held in (self.growattn_in_projection, self.growattn_out_projection):
             held._modules.pop(adapter_name, None)
 
     def active(self) -> list[NewDims]:
@@ -167,6 +167,19 @@ class GrowAttnLayer(nn.Module, BaseTunerLayer):
 def adapter_layers(model: nn.Module) -> list[GrowAttnLayer]:
     """The modules of a model that hold adapters."""
     return [module for module in model.modules() if isinstance(module, GrowAttnLayer)]
+
+
+@contextlib.contextmanager
+def unmerged(model: nn.Module) -> Iterator[None]:
+    """Take merged adapters out of the growths of a model for a while."""
+    merged = {layer: [*layer.merged_adapters] for layer in adapter_layers(model) if layer.merged}
+    for layer in merged:
+        layer.unmerge()
+    try:
+        yield
+    finally:
+        for layer, names in merged.items():
+            layer.merge(adapter_names=names)
 
 
 class GrowAttnModel(BaseTuner):
@@ -235,7 +248,9 @@ class GrowAttnModel(BaseTuner):
         Where an adapter has other sizes, it gets new parameters; they train if the former ones did.
         """
         layers, config = adapter_layers(self.model), cast(GrowAttnConfig, self.peft_config[adapter_name])
-        former = next(layer.new_dims[adapter_name].in_proj.weight for layer in layers if adapter_name in layer.new_dims)
+        former = next(
+            layer.new_dims[adapter_name].in_projection.weight for layer in layers if adapter_name in layer.new_dims
+        )
         if config.budget is not None:
             config.dims = {str(attention.layer): [new.qk_dims, new.v_dims] for attention, new in found.items()}
             for layer in layers:
@@ -255,9 +270,11 @@ class GrowAttnModel(BaseTuner):
             sizes = {}
             for attention in attentions(self.model):
                 place = f"{prefix}model.{attention.name}.extra.adapters.{PREFIX}"
-                in_proj, out_proj = (state_dict.get(f"{place}{side}_proj.{name}.weight") for side in ("in", "out"))
-                if in_proj is not None:
-                    sizes[attention] = dims_by_size(attention.shape, in_proj, out_proj)
+                in_projection, out_projection = (
+                    state_dict.get(f"{place}{side}_projection.{name}.weight") for side in ("in", "out")
+                )
+                if in_projection is not None:
+                    sizes[attention] = dims_by_size(attention.shape, in_projection, out_projection)
             config = cast(GrowAttnConfig, self.peft_config[name])
             own = {attention: config.dims_at(attention.layer) for attention in sizes}
             if sizes != own:

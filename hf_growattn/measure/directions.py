@@ -104,7 +104,7 @@ class Probe(nn.Module):
         self.qk_dims = qk.dims if qk else 0
         self.v_dims = v.dims if v else 0
 
-    def in_proj(self, hidden_states: Tensor, key_value_states: Tensor | None = None) -> tuple[Tensor, ...]:
+    def in_projection(self, hidden_states: Tensor, key_value_states: Tensor | None = None) -> tuple[Tensor, ...]:
         """Queries, keys and values that probe: (batch, tokens, d) -> (batch, heads, tokens, dims) each."""
         with torch.autocast(hidden_states.device.type, enabled=False):
             dtype = next(self.parameters()).dtype
@@ -118,7 +118,7 @@ class Probe(nn.Module):
                 value = self.v.shared(source)
             return query, key, value
 
-    def share_proj(self, read: Tensor) -> Tensor:
+    def out_projection(self, read: Tensor) -> Tensor:
         """What the probing values add, all of it zero: (batch, tokens, H, n) -> (batch, tokens, d)."""
         assert self.v is not None  # nothing else adds value dims
         with torch.autocast(read.device.type, enabled=False):

@@ -100,7 +100,7 @@ class Call:
         """The new queries, keys and values, (batch, heads, tokens, new dims) each."""
         if self.new is not None:
             return self.new
-        first, *others = [dims.in_proj(self.hidden_states, self.source) for dims in self.new_dims]
+        first, *others = [dims.in_projection(self.hidden_states, self.source) for dims in self.new_dims]
         return [torch.cat(states, -1) for states in zip(first, *others)] if others else first
 
     def gather(self, read: Tensor) -> Tensor | None:
@@ -109,7 +109,7 @@ class Call:
         reads = read.split_with_sizes([dims.v_dims for dims in self.new_dims], -1) if several else [read]
         for dims, own in zip(self.new_dims, reads):
             if dims.v_dims:
-                added = dims.share_proj(own)
+                added = dims.out_projection(own)
                 share = added if share is None else share + added
         return share
 

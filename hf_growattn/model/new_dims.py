@@ -1,9 +1,9 @@
 """`NewDims`: what one growth adds to an attention module, and `ExtraDims`: all that is added to it.
 
-New dims lie apart from the old weights, in two small modules. `in_proj` projects the attention's input to new queries,
-keys and values; `share_proj` projects what the heads read through the new values to a share of the output. No family
-calls a projection so: adapters go by how names end. Both modules are used through their `forward` alone, so whatever
-works with modules works with them: sharding, hooks, checkpointing.
+New dims lie apart from the old weights, in two small modules. `in_projection` projects the attention's input to new
+queries, keys and values; `out_projection` projects what the heads read through the new values to a share of the output.
+No family calls a projection so, and no name ends in "_proj": adapters go by how names end. Both modules are used
+through their `forward` alone, so whatever works with modules works with them: sharding, hooks, checkpointing.
 
 Per head the layout is `[old dims | new dims]`, so the logits are `s (q_old k_old^T + q_new k_new^T)`; rotation, norms
 and gates of the family touch the old dims alone. Dims whose query or key weights are zero change nothing, nor do those
@@ -114,8 +114,8 @@ class NewDims(nn.Module):
     def __init__(self, shape: HeadShape, qk_dims: int, v_dims: int, **factory):
         super().__init__()
         self.shape, self.qk_dims, self.v_dims = shape, qk_dims, v_dims
-        self.in_proj = InProjection(shape, qk_dims, v_dims, **factory)
-        self.share_proj = OutProjection(shape, v_dims, **factory) if v_dims else None
+        self.in_projection = InProjection(shape, qk_dims, v_dims, **factory)
+        self.out_projection = OutProjection(shape, v_dims, **factory) if v_dims else None
 
     def dims_of(self, role: str) -> int:
         """New dims of one head of a role."""
@@ -124,24 +124,21 @@ class NewDims(nn.Module):
     def weight_of(self, role: str) -> Tensor:
         """A role's weight, a view of (heads, new dims, features); of a sharded one a copy that all processes gather."""
         if role == "output":
-            weight = (
-                self.share_proj.weight if self.share_proj else self.in_proj.weight.new_zeros(self.shape.out_features, 0)
-            )
+            inside, features = self.out_projection, self.shape.out_features
+            weight = inside.weight if inside else self.in_projection.weight.new_zeros(features, 0)
             return full_tensor(weight).T.unflatten(0, (self.shape.num_heads, self.v_dims))
-        index, in_proj = ROLES.index(role), self.in_proj
-        return (
-            full_tensor(in_proj.weight)
-            .split(in_proj.rows)[index]
-            .unflatten(0, (in_proj.heads[index], in_proj.dims[index]))
-        )
+        index, inside = ROLES.index(role), self.in_projection
+        weight = full_tensor(inside.weight).split(inside.rows)[index]
+        return weight.unflatten(0, (inside.heads[index], inside.dims[index]))
 
     def bias_of(self, role: str) -> Tensor | None:
         """A role's bias, (heads, new dims), as its weight; None where it has none."""
-        if role == "output" or role not in self.shape.biased or self.in_proj.bias is None:
+        if role == "output" or role not in self.shape.biased or self.in_projection.bias is None:
             return None
-        index, in_proj = ROLES.index(role), self.in_proj
-        sizes = [rows if biased else 0 for rows, biased in zip(in_proj.rows, in_proj.biased)]
-        return full_tensor(in_proj.bias).split(sizes)[index].unflatten(0, (in_proj.heads[index], in_proj.dims[index]))
+        index, inside = ROLES.index(role), self.in_projection
+        sizes = [rows if biased else 0 for rows, biased in zip(inside.rows, inside.biased)]
+        bias = full_tensor(inside.bias).split(sizes)[index]
+        return bias.unflatten(0, (inside.heads[index], inside.dims[index]))
 
 
 def in_order(growths: dict[str, Any]) -> list[tuple[str, Any]]:

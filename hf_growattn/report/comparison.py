@@ -118,10 +118,10 @@ class RaceResult:
             cost = f", with a KV cache {after / before - 1:.0%} larger" if before else ""
             return f"The winner is {title}: its held-out loss is {gap} lower than LoRA's{cost}."
         if lead <= 0:
-            return f"LoRA wins: it ends {gap} lower on held-out batches than {title}."
+            return f"LoRA wins: its held-out loss is {gap} lower than that of {title}."
+        needed = f"{MARGIN}" if lead > SURE * error else "two standard errors"
         return (
-            f"LoRA wins: {title} leads by {gap}, too little to be sure. A winner leads by more than {MARGIN} and by "
-            "more than two standard errors."
+            f"LoRA wins: the held-out loss of {title} is {gap} lower, and would have to be lower by more than {needed}."
         )
 
     def table(self) -> str:
@@ -146,10 +146,11 @@ class RaceResult:
         for name in self.rates:
             runs = self.runs_of(name)
             if len(runs) < seeds:
-                said.append(f"{TITLES[name]} was behind, and trained with {len(runs)} of {seeds} seeds.")
+                said.append(f"{TITLES[name]} was behind with the first seed, and trained with {len(runs)} of {seeds}.")
             weights = runs[0].weights
             if not name.startswith("all") and abs(weights - budget) > _EQUAL * budget:
-                said.append(f"{TITLES[name]} trains {weights:,} of {budget:,} weights: no more dims fit, or help.")
+                more = "further new dims would not fit, or not lower the loss"
+                said.append(f"{TITLES[name]} trains {weights:,} of {budget:,} weights: {more}.")
         return said
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ COLUMNS = {  # of a report's table, each with what it says
     "layer": "the attention module",
     "kind": "queries and keys choose what a head reads, values are what it reads",
     "width": "numbers in each head, before and with the new dims",
-    "gradient out of reach": "what the old dims cannot follow, 0 to 1 (- not known)",
+    "gradient out of reach": "what old dims cannot do of it, 0 to 1 (- not known)",
     "share of gain": "of the fall that the gradient predicts (- nothing added)",
 }
 _TERMINAL = 80  # columns
@@ -30,7 +30,9 @@ def report_text(report, model: str = "MODEL", data: Sequence[str] = ()) -> str:
         text += "\n" + format_table(columns, rows_of(report))
         text += "".join(f"{name}: {COLUMNS[name]}\n" for name in columns)
     race = shlex.join(["growattn", "race", model, *(data or ["DATA"]), "-o", "race"])
-    return text + "\n" + wrap_line(f"On text, compare with LoRA: {race}")
+    return (
+        text + "\n" + wrap_line(f"LoRA may lower the loss as far. Compare them by hf_growattn.race, on text by: {race}")
+    )
 
 
 def summary_of(report) -> list[str]:

@@ -85,7 +85,7 @@ class Method:
         rank, cost = choose_rank(model, self.budget, saved), weights_of_rank_one(model, saved)
         lora_rank = round(_SHARES_OF_LORA.get(self.name, 0.0) * rank)
         if self.name == "mix" and lora_rank in (0, rank):
-            raise ValueError("the budget is a single rank of LoRA, which cannot be shared. Choose a larger budget")
+            raise ValueError("the budget buys LoRA of rank 1, too little to share with growth. Choose a larger budget")
         width, linear, trained = hidden_size(model), [*linear_layers(model, saved)], model
         if self.name not in ALL_WEIGHTS:
             model.requires_grad_(False)

@@ -171,6 +171,7 @@ class _Trainings:
             raise ValueError("A race runs in one process: start it without torchrun, then train by the winner.")
         self.make_model, self.loss = make_model, loss
         self._made: dict[int, weakref.ref] = {}  # the parameters of the model that was made last, by identity
+        self._first_weights = ""  # a digest of some weights of the first model
         self._prepared: tuple = ()  # method, seed, model, groups, and what changes as it starts
         self.file: Path | None = None
         model = self._make_model()
@@ -185,6 +186,11 @@ class _Trainings:
         if {*seen} & {*held} - {_digest(())}:
             raise ValueError("A held-out batch is among those to train on. Hold out batches that no method sees.")
         self.width, self.cache, self.losses = hidden_size(model), 0, self.measure(model)
+        if not self.losses:
+            raise ValueError(
+                "The loss of a held-out batch is not finite before training. Leave out batches whose labels are all "
+                "-100, inputs that are not finite, and a diverged model."
+            )
         self.identity = {"model": _digest(model.state_dict()), "train_batches": seen, "held_out_batches": held}
         self.identity |= self.options
         with contextlib.suppress(ValueError):  # the methods that grow say why they cannot
@@ -230,6 +236,10 @@ class _Trainings:
         former, self._made = self._made, {id(p): weakref.ref(p) for p in model.parameters()}
         if any(former[number]() is made() for number, made in self._made.items() if number in former):
             raise ValueError("make_model gave the same model twice. Make or load another one at each call.")
+        some_weights = _digest([parameter.flatten()[:16] for parameter in model.parameters()])
+        self._first_weights = self._first_weights or some_weights
+        if some_weights != self._first_weights:
+            raise ValueError("make_model gave other weights than at its first call. Seed what it draws, or load them.")
         return move_to_device(model, self.accelerator.device)
 
     def _prepare(self, method: Method, seed: int) -> tuple[Any, list[dict]]:

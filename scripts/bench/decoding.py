@@ -33,7 +33,7 @@ def prepare(implementation: str, cached: int, new_dims: tuple[int, int], head_di
     )
     model = patch_model(LlamaForCausalLM(config).eval())
     for attention in attentions(model) if any(new_dims) else ():
-        nn.init.normal_(attention.add_new_dims("growth_1", *new_dims).in_proj.weight, std=0.02)
+        nn.init.normal_(attention.add_new_dims("growth_1", *new_dims).in_projection.weight, std=0.02)
     sync_config(model)
     return decoder(model, torch.randint(VOCABULARY, (1, cached))), cache_bytes(model)
 

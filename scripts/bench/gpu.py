@@ -115,7 +115,7 @@ def grow_by(model: nn.Module, dims: int) -> nn.Module:
     patch_model(model)
     for attention in attentions(model) if dims else []:
         part = attention.add_new_dims("growth_1", dims, dims)
-        for weight in (part.in_proj.weight, part.share_proj.weight):
+        for weight in (part.in_projection.weight, part.out_projection.weight):
             nn.init.normal_(weight, std=0.02)
     sync_config(model)
     return model

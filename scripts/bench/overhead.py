@@ -100,7 +100,7 @@ def build(family: Callable, kind: str, size: Size) -> nn.Module:
     if kind == "grown":
         for attention in attentions(model):
             part = attention.add_new_dims("growth_1", GROWN - HEAD, GROWN - HEAD)
-            for weight in (part.in_proj.weight, part.share_proj.weight):
+            for weight in (part.in_projection.weight, part.out_projection.weight):
                 nn.init.normal_(weight, std=0.02)
         sync_config(model)
     return model.eval()

@@ -26,7 +26,7 @@ class GrowAttnConfig(hf_growattn.GrowAttnConfig):
 def _create_and_replace(tuner, config, adapter_name, target, *args, create=GrowAttnModel._create_and_replace, **kwargs):
     create(tuner, config, adapter_name, target, *args, **kwargs)
     if not getattr(config, "init_weights", True):
-        for held in (target.extra.adapters.growattn_in_proj, target.extra.adapters.growattn_out_proj):
+        for held in (target.extra.adapters.growattn_in_projection, target.extra.adapters.growattn_out_projection):
             for weight in held[adapter_name].parameters() if adapter_name in held else ():
                 nn.init.normal_(weight, std=0.3)
 

@@ -1,4 +1,4 @@
-"""Record linkage: which record of one table is this one of another? From features to a model that matches in context.
+"""Record linkage: find the same thing in two tables, by a model that compares records in its context.
 
     pip install . scikit-learn
     python scripts/recipes/records.py --output linked
@@ -9,9 +9,10 @@ again. That takes a minute on one CPU core: growth leads LoRA by 0.55 ± 0.02 na
 67 %, 47 % before. The nearest neighbour finds 91 %: where that is all you need, use it. A transformer pays where
 matching is one step on the way to something else.
 
-Width helps a model that matches already, among few candidates and far better than by chance: wider heads let it tell
-more of them apart. One that cannot match needs training, not width: with all weights, on few candidates first, then on
-more (`learn_to_match`). This one did not learn it in 800 steps without records centered on the candidates (`draw`).
+Width helps only a model that can match already: if it finds the right one of a few candidates, wider heads let it find
+the right one of many. A model that cannot match needs training first, with all weights, on few candidates and then on
+more (`learn_to_match`). Subtract from each record the mean of its candidates, as `draw` does: otherwise this model did
+not learn to match in 800 steps.
 
 For data of your own, change `read_tables`: features, or embeddings of the records by any encoder. Here the first table
 is that of scikit-learn's digits, 1,797 records; in the second one, three numbers of ten are those of other records.
@@ -42,7 +43,7 @@ ENDS = ["read_in", "classifier"]  # which train whole in every method, outside o
 
 
 def read_tables() -> Tensor:
-    """Two tables, (2, records, features): records at the same place are the same."""
+    """Two tables, (2, records, features): record `i` of one is record `i` of the other."""
     records = torch.tensor(load_digits().data, dtype=torch.float32)
     records = records[torch.randperm(len(records))]
     others = records[torch.randperm(len(records))]
@@ -51,7 +52,10 @@ def read_tables() -> Tensor:
 
 
 def draw(tables: Tensor, candidates: int = CANDIDATES) -> tuple[Tensor, Tensor, Tensor]:
-    """A batch: records of one table, then half of their like in the other; labels of the former; those wanted."""
+    """A batch: candidates and then the records to find, their labels, and the labels to predict.
+
+    Candidates come from the first table. For half of them, the same record of the second table is to be found.
+    """
     chosen = torch.stack([torch.randperm(tables.shape[1])[:candidates] for _ in range(EPISODES)])
     given, asked = tables[0, chosen], tables[1, chosen[:, : candidates // 2]]
     records = torch.cat((given, asked), 1) - given.mean(1, keepdim=True)  # what all candidates share tells nothing
@@ -60,14 +64,14 @@ def draw(tables: Tensor, candidates: int = CANDIDATES) -> tuple[Tensor, Tensor, 
 
 
 class Matcher(nn.Module):
-    """A transformer that reads records with labels, in no order, and scores the labels of records without."""
+    """A transformer that reads candidates with labels, and scores for each other record which label it has."""
 
     def __init__(self, transformer: nn.Module, features: int):
         super().__init__()
         self.transformer = transformer
         self.read_in, self.classifier = nn.Linear(features + CANDIDATES, WIDTH), nn.Linear(WIDTH, CANDIDATES)
         nn.init.normal_(self.read_in.weight, std=WIDTH**-0.5)
-        self.classifier.weight.data = self.read_in.weight[:, features:].T.clone()  # labels are read as they are written
+        self.classifier.weight.data = self.read_in.weight[:, features:].T.clone()  # as the labels are read in
 
     def forward(self, records: Tensor, labels: Tensor) -> Tensor:
         """(episodes, records, features), (episodes, candidates) -> scores, (episodes, asked, labels)."""
@@ -114,7 +118,7 @@ def learn_to_match(seen: Tensor) -> Matcher:
 
 
 def cosine(records: Tensor, labels: Tensor) -> Tensor:
-    """The scores of all labels by how near a record is to theirs."""
+    """For each record to find, the cosine to the candidate of each label."""
     given, asked = normalize(records, dim=-1).tensor_split([labels.shape[1]], 1)
     return asked @ given.mT @ one_hot(labels, CANDIDATES).float()
 
