@@ -50,7 +50,7 @@ output.mkdir(parents=True, exist_ok=True)
 # ## A model and its task
 #
 # 64 passages of text are given, each with a label; a damaged copy of one comes next. Which one is it? A small
-# transformer with heads 8 wide has learned to match on made-up records. It reads passages as vectors of 64 numbers.
+# transformer with heads 8 wide has learned to match made-up passages. It reads passages as vectors of 64 numbers.
 
 # %%
 generator, text = torch.Generator().manual_seed(0), Passages()
@@ -159,7 +159,8 @@ import sys, torch, transformers
 transformers.logging.disable_progress_bar()
 model = transformers.AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
 with torch.no_grad():
-    print(f"{model(inputs_embeds=torch.ones(1, 3, 64)).last_hidden_state.sum():.6f}", "hf_growattn" in sys.modules)
+    print(f"{model(inputs_embeds=torch.ones(1, 3, 64)).last_hidden_state.sum():.6f}")
+assert "hf_growattn" not in sys.modules
 """
 model.eval().save_pretrained(output / "grown")
 write_card(model, output / "grown", [growth.report])
@@ -167,12 +168,12 @@ with torch.no_grad():
     print(f"Here: {model(inputs_embeds=torch.ones(1, 3, 64)).last_hidden_state.sum():.6f}")
 fresh = [sys.executable, "-W", "ignore", "-c", FRESH, output / "grown"]
 done = subprocess.run(fresh, check=True, stdout=subprocess.PIPE, text=True)
-print(f"In a fresh process, and whether that has imported hf_growattn: {done.stdout.strip()}")
+print(f"In a fresh process, without hf_growattn: {done.stdout.strip()}")
 again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# Training has changed the base's weights, too; strict=False loads the growth onto the untrained base all the same.
+# The base has trained since it grew. Without strict=False, an untrained one would be refused as another base.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")

@@ -96,8 +96,9 @@ def test_a_folder_of_adapters_loads_with_the_growth(saved, way):
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         loaded = WAYS[way](folder).eval()
     assert torch.equal(logits(loaded), expected)
-    if way == "same_name":  # peft had frozen what grew before
-        assert {str(p.requires_grad) for p in extra_parameters(loaded)} == {(folder / "trained").read_text()}
+    # Only those train that did, and only where adapters are loaded to be trained: peft had frozen what grew before.
+    trained = (folder / "trained").read_text() if way == "same_name" else "False"
+    assert {str(p.requires_grad) for p in extra_parameters(loaded)} == {trained}
     assert torch.equal(logits(copy.deepcopy(loaded)), expected)
 
 
@@ -150,6 +151,18 @@ def test_a_module_that_trains_whole_is_no_other_base(tmp_path, name):
     other.model.layers[1].mlp.up_proj.weight.data += 1
     with pytest.raises(ValueError, match="other weights"):
         peft.PeftModel.from_pretrained(other, tmp_path / "adapters")
+
+
+def test_added_tokens_are_no_other_base(tmp_path):
+    base, model = build(LLAMA), patch_model(build(LLAMA))
+    assert not base.config.tie_word_embeddings
+    Grower(model, GROWTH).find(BATCHES).keep()
+    for more in (0, 9):
+        model.resize_token_embeddings(model.config.vocab_size + more)
+        save_growth(model, tmp_path)
+        load_growth(patch_model(build(LLAMA)), tmp_path)
+    base.resize_token_embeddings(base.config.vocab_size + 5)
+    load_growth(patch_model(base), tmp_path)
 
 
 def test_a_growth_beside_adapters_goes_with_a_save_that_has_none(tmp_path):

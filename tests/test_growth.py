@@ -140,6 +140,14 @@ def test_what_is_found_is_kept_or_dropped():
     assert {name for name, _ in model.named_parameters() if ".extra." not in name} == names
 
 
+def test_new_dims_without_a_gradient_have_one_side_by_which_they_can_train():
+    model = patch_model(build("llama-2"))
+    attentions(model)[0].weight_of("output").zero_()  # so no logit of this layer matters yet
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches(8)).keep().kept
+    (new,) = attentions(model)[0].growths.values()
+    assert not new.weight_of("query").any() and new.weight_of("key").any(-1).all()
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("update_existing", [True, False])
 def test_new_dims_are_in_the_mode_and_the_precision_of_their_model(update_existing, training):

@@ -149,7 +149,7 @@ def test_a_variant_leaves_the_main_weights(tmp_path):
     assert torch.equal(logits(tmp_path), model(tokens()).logits)
 
 
-STRANGE = ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../secret.safetensors"}}']
+STRANGE = ["", "[]", '{"weight_map": 3}', '{"metadata": {}, "weight_map": {"a": "../secret.safetensors"}}']
 
 
 @pytest.mark.parametrize("index", STRANGE)

@@ -128,8 +128,8 @@ def measure(
 ) -> None:
     """Measure where width holds the model back on your data.
 
-    A growth is tried on the loss of the model, then taken back. Nothing is changed or written. This does not compare
-    growth with LoRA: race does.
+    A growth is tried out, then taken back. Nothing is changed or written. This does not compare growth with LoRA: race
+    does.
     """
     with _reporting(as_json, debug) as report_result:
         _check_trl()
@@ -149,8 +149,8 @@ def race(
     data: _Data,
     output: _Output,
     budget: _Budget = 0.02,
-    steps: Annotated[int, typer.Option(min=4, help="Of each training; rates are tried for a quarter of them.")] = 100,
-    seeds: Annotated[int, typer.Option(min=1, help="How often LoRA and its best challenger train.")] = 2,
+    steps: Annotated[int, typer.Option(min=4, help="Steps of a training; a quarter to try a learning rate.")] = 100,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of LoRA and of the better of growth and mix.")] = 2,
     growth_batches: _GrowthBatches = 16,
     max_length: _MaxLength = None,
     batch_size: _BatchSize = 8,
@@ -194,8 +194,9 @@ def export(
 ) -> None:
     """Write a grown model as an ordinary one, which needs no hf_growattn.
 
-    All heads become as wide as the widest, rounded up to a multiple of 8. If transformers warns about
-    original_max_position_embeddings when it loads the model, that is meant. To push it: hf upload you/your-model DIR.
+    All heads become as wide as the widest, rounded up to a multiple of 8. When transformers
+    loads the model, it may warn about original_max_position_embeddings: that is expected and harmless. To push it:
+    hf upload you/your-model DIR.
     """
     with _reporting(as_json, debug) as report_result:
         _check_new_folder(output)

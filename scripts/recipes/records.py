@@ -5,17 +5,17 @@
 
 A transformer reads 64 records of one table, each with a label, and names the labels of records of the other table. It
 learns to match; `race` compares LoRA, wider heads and a mix of both; the winner trains, and is saved, loaded and asked
-again. That takes a minute on one CPU core: growth leads LoRA by 0.55 ± 0.02 nats, and of 64 candidates the model finds
-67 %, 47 % before. The nearest neighbour finds 91 %: where that is all you need, use it. A transformer pays where
-matching is one step on the way to something else.
+again. That takes a minute on one CPU core. Growth leads LoRA by 0.55 ± 0.02 nats, and the model finds the right one of
+64 candidates in 67 % of cases, instead of 47 %. The nearest neighbour does in 91 %: where that is all you need, use it.
+A transformer pays where matching is one step on the way to something else.
 
 Width helps only a model that can match already: if it finds the right one of a few candidates, wider heads let it find
 the right one of many. A model that cannot match needs training first, with all weights, on few candidates and then on
-more (`learn_to_match`). Subtract from each record the mean of its candidates, as `draw` does: otherwise this model did
-not learn to match in 800 steps.
+more (`learn_to_match`). It learns that faster if the mean of all candidates is subtracted from every record (`draw`):
+without it, this model did not match after 800 steps.
 
 For data of your own, change `read_tables`: features, or embeddings of the records by any encoder. Here the first table
-is that of scikit-learn's digits, 1,797 records; in the second one, three numbers of ten are those of other records.
+is that of scikit-learn's digits, 1,797 records; in the second one, 30 % of each record's numbers are replaced.
 """
 
 import argparse
@@ -71,7 +71,9 @@ class Matcher(nn.Module):
         self.transformer = transformer
         self.read_in, self.classifier = nn.Linear(features + CANDIDATES, WIDTH), nn.Linear(WIDTH, CANDIDATES)
         nn.init.normal_(self.read_in.weight, std=WIDTH**-0.5)
-        self.classifier.weight.data = self.read_in.weight[:, features:].T.clone()  # as the labels are read in
+        self.classifier.weight.data = self.read_in.weight[
+            :, features:
+        ].T.clone()  # starts as the weights that read labels in
 
     def forward(self, records: Tensor, labels: Tensor) -> Tensor:
         """(episodes, records, features), (episodes, candidates) -> scores, (episodes, asked, labels)."""
@@ -80,7 +82,7 @@ class Matcher(nn.Module):
         marked[:, :candidates] = one_hot(labels, CANDIDATES)
         states = self.transformer(
             inputs_embeds=self.read_in(torch.cat((records, marked), -1)),
-            attention_mask=(torch.arange(length) < candidates).long().expand(EPISODES, -1),  # nobody reads a question
+            attention_mask=(torch.arange(length) < candidates).long().expand(EPISODES, -1),  # candidates alone are read
             position_ids=torch.zeros(1, length, dtype=torch.long),  # their order means nothing
         ).last_hidden_state
         return self.classifier(states[:, candidates:])
@@ -118,7 +120,7 @@ def learn_to_match(seen: Tensor) -> Matcher:
 
 
 def cosine(records: Tensor, labels: Tensor) -> Tensor:
-    """For each record to find, the cosine to the candidate of each label."""
+    """For each record to find and each label, the cosine between that record and the candidate with the label."""
     given, asked = normalize(records, dim=-1).tensor_split([labels.shape[1]], 1)
     return asked @ given.mT @ one_hot(labels, CANDIDATES).float()
 
