@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hf_growattn import Grower, GrowthConfig, export_model, load_growth, patch_model, save_growth
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import sync_config
+from hf_growattn.growable.growths import extra_parameters, sync_config
 
 BATCHES = lm_batches(2)
 REORDERED = {
@@ -106,6 +106,7 @@ def test_a_student_with_fewer_layers(name, tmp_path):
     by_config = AutoModelForCausalLM.from_config(config).eval()
     assert by_config.config.extra_dims == by_argument.config.extra_dims == {"0": {"growth_1": [1, 2]}}
     assert len(teacher.config.extra_dims) > 1
+    assert all(weight.any() for weight in extra_parameters(by_config) if weight.dim() > 1)  # so that they can train
     assert not by_config.load_state_dict(teacher.state_dict(), strict=False).missing_keys
     assert torch.equal(by_config(tokens()).logits, by_argument(tokens()).logits)
 

@@ -121,10 +121,8 @@ def test_rows_are_held_out(folder):
 BAD = {
     "broken.jsonl": ('{"text": "w1"}\n{"text": w2}\n', ""),
     "binary.txt": (b"\xff\xfe\x00\xff", "UnicodeDecodeError"),
-    "binary.csv": (b"\xff\xfe\x00\xff", "UnicodeDecodeError"),
     "empty.txt": ("", "ValueError: The data give 0 rows of at most 16 tokens, too few"),
     "empty.jsonl": ("", "StopIteration: there are no rows"),
-    "empty.csv": ("text\n", "no data"),
     "ragged.csv": ("text\nw1\nw2,w3,w4\n", "Expected 1 fields in line 3, saw 3"),
     "columns.csv": ("question,reply\nw1,w2\n", "KeyError: 'text'. The columns are question, reply. (See --text-field"),
     "gaps.jsonl": (json.dumps({"text": None}) + '\n{"text": "w1 w2"}', ""),
@@ -157,7 +155,6 @@ def test_what_datasets_and_trl_say_is_passed_on_with_the_name(folder, tmp_path, 
         ("rows.csv", {"split": "validation"}, "validation"),
         ("rows.csv", {"max_length": 4096}, "This model reads 128 tokens at once: choose --max-length from 2 to 128"),
         ("rows.csv", {"max_length": 0}, "choose --max-length from 2 to 128"),
-        ("rows.csv", {"max_length": -4}, "choose --max-length from 2 to 128"),
     ],
 )
 def test_data_that_cannot_be_joined_or_found_are_refused(folder, names, options, said):
@@ -172,14 +169,9 @@ def test_a_name_of_the_hub_that_does_not_load(folder, monkeypatch):
         read_rows(TextData(f"{folder}/model", ["me/nowhere"]))
 
 
-def test_a_tokenizer_must_be_the_models_own_and_know_chats(folder, tmp_path):
+def test_a_tokenizer_must_know_chats(folder, tmp_path):
     build("llama-2").save_pretrained(tmp_path)
-    tokenizer = word_tokenizer()
-    tokenizer.add_tokens(["more"])
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "text.txt").write_text("w5 more " * 400)
-    with pytest.raises(ValueError, match="save the model's own tokenizer"):
-        read_rows(TextData(f"{tmp_path}", [f"{tmp_path}/text.txt"], **SMALL))
+    word_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"chats\.jsonl cannot .*chat_template is not set"):
         read_rows(TextData(f"{tmp_path}", [f"{folder}/chats.jsonl"], **SMALL))
 

@@ -10,7 +10,7 @@ from families import HEADS, add_dims, build, lm_batches, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import trial as trying
-from hf_growattn.grow.plan import all_candidates, read_batches
+from hf_growattn.grow.plan import all_candidates, read_batches, spend
 from hf_growattn.grow.trial import Candidate, Trial, parameters_of_a_dim, price_kinds, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import name_after
@@ -44,6 +44,15 @@ def test_a_budget_is_not_exceeded_and_goes_to_what_holds(budget, kinds):
     grown = [layer for layer in report.layers if layer.step_size > 0]
     assert all(layer.gain > 0 for layer in grown)
     assert report.added_parameters > limit - 2 * max(DIM.values())  # there was more that held than it could buy
+
+
+def test_a_budget_goes_by_the_fourth_root_of_what_a_layer_gains():
+    """A sixteenfold gain buys twice the dims: 4, at 2/1, 2/2, 2/3 and 2/4, before a third one of the other, at 1/3."""
+    config, ones = GrowthConfig(budget=6 * DIM["v"]), torch.ones(8)
+    bottlenecks = [SimpleNamespace(attention=a, kind=V) for a in attentions(patch_model(build("llama-5-bias")))[:2]]
+    found = [SimpleNamespace(bottleneck=each, worth=gain * ones) for each, gain in zip(bottlenecks, (16.0, 1.0))]
+    bought = spend(config, [Candidate(each, 8, ones) for each in found], {V: 1.0}, 100_000)
+    assert [candidate.dims for candidate in bought] == [4, 2]
 
 
 def test_allocation_prefers_the_layer_that_gains():

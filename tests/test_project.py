@@ -5,13 +5,12 @@ import re
 import runpy
 import shlex
 
-import datasets
 import pytest
 import torch
 from command import call
 from conftest import ROOT
 from families import build, save_with_text, tokens, word_tokenizer
-from test_data import CHATS, TEMPLATE, TEXTS
+from test_data import TEXTS
 from transformers import Trainer, TrainingArguments
 
 from hf_growattn import GrowthCallback
@@ -66,13 +65,10 @@ def test_the_demo_in_a_short_form(forks, tmp_path):
 
 
 def test_the_command_lines_of_the_readme_are_true(tmp_path, monkeypatch):
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    build("llama-2").save_pretrained(tmp_path / "my" / "llama")
-    tokenizer.save_pretrained(tmp_path / "my" / "llama")
-    for name in ("my_text.txt", "held_out.txt"):
+    for each in (build("llama-2"), word_tokenizer()):
+        each.save_pretrained(tmp_path / "my" / "llama")
+    for name in ["my_text.txt"]:
         (tmp_path / name).write_text(" ".join(TEXTS * 3))
-    datasets.Dataset.from_list(CHATS).to_json(tmp_path / "chats.jsonl")
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

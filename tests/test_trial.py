@@ -48,6 +48,16 @@ def test_kept_dims_compute_what_they_did_on_trial(variant, qk_dims, v_dims):
     assert dropped.keys() == state.keys() and all(torch.equal(dropped[name], state[name]) for name in state)
 
 
+def test_new_keys_and_values_are_as_large_as_old_ones_at_least():
+    model = patch_model(build("llama-2"))
+    assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches(4)).keep().kept
+    for attention in attentions(model):
+        for role in ("key", "value"):
+            old = attention.weight_of(role).square().mean().sqrt()
+            new = attention.growths["growth_1"].weight_of(role).square().mean(-1).sqrt()
+            assert (new > 0.99 * old).all(), role  # fp32 rounds by less
+
+
 def test_a_trial_takes_off_what_it_put_on_after_an_exception_too():
     model = patch_model(build("llama-2"))
     with evaluation_mode(model):

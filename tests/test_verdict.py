@@ -104,6 +104,19 @@ def test_a_row_without_labels_of_its_own_does_not_count():
     assert math.isfinite(report.fall) and 0 < report.error < math.inf
 
 
+def test_new_dims_that_break_one_batch_do_not_hold():
+    model, batches = patch_model(build("llama-2")), lm_batches(24)
+    bad = batches[2]  # which no search reads
+    before = float(model(**bad).loss)
+
+    def loss(model, batch):
+        value = model(**batch).loss
+        return value * math.nan if batch is bad and abs(float(value) - before) > 1e-3 else value
+
+    report = Grower(model, CONFIG, loss=loss).grow(batches)
+    assert not report.holds and not report.kept and "not finite" in " ".join(str(report).split())
+
+
 def test_gradients_that_cancel_give_no_queries_and_keys():
     """In rows of one repeated token every key is the same, so that rounding alone is left of their gradient."""
     model = small_llama(0, initializer_range=0.2)
