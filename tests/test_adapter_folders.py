@@ -182,6 +182,7 @@ def test_a_growth_goes_with_the_adapters_that_are_saved(tmp_path):
     model.add_adapter("other", lora(LLAMA, **CAUSAL))
     Grower(model.get_base_model(), GROWTH).find(BATCHES).keep()
     model.save_pretrained(tmp_path, selected_adapters=["other"])
+    model.save_pretrained(tmp_path / "of another rank", is_main_process=False)
     assert [path.parent.parent.name for path in tmp_path.rglob("growth.safetensors")] == ["other"]
 
 

@@ -9,7 +9,6 @@ import torch
 from conftest import LONG, ROOT
 from families import build, lm_batches
 from fit import fit
-from text import make_claim, shortfall
 
 from hf_growattn import Method, race
 from hf_growattn.training.methods import default_loss
@@ -57,21 +56,6 @@ def test_a_method_is_trained_as_in_the_race(name):
     assert losses == pytest.approx(run.losses, rel=1e-5)  # the order of some sums is another
 
 
-def test_a_race_of_text_is_right_if_its_winner_ends_next_to_the_lowest():
-    ends = {"lora": [2.0, 2.2], "growth": [2.1, 2.085], "mix": [3.0, 3.0]}
-    methods = {name: {"loss": 2.0, "lead": 0.05, "error": 0.01, "long": long} for name, long in ends.items()}
-    rows = [{"pair": winner, "winner": winner, "methods": methods} for winner in ends]
-    assert [shortfall(row) for row in rows] == pytest.approx([0.0075, 0.0, 0.9075])
-    claim = make_claim(rows)
-    assert claim.startswith("LoRA wins 1 of 3 races on text; growth or the mix wins 2.")
-    assert (
-        "LoRA ends lowest in 3 of 3, within 0.01 nats. The winner of the race does in 2, and ends at most 0.907"
-        in claim
-    )
-    diverged = methods | {"growth": methods["growth"] | {"long": [2.0, None]}}
-    assert shortfall({"pair": "", "winner": "growth", "methods": diverged}) == float("inf")
-
-
 def test_the_page_of_evidence_links_every_page_and_is_short():
     text = (BENCH / "README.md").read_text()
     written = {file.stem for file in page.RESULTS.glob("*.md")}
@@ -79,16 +63,6 @@ def test_the_page_of_evidence_links_every_page_and_is_short():
     assert {*re.findall(r"`[^`]*scripts/bench/([a-z_]+)\.py", text)} == written and len(text.split()) <= 1500
     for name in written:
         json.loads((page.RESULTS / f"{name}.json").read_text())
-
-
-def test_a_page_keeps_a_line_for_each_run(tmp_path):
-    made = page.Page("Title", "Claim.", page.table(["a"], [[1]]), "Text.", lambda plt: plt.figure())
-    rows = [{"seed": seed, "curve": [[0, seed / 3]]} for seed in range(4)]
-    page.publish("name", made, {"rows": rows, "task": {"steps": 3}}, [0], tmp_path, 60.0)
-    text = (tmp_path / "name.md").read_text()
-    assert text.startswith("# Title\n\nClaim.\n\n| a |")
-    lines = (tmp_path / "name.json").read_text().splitlines()
-    assert all(any(json.dumps(row) in line for line in lines) for row in rows)
 
 
 def test_every_script_is_read_in_one_sitting():

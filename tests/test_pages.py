@@ -91,6 +91,7 @@ def test_a_report_as_json(grown, rolled_back):
     for report in (grown, rolled_back, EMPTY):
         read_back = json.loads(json.dumps(report.to_dict(), allow_nan=False))
         assert read_back["kept"] == report.kept and read_back["fall"] == report.fall
+        assert report.figures()["growth_added_parameters"] == (report.added_parameters if report.kept else 0)
         assert [layer["width"] for layer in read_back["layers"]] == [list(layer.width) for layer in report.layers]
 
 

@@ -326,6 +326,15 @@ def test_each_seed_begins_with_other_batches_and_adapters():
         assert torch.equal(starts[0][name], starts[1][name]) and not starts[0][name].equal(starts[2][name]), name
 
 
+def test_new_dims_of_a_mix_train_at_a_rate_of_their_own(monkeypatch):
+    rates, stock = [], torch.optim.AdamW
+    monkeypatch.setattr("hf_growattn.training.methods.share_of_new_dims", lambda width: 0.1)
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups: rates.append([g["lr"] for g in groups]) or stock(groups))
+    hold(steps=4, methods=["mix"])
+    of_mix = [each for each in rates if len(each) == 2]
+    assert len(of_mix) == 4 and all(new == pytest.approx(0.1 * lora) for lora, new in of_mix)
+
+
 def test_each_training_begins_with_the_buffers_of_the_model():
     model, starts = Matcher(), []
     model.register_buffer("steps", torch.zeros(()))
