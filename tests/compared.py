@@ -7,7 +7,8 @@ from hf_growattn.growable.attention import attentions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.bottlenecks import QK, Bottleneck, V, compute_moments
 from hf_growattn.measure.directions import Directions, read_products, shares, sketched_directions
-from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
+from hf_growattn.measure.halves import halves_of
+from hf_growattn.measure.passes import Objective, evaluation_mode
 
 
 def sketched(model, batches, dims):

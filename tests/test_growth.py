@@ -79,7 +79,7 @@ def test_layers_and_dims_pick_what_grows(dims):
 def test_report_holds_and_prints_what_happened():
     model = patch_model(build("llama-5-bias"))
     count = model.num_parameters()
-    report = Grower(model, GrowthConfig(**FIXED)).grow(lm_batches(8))
+    report = Grower(model, GrowthConfig(**FIXED)).grow(lm_batches(16))
     patterns, messages = 4 * 6 * (48 + 1), 4 * (4 * 48 + 2 * (48 + 1))
     assert report.added_parameters == model.num_parameters() - count == 5 * (patterns + messages)
     steps = [layer.step_size for layer in report.layers]

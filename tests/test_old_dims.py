@@ -10,7 +10,8 @@ from hf_growattn.grow.old_dims import _old_step, tangent_steps, with_old_steps
 from hf_growattn.grow.trial import Candidate, Trial, read_factors
 from hf_growattn.growable.attention import attentions
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
-from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of, mean_loss
+from hf_growattn.measure.halves import halves_of
+from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 WAYS = [dict(update_existing=True), dict(method="refactor")]
 STOCK = 16  # width of the tiny models

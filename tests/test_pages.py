@@ -10,6 +10,7 @@ from families import build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, GrowthReport, patch_model
 from hf_growattn.measure.functional import step_factors
+from hf_growattn.measure.halves import HalvedBatches
 from hf_growattn.report import words
 
 EMPTY = GrowthReport(1.0, 0.0, 0.0, False, [], 0)
@@ -49,15 +50,17 @@ def test_the_printed_fall_was_measured_on_the_other_half(name):
     with torch.no_grad():
         losses = [model(**batch, use_cache=False).loss.item() for batch in batches]
     growth = Grower(model, GrowthConfig(**WAYS[name])).find(batches)
-    report, trial, falls = growth.report, growth._trial, []
+    report, trial, falls, unseen = growth.report, growth._trial, [], HalvedBatches(batches).unseen
     for half in (0, 1):  # as `halves_of` deals them out
         trial.attach()
         trial.set_steps([layer.step_size for layer in report.layers if moves_old or layer.step_size > 0], half)
         with torch.no_grad():
-            falls += [losses[i] - model(**batches[i], use_cache=False).loss.item() for i in range(1 - half, 8, 2)]
+            judges = [i for i, batch in enumerate(batches) if any(batch is each for each in unseen[1 - half])]
+            falls += [losses[i] - model(**batches[i], use_cache=False).loss.item() for i in judges]
         trial.detach()
     assert report.fall == pytest.approx(statistics.fmean(falls), rel=1e-4)
-    assert report.error == pytest.approx(2.364624 * statistics.stdev(falls) / 4**0.5, rel=1e-4)
+    quantile = {5: 2.570582, 6: 2.446912, 7: 2.364624}[len(falls) - 1]  # of Student's t at 95 %
+    assert report.error == pytest.approx(quantile * statistics.stdev(falls) / (len(falls) / 2) ** 0.5, rel=1e-4)
     if not moves_old:
         assert report.holds and f"It falls by {report.fall:.4f} ± {report.error:.4f} (95 %)" in join_lines(str(report))
     assert growth.keep().kept
@@ -72,6 +75,12 @@ def test_the_table_says_where_nothing_grew(grown, rolled_back):
     assert [row[2] for row in words.rows_of(rolled_back)] == ["16"]
     layers = [replace(grown.layers[0], out_of_reach=share) for share in (0.0, None)]
     assert [row[3] for row in words.rows_of(replace(grown, layers=layers))] == ["0.00", "-"]
+
+
+def test_dims_that_are_kept_by_word_are_in_the_table(grown):
+    kept = replace(grown, holds=False, kept=True)
+    assert [row[2] for row in words.rows_of(kept)] == [row[2] for row in words.rows_of(grown)]
+    assert all("->" in row[2] for row, layer in zip(words.rows_of(kept), kept.layers) if len({*layer.width}) > 1)
 
 
 def test_printed_tables_fit_a_terminal_and_cut_no_word(grown):

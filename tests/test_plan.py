@@ -16,7 +16,7 @@ from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import name_after
 from hf_growattn.measure import directions
 from hf_growattn.measure.bottlenecks import QK, V
-from hf_growattn.measure.passes import halves_of
+from hf_growattn.measure.halves import halves_of
 from hf_growattn.model.families import number_layers
 from hf_growattn.model.new_dims import in_order
 

@@ -18,7 +18,8 @@ from hf_growattn.measure import directions
 from hf_growattn.measure import functional as F
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import KindProbe, Probe, sketched_directions
-from hf_growattn.measure.passes import Objective, evaluation_mode, halves_of
+from hf_growattn.measure.halves import halves_of
+from hf_growattn.measure.passes import Objective, evaluation_mode
 
 VARIANTS = ["llama-2", "llama-5-bias", "gpt2-2", "gpt2-5-scaled"]
 

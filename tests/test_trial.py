@@ -19,7 +19,8 @@ from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.growable.growths import sync_config
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.directions import Directions, passes_over, probing
-from hf_growattn.measure.passes import HalvedBatches, Objective, evaluation_mode, halves_of
+from hf_growattn.measure.halves import HalvedBatches, halves_of
+from hf_growattn.measure.passes import Objective, evaluation_mode
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,14 @@ from hf_growattn.grow import growth as growing
 from hf_growattn.growable import growths
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import extra_parameters
-from hf_growattn.measure.passes import HalvedBatches
+from hf_growattn.measure.halves import HalvedBatches
 from hf_growattn.report import words
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
+
+
+def join(report) -> str:
+    return " ".join(str(report).split())
 
 
 def small_llama(seed: int, **config):
@@ -104,9 +108,25 @@ def test_a_row_without_labels_of_its_own_does_not_count():
     assert math.isfinite(report.fall) and 0 < report.error < math.inf
 
 
+def test_rows_that_are_in_both_halves_do_not_judge():
+    """As in several epochs over few rows: each half would judge what it was computed from."""
+    torch.manual_seed(0)
+    rows = torch.randint(97, (16, 24))
+    epochs = [rows[order] for _ in range(4) for order in torch.randperm(16).split(4)]
+    report = Grower(small_llama(0), CONFIG).grow(epochs)
+    assert not (report.kept or report.holds or report.fall) and "the same rows are in both halves" in join(report)
+    batches = [{"input_ids": torch.arange(6).view(2, 3) + 6 * index} for index in range(4)]
+    own = HalvedBatches([*batches, *map(dict, batches[:2])])  # each of the repeated ones is in its own half
+    assert [*map(len, own.unseen)] == [6, 6]  # rows, as of few batches
+    other = HalvedBatches([*batches, batches[2], {"input_ids": batches[0]["input_ids"][1:]}])
+    assert [*map(len, other.unseen)] == [5, 4]  # a row of the first batch is in the other half
+
+
 def test_new_dims_that_break_one_batch_do_not_hold():
     model, batches = patch_model(build("llama-2")), lm_batches(24)
-    bad = batches[2]  # which no search reads
+    halved = HalvedBatches(batches)
+    searched = {id(batch) for batch in halved.few(4)[0]}
+    bad = next(batch for batch in halved.unseen[0] if id(batch) not in searched)
     before = float(model(**bad).loss)
 
     def loss(model, batch):
@@ -114,7 +134,7 @@ def test_new_dims_that_break_one_batch_do_not_hold():
         return value * math.nan if batch is bad and abs(float(value) - before) > 1e-3 else value
 
     report = Grower(model, CONFIG, loss=loss).grow(batches)
-    assert not report.holds and not report.kept and "not finite" in " ".join(str(report).split())
+    assert not report.holds and not report.kept and "not finite" in join(report)
 
 
 def test_gradients_that_cancel_give_no_queries_and_keys():

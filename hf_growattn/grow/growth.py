@@ -26,15 +26,8 @@ from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
 from ..measure.directions import Directions, passes_over, sketched_directions
 from ..measure.guards import HeldInterrupts, adapters_stay
-from ..measure.passes import (
-    ROUNDING,
-    HalvedBatches,
-    Objective,
-    compute_losses,
-    lowering,
-    mean_loss,
-    preserved_state,
-)
+from ..measure.halves import HalvedBatches
+from ..measure.passes import ROUNDING, Objective, compute_losses, lowering, mean_loss, preserved_state
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 from .plan import (
@@ -356,9 +349,10 @@ def _measure_fall(session: Session, trial: Trial, steps: list[float]) -> tuple[f
 
     Either half of the batches takes the directions that it found by itself, and the other half judges them: each of
     its batches, or rows, is compared with itself without the new dims. Both halves together are as uncertain as one of
-    them: to first order they measure the same number, the inner product of their gradients.
+    them: to first order they measure the same number, the inner product of their gradients. What has a row of
+    the other half does not judge; both figures are 0 where nothing is left that could.
     """
-    halves, falls = session.batches.judges, []
+    halves, falls = session.batches.unseen, []
     before = [session.batches.losses_before(session.objective, half) for half in halves]
     with trial.attached():
         for half, (judges, losses_before) in enumerate(zip(halves, before)):
@@ -367,7 +361,7 @@ def _measure_fall(session: Session, trial: Trial, steps: list[float]) -> tuple[f
             falls += [former - loss for former, loss in zip(losses_before, losses) if math.isfinite(former)]
     count, total, squares = all_reduce_sum(len(falls), sum(falls), sum(each * each for each in falls))
     if count < 2:
-        return 0.0, math.inf
+        return 0.0, 0.0
     mean = total / count
     variance = max(squares - count * mean * mean, 0.0) / (count - 1)
     return mean, F.student_quantile(int(count) - 1) * math.sqrt(variance / (count / 2))

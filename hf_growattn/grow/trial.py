@@ -14,7 +14,8 @@ from ..growable.training_state import raise_on_all_ranks
 from ..measure import functional as F
 from ..measure.bottlenecks import Bottleneck, Kind
 from ..measure.directions import Directions
-from ..measure.passes import ROUNDING, HalvedBatches, Objective, mean_loss
+from ..measure.halves import HalvedBatches
+from ..measure.passes import ROUNDING, Objective, mean_loss
 from ..model.new_dims import NewDims, full_tensor
 
 MOST_EVALUATIONS = 10  # of one growth, the pricing of a budget included

@@ -74,7 +74,13 @@ class GrowableModelMixin(WideModelMixin):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Take the new dims that a state holds along with its weights, so that one from another growth loads."""
-        set_dims(self, _dims_in(self, state_dict, prefix))
+        former, dims = dims_of(self), _dims_in(self, state_dict, prefix)
+        if former and not dims:
+            warnings.warn(
+                "The state dict has all old weights and no new dims, so those of this model were taken off.",
+                stacklevel=2,
+            )
+        set_dims(self, dims)
         places = tuple(f"{prefix}{attention.name}.extra.growths." for attention in attentions(self))
         own = {f"{prefix}{name}" for name, _ in self.named_parameters()}
         left_out = [key for key in state_dict if key.startswith(places) and key not in own]

@@ -59,7 +59,11 @@ class GrowAttnConfig(AddedDims, PeftConfig):
         if not self.dims or self.budget is not None or self.qk_dims or self.v_dims:
             super().__post_init__()
         if self.dims:
-            check_extra_dims({layer: {"dims": dims} for layer, dims in self.dims.items()})
+            try:
+                self.dims = {str(layer): dims for layer, dims in self.dims.items()}
+                check_extra_dims({layer: {"dims": dims} for layer, dims in self.dims.items()})
+            except (AttributeError, ValueError):
+                raise ValueError(f'dims must have a form such as {{"0": [2, 4]}}, and is {self.dims!r:.200}.') from None
         self.target_modules = frozenset()  # peft asks for them; known once there is a model, and not saved
 
     @property

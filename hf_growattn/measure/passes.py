@@ -1,10 +1,9 @@
-"""The loss that is lowered, passes over batches that leave the model as it was, and halves that judge each other."""
+"""The loss that is lowered, and passes over batches that leave the model as it was."""
 
 import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,14 +20,12 @@ from ..growable.training_state import (
     own_part,
     parameters_of,
     raise_on_all_ranks,
-    rank,
     reshard,
     sharded_modules,
     unsynchronized,
 )
 
 ROUNDING = 1e-7  # of a loss in fp32: below it nothing can be measured
-FEWEST_JUDGES = 8  # measurements that an error of their mean needs at least
 
 
 @contextlib.contextmanager
@@ -313,86 +310,3 @@ def preserved_state(wrapped: nn.Module, optimizers: list) -> Iterator[None]:
     trained = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
     with unsynchronized(wrapped), evaluation_mode(unwrapped(wrapped), trained):
         yield
-
-
-class HalvedBatches:
-    """This rank's batches in two halves that judge each other, and their losses before anything was tried.
-
-    Attributes:
-        halves: the batches of either half.
-        whole: that batches are of a form that cannot be split, as `loss=` may take.
-        loss_before: the mean loss of all batches over all ranks, once `note_losses` was called.
-    """
-
-    def __init__(self, batches: list, whole: bool = False):
-        self.halves, self.whole = halves_of(batches, whole), whole
-        self.loss_before = math.nan
-        self._losses: dict[int, float] = {}  # by the identity of a batch
-
-    @property
-    def every(self) -> list:
-        """The batches of both halves, one half after the other."""
-        return self.halves[0] + self.halves[1]
-
-    @property
-    def as_given(self) -> list:
-        """The batches in the order they were given in: an error names one by its number."""
-        return [batch for pair in zip_longest(*self.halves) for batch in pair if batch is not None]
-
-    def few(self, count: int) -> list[list]:
-        """At most `count` batches of each half, evenly spaced."""
-        return [half[:: max(-(-len(half) // count), 1)] for half in self.halves]
-
-    @functools.cached_property
-    def judges(self) -> tuple[list, list]:
-        """What a step is judged on, of either half: its batches, or their rows where all ranks have few batches."""
-        if self.whole:
-            return self.halves
-        first, second = ([row for batch in half for row in rows_of(batch)] for half in self.halves)
-        batches, rows = all_reduce_sum(len(self.every), len(first) + len(second))
-        return (first, second) if rows > batches and batches < FEWEST_JUDGES else self.halves
-
-    def note_losses(self, losses: list[float]) -> None:
-        """Keep the losses of the batches `as_given`, which the model has before anything is tried."""
-        self._losses = dict(zip(map(id, self.as_given), losses))
-        self.loss_before = mean_over_ranks(losses)
-
-    def losses_before(self, objective: Objective, judges: list) -> list[float]:
-        """The losses of a half's judges without new dims: those noted, or computed where rows judge."""
-        if self.judges is not self.halves:
-            return compute_losses(objective, judges)
-        return [self._losses[id(batch)] for batch in judges]
-
-    def few_loss_before(self, count: int) -> float:
-        """The mean over both halves of the noted loss of their `few` batches, over all ranks."""
-        noted = [[self._losses[id(batch)] for batch in few] for few in self.few(count)]
-        return sum(map(mean_over_ranks, noted)) / 2
-
-
-def halves_of(batches: list, whole: bool = False) -> tuple[list, list]:
-    """Split the batches in two, every other one; a single batch, unless `whole`, by its rows, if it has several."""
-    if len(batches) != 1:
-        return batches[0::2], batches[1::2]
-    (batch,) = batches
-    rows = 1 if whole else count_rows(batch)
-    if rows < 2:
-        return (batches, []) if rank() % 2 == 0 else ([], batches)
-    return [take_rows(batch, 0, rows // 2)], [take_rows(batch, rows // 2, rows)]
-
-
-def count_rows(batch: dict) -> int:
-    """How many rows a batch can be split into: 1 where images of all rows may lie in one tensor."""
-    lengths = {len(value) for value in batch.values() if torch.is_tensor(value) and value.dim()}
-    return max(*lengths, 1) if len(lengths) == 1 else 1
-
-
-def take_rows(batch: dict, start: int, stop: int) -> dict:
-    """Some of the rows of a batch; what is no tensor with rows goes with all of them."""
-    has_rows = {key: torch.is_tensor(value) and value.dim() for key, value in batch.items()}
-    return {key: value[start:stop] if has_rows[key] else value for key, value in batch.items()}
-
-
-def rows_of(batch: dict) -> list[dict]:
-    """The rows of a batch, as batches of one row; the batch itself where it cannot be split."""
-    count = count_rows(batch)
-    return [take_rows(batch, row, row + 1) for row in range(count)] if count > 1 else [batch]

@@ -69,6 +69,8 @@ def why_not(report) -> str:
         return "no step along the new directions lowers the loss"
     if not math.isfinite(report.fall):
         return "after the best step the loss of a batch is not finite"
+    if report.error == 0:
+        return "the same rows are in both halves of the batches, so neither half can judge what the other found"
     does = "lowers" if report.fall > 0 else "raises"
     return (
         f"the best step {does} the loss of batches that it was not computed from by {abs(report.fall):.2g}, and the "
