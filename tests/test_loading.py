@@ -93,7 +93,8 @@ def test_other_models_may_lend_their_state():
     """Weights without an optimizer: the values are those of the state, and a stock state has no new dims."""
     grown, _, grower = fresh("gpt2-2")
     assert grower.find(lm_batches()).keep().kept
-    grown.load_state_dict(build("gpt2-2").state_dict())
+    with pytest.warns(UserWarning, match="no new dims, so those of this model were taken off"):
+        grown.load_state_dict(build("gpt2-2").state_dict())
     assert torch.equal(grown(tokens(), use_cache=False).logits, build("gpt2-2")(tokens()).logits)
     assert attentions(grown)[1].width_of("query") == 16 and not grown.config.extra_dims
 

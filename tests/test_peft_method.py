@@ -305,6 +305,7 @@ def test_one_config_serves_several_adapters_each_with_its_own_budget(tmp_path):
     model = peft.get_peft_model(build(LLAMA), config)
     model.add_adapter("other", config)
     initialize_growattn_weights(model, BATCHES)
+    assert GrowAttnConfig(dims={0: [2, 1]}).dims == {"0": [2, 1]}
     assert config.dims is None and model.peft_config["other"].dims != model.peft_config["default"].dims
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(build(LLAMA), tmp_path)

@@ -81,7 +81,7 @@ REFUSED = {
     "refactored under LoRA": (partial(writes_under_adapters, method="refactor"), ValueError, "merge_and_unload"),
     "prompts": (prompts, ValueError, r"\(PromptTuningConfig\) adds prompts.*Use LoRA"),
     "an adapter of nothing": (lambda g: g.adapted(qk_dims=0), ValueError, "give qk_dims, v_dims or both"),
-    "an adapter's dims": (lambda g: g.adapted(dims={"0": [1]}), ValueError, "must have a form such as"),
+    "an adapter's dims": (lambda g: g.adapted(dims={"0": [1]}), ValueError, "dims must have a form such as"),
     "an adapter's layer": (on_stock(v_dims=1, layers=[0, 2]), ValueError, "choose of 0, 1"),
     "an adapter's budget": (on_stock(budget=10), ValueError, "10 weights buy nothing"),
     "a budget and a width": (lambda g: GrowAttnConfig(budget=0.1, v_dims=2), ValueError, "budget, or fixed widths"),
