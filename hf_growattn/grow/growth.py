@@ -190,7 +190,7 @@ class Grower:
             batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids` (batch, tokens), which are
                 their own labels; with `loss=`, what that takes. They are read once, and kept for the passes over them.
                 Each half of them judges what the other found, so there must be two sequences at least, or two batches
-                with `loss=`; a few dozen batches are better.
+                with `loss=`; a few dozen batches are better. A batch with a row of the other half does not judge.
 
         Returns:
             The growth, with its report; `keep` makes its new dims a part of the model, whether they hold or not.
