@@ -5,17 +5,19 @@ What has no growth goes through as it is. A hot swap of new dims is refused; who
 warned.
 """
 
+import contextlib
 import functools
 import inspect
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import peft
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel
 from peft.utils import hotswap
+from torch import nn
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -23,8 +25,24 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from ..growable.growth_files import GROWN_TYPE, GROWTH, GROWTH_FILE, load_growth_of_adapter, save_growth_beside
 from ..growable.growths import is_grown
 from ..growable.models import patch_model
+from ..model.new_dims import ExtraDims
 
 _HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
+
+
+@contextlib.contextmanager
+def _unmerged(model: nn.Module) -> Iterator[None]:
+    """Take adapters of new dims that are merged out of the growths of a model for a while."""
+    extras = [module for module in model.modules() if isinstance(module, ExtraDims)]
+    held: list[Any] = [extra._modules["adapters"] for extra in extras if "adapters" in extra._modules]
+    merged = {layer: [*layer.merged_adapters] for layer in held if layer.merged}
+    for layer in merged:
+        layer.unmerge()
+    try:
+        yield
+    finally:
+        for layer, names in merged.items():
+            layer.merge(adapter_names=names)
 
 
 def _saves_growth(stock: Callable) -> Callable:
@@ -33,13 +51,11 @@ def _saves_growth(stock: Callable) -> Callable:
 
     @functools.wraps(stock)
     def save_pretrained(self: Any, save_directory: Any, *args, **kwargs) -> None:
-        from .peft_method import unmerged
-
         stock(self, save_directory, *args, **kwargs)
         bound = signature.bind(self, save_directory, *args, **kwargs)
         bound.apply_defaults()
         if bound.arguments["is_main_process"]:
-            with unmerged(self):  # new dims that are adapters are saved as such
+            with _unmerged(self):  # new dims that are adapters are saved as such
                 for name in bound.arguments["selected_adapters"] or self.peft_config:
                     folder = Path(save_directory, "" if name == "default" else name)
                     save_growth_beside(self, folder, kwargs.get("state_dict"))

@@ -173,19 +173,6 @@ def adapter_layers(model: nn.Module) -> list[GrowAttnLayer]:
     return [module for module in model.modules() if isinstance(module, GrowAttnLayer)]
 
 
-@contextlib.contextmanager
-def unmerged(model: nn.Module) -> Iterator[None]:
-    """Take merged adapters out of the growths of a model for a while."""
-    merged = {layer: [*layer.merged_adapters] for layer in adapter_layers(model) if layer.merged}
-    for layer in merged:
-        layer.unmerge()
-    try:
-        yield
-    finally:
-        for layer, names in merged.items():
-            layer.merge(adapter_names=names)
-
-
 class GrowAttnModel(BaseTuner):
     """peft's side of the method: it patches a stock model and gives each chosen layer its `GrowAttnLayer`."""
 
