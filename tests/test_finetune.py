@@ -109,13 +109,15 @@ def test_adapters_and_new_dims_load_again(finetune, given, tmp_path):
 @pytest.mark.parametrize("recipe", ["chat", "completions", "growth", "lora", "text"])
 def test_the_yaml_recipes(finetune, given, recipe, tmp_path):
     """Options on the command line override those of a recipe."""
-    question, answer = "w2 w3", "w5 w6 w7 w8"
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    row = {
-        "chat": {"messages": messages},
-        "completions": {"prompt": question, "completion": f" {answer}"},
-    }.get(recipe, {"text": f"{question} {answer}"})
-    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 48))
+    answer, rows = " ".join(f"w{index}" for index in range(5, 16)), []
+    for question in (f"w{index} w3" for index in range(9, 90)):  # the halves of a growth must not have the same rows
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        row = {
+            "chat": {"messages": messages},
+            "completions": {"prompt": question, "completion": f" {answer}"},
+        }.get(recipe, {"text": f"{question} {answer}"})
+        rows.append(json.dumps(row))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     words = ["--config", f"scripts/recipes/{recipe}.yaml", "--max_steps", 8, "--warmup_steps", 0]
     words += ["--budget", 0.1] * (recipe != "growth") + ["--chat_template_path", tmp_path / "template.jinja"]

@@ -10,7 +10,7 @@ import torch
 from command import call
 from conftest import ROOT
 from families import build, save_with_text, tokens, word_tokenizer
-from test_data import TEXTS
+from test_data import words as text_of
 from transformers import Trainer, TrainingArguments
 
 from hf_growattn import GrowthCallback
@@ -68,7 +68,7 @@ def test_the_command_lines_of_the_readme_are_true(tmp_path, monkeypatch):
     for each in (build("llama-2"), word_tokenizer()):
         each.save_pretrained(tmp_path / "my" / "llama")
     for name in ["my_text.txt"]:
-        (tmp_path / name).write_text(" ".join(TEXTS * 3))
+        (tmp_path / name).write_text(" ".join(text_of(start, 12 + start // 60) for start in range(180)))
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

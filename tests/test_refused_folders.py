@@ -242,7 +242,7 @@ GROWTHS = {
         "growth of a llama",
     ),
     "other sizes": (lambda path: None, lambda: patched(num_key_value_heads=1), ValueError, "a model of other sizes"),
-    "another base": (described(base="you/base"), patched, ValueError, "other weights, you/base.*strict=False"),
+    "another base": (described(base="you/base"), patched, ValueError, r"other weights \(you/base\).*strict=False"),
     "a base with another MLP": (
         lambda path: None,
         lambda: tuned("layers.0.mlp.up_proj"),
@@ -253,7 +253,7 @@ GROWTHS = {
         f"a base with another {place}": (lambda path: None, partial(tuned, place), ValueError, "other weights")
         for place in ("embed_tokens", "layers.1.input_layernorm", "norm")
     },
-    "a tuned base": (lambda path: None, tuned, ValueError, "other weights, one without a name.*strict=False"),
+    "a tuned base": (lambda path: None, tuned, ValueError, r"other weights\. .*strict=False"),
     **{
         f"dims of {text!s:.20}": (described(extra_dims=text), base, ValueError, DAMAGED)
         for text in ('{"0": 3}', "[", "3", "[" * 100_000 + "]" * 100_000, None)

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 
 from .. import __version__
 
-FAILED, NOTHING, INTERRUPTED = 1, 3, 130
+FAILED, USAGE_ERROR, NOTHING, INTERRUPTED = 1, 2, 3, 130
 _EXPECTED = (ValueError, OSError, ImportError)  # errors whose message names the fix
 
 app = typer.Typer(
@@ -87,7 +88,7 @@ def _fail(code: int, message: str) -> None:
 def _check_new_folder(folder: str) -> None:
     path = Path(folder)
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise typer.BadParameter(f"{path} exists and is not empty; name a new folder.")
+        _fail(USAGE_ERROR, f"Usage error: {path} exists and is not empty; name a new folder.")
 
 
 def _as_budget(number: float) -> int | float:
@@ -96,8 +97,6 @@ def _as_budget(number: float) -> int | float:
 
 
 def _check_trl() -> None:
-    from importlib.util import find_spec
-
     if find_spec("trl") is None:
         raise ImportError("TRL reads the data: pip install 'trl>=1.14' datasets.")
 

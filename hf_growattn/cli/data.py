@@ -1,5 +1,6 @@
 """The text that `growattn measure` and `race` read, as the rows that TRL's SFTTrainer makes of it."""
 
+import functools
 import glob
 import sys
 import tempfile
@@ -50,7 +51,7 @@ class TextData:
         """What to call the data."""
         return ", ".join(self.names)
 
-    @property
+    @functools.cached_property  # it looks through folders
     def loaders(self) -> set[str]:
         """The loaders of datasets that read the files."""
         paths = [Path(name) for name in self.names]

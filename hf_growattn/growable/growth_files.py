@@ -88,11 +88,11 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bo
     if sizes != {name: tensor.shape for name, tensor in state.items()}:
         raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
     if strict and is_of_another_base(fingerprint(inner), json.loads(metadata.get("old_weights", "{}"))):
+        name = f" ({metadata['base']})" if metadata.get("base") else ""
         raise ValueError(
-            f"The growth in the folder {str(folder)!r} was found on a base with other weights, "
-            f"{metadata.get('base') or 'one without a name'!r}. Load it onto that base, as it was at the save. If the "
-            "base has trained since, save the whole model instead. load_growth(..., strict=False) takes this base all "
-            "the same."
+            f"The growth in the folder {str(folder)!r} was found on a base with other weights{name}. Load it onto that "
+            "base, as it was at the save. If the base has trained since, save the whole model instead. "
+            "load_growth(..., strict=False) takes this base all the same."
         )
     if optimizer is not None:
         warn_without_ddp(model)

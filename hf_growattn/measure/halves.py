@@ -57,11 +57,12 @@ class HalvedBatches:
     @functools.cached_property
     def unseen(self) -> tuple[list, list]:
         """The judges of either half of which no row is in the other half, too, as in epochs over few data."""
-        first, second = ({row for batch in half for row in digests_of(batch)} for half in self.halves)
         ours, theirs = self.judges
+        our_rows, their_rows = ([digests_of(judge) for judge in half] for half in self.judges)
+        our_seen, their_seen = set().union(*our_rows), set().union(*their_rows)
         return (
-            [judge for judge in ours if second.isdisjoint(digests_of(judge))],
-            [judge for judge in theirs if first.isdisjoint(digests_of(judge))],
+            [judge for judge, rows in zip(ours, our_rows) if rows.isdisjoint(their_seen)],
+            [judge for judge, rows in zip(theirs, their_rows) if rows.isdisjoint(our_seen)],
         )
 
     def note_losses(self, losses: list[float]) -> None:
@@ -104,21 +105,30 @@ def take_rows(batch: dict, start: int, stop: int) -> dict:
     return {key: value[start:stop] if has_rows[key] else value for key, value in batch.items()}
 
 
-def digests_of(batch: Any) -> list[bytes]:
+def digest(values: Any) -> str:
+    """A digest of all tensors in a container, by their content."""
+    found = hashlib.sha256()
+
+    def add(tensor: Tensor) -> None:
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+    recursively_apply(add, values)
+    return found.hexdigest()[:16]
+
+
+def digests_of(batch: Any) -> set[str]:
     """A digest of each row of a batch, without its padding; of the whole where it has no rows."""
-    rows: list[Any] = rows_of(dict(batch)) if isinstance(batch, Mapping) else [batch]
-    digests = []
-    for row in rows:
-        digest = hashlib.sha256()
-        mask = row.get("attention_mask") if isinstance(row, Mapping) else None
+    if not isinstance(batch, Mapping):
+        return {digest(batch)}
+    return {digest(_without_padding(row)) for row in rows_of(dict(batch))}
 
-        def add(tensor: Tensor, digest: Any = digest, mask: Any = mask) -> None:
-            kept = tensor[mask.bool()] if torch.is_tensor(mask) and mask.shape == tensor.shape else tensor
-            digest.update(kept.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
-        recursively_apply(add, row)
-        digests.append(digest.digest())
-    return digests
+def _without_padding(row: dict) -> dict:
+    mask = row.get("attention_mask")
+    if not torch.is_tensor(mask):
+        return row
+    of_tokens = {key: torch.is_tensor(value) and value.shape == mask.shape for key, value in row.items()}
+    return {key: value[mask.bool()] if of_tokens[key] else value for key, value in row.items()}
 
 
 def rows_of(batch: dict) -> list[dict]:

@@ -120,9 +120,7 @@ class RaceResult:
         if lead <= 0:
             return f"LoRA wins: its held-out loss is {gap} lower than that of {title}."
         needed = f"{MARGIN}" if lead > SURE * error else "two standard errors"
-        return (
-            f"LoRA wins: the held-out loss of {title} is {gap} lower, and would have to be lower by more than {needed}."
-        )
+        return f"LoRA wins: the held-out loss of {title} is {gap} lower, and must be lower by more than {needed}."
 
     def table(self) -> str:
         """A row for each method, the largest lead first, and remarks on some of them."""

@@ -70,7 +70,10 @@ def why_not(report) -> str:
     if not math.isfinite(report.fall):
         return "after the best step the loss of a batch is not finite"
     if report.error == 0:
-        return "the same rows are in both halves of the batches, so neither half can judge what the other found"
+        return (
+            "the same rows are in both halves of the batches, so neither half can judge what the other found: use "
+            "fewer batches, or more data"
+        )
     does = "lowers" if report.fall > 0 else "raises"
     return (
         f"the best step {does} the loss of batches that it was not computed from by {abs(report.fall):.2g}, and the "

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import hashlib
 import json
 import math
 import os
@@ -14,13 +13,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import recursively_apply, send_to_device, set_seed
+from accelerate.utils import send_to_device, set_seed
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from ..grow.plan import check_budget, check_loss, list_batches, read_batches
 from ..growable.growths import cache_bytes, check_kind, growable_model
+from ..measure.halves import digest
 from ..report.comparison import TITLES, RaceResult, Run
 from .methods import (
     ALL_WEIGHTS,
@@ -182,8 +182,8 @@ class _Trainings:
         weights = choose_rank(model, budget, saved) * weights_of_rank_one(model, saved)
         self.options: dict[str, Any] = options | {"budget": weights}
         self.saved_weights = sum(p.numel() for p in {p for module in saved.values() for p in module.parameters()})
-        seen, held = ([*map(_digest, batches)] for batches in (train, held_out))
-        if {*seen} & {*held} - {_digest(())}:
+        seen, held = ([*map(digest, batches)] for batches in (train, held_out))
+        if {*seen} & {*held} - {digest(())}:
             raise ValueError("A held-out batch is among those to train on. Hold out batches that no method sees.")
         self.width, self.cache, self.losses = hidden_size(model), 0, self.measure(model)
         if not self.losses:
@@ -191,7 +191,7 @@ class _Trainings:
                 "The loss of a held-out batch is not finite before training. Leave out batches whose labels are all "
                 "-100, inputs that are not finite, and a diverged model."
             )
-        self.identity = {"model": _digest(model.state_dict()), "train_batches": seen, "held_out_batches": held}
+        self.identity = {"model": digest(model.state_dict()), "train_batches": seen, "held_out_batches": held}
         self.identity |= self.options
         with contextlib.suppress(ValueError):  # the methods that grow say why they cannot
             patch_inside(model)
@@ -236,7 +236,7 @@ class _Trainings:
         former, self._made = self._made, {id(p): weakref.ref(p) for p in model.parameters()}
         if any(former[number]() is made() for number, made in self._made.items() if number in former):
             raise ValueError("make_model gave the same model twice. Make or load another one at each call.")
-        some_weights = _digest([parameter.flatten()[:16] for parameter in model.parameters()])
+        some_weights = digest([parameter.flatten()[:16] for parameter in model.parameters()])
         self._first_weights = self._first_weights or some_weights
         if some_weights != self._first_weights:
             raise ValueError("make_model gave other weights than at its first call. Seed what it draws, or load them.")
@@ -293,14 +293,3 @@ class _Trainings:
 
     def _on_device(self, batch: Any) -> Any:
         return send_to_device(copy.copy(batch), self.accelerator.device)  # a copy, of which a loss may take labels out
-
-
-def _digest(values: Any) -> str:
-    """A digest of all tensors in a container, by their content."""
-    digest = hashlib.sha256()
-
-    def add(tensor: torch.Tensor) -> None:
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-
-    recursively_apply(add, values)
-    return digest.hexdigest()[:16]

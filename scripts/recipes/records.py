@@ -71,9 +71,8 @@ class Matcher(nn.Module):
         self.transformer = transformer
         self.read_in, self.classifier = nn.Linear(features + CANDIDATES, WIDTH), nn.Linear(WIDTH, CANDIDATES)
         nn.init.normal_(self.read_in.weight, std=WIDTH**-0.5)
-        self.classifier.weight.data = self.read_in.weight[
-            :, features:
-        ].T.clone()  # starts as the weights that read labels in
+        reads_labels = self.read_in.weight[:, features:]
+        self.classifier.weight.data = reads_labels.T.clone()
 
     def forward(self, records: Tensor, labels: Tensor) -> Tensor:
         """(episodes, records, features), (episodes, candidates) -> scores, (episodes, asked, labels)."""
