@@ -31,6 +31,18 @@ def test_a_growth_is_saved_and_loaded_alone(tmp_path):
         load_growth(fresh, tmp_path)
 
 
+@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
+def test_a_growth_goes_to_a_base_without_a_head_and_back(variant, tmp_path):
+    model = wide(variant, 3, 2)
+    build(variant).save_pretrained(tmp_path / "base")
+    save_growth(model, tmp_path / "growth")
+    bare = load_growth(patch_model(AutoModel.from_pretrained(tmp_path / "base")), tmp_path / "growth").eval()
+    assert torch.equal(bare(tokens())[0], model.base_model(tokens())[0])
+    save_growth(bare, tmp_path / "back")
+    again = load_growth(patch_model(build(variant)), tmp_path / "back")
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
 def test_growths_load_in_the_order_in_which_they_grew(tmp_path):
     """Sums of another order would round otherwise, and JSON puts the tenth growth before the second."""
     model = patch_model(build("llama-2"))

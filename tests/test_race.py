@@ -248,6 +248,18 @@ def test_what_would_make_a_verdict_untrue_is_refused(options, said):
         hold(steps=4, seeds=1, **options)
 
 
+def test_held_out_rows_that_a_training_sees_are_warned_of():
+    def regrouped(count: int, seed: int) -> list[dict]:
+        """Of seed 3, half of each batch is from another batch of seed 2."""
+        batches = [{"rows": rows, "names": names} for rows, names in to_match(count, seed)]
+        for batch, (rows, names) in zip(batches, to_match(40, 2)[1:] if seed == 3 else ()):
+            batch["rows"][:16], batch["names"][:16] = rows[:16], names[:16]
+        return batches
+
+    with pytest.warns(UserWarning, match="128 of 256 held-out rows are also in the batches to train on"):
+        hold(regrouped, loss=lambda model, batch: loss(model, (batch["rows"], batch["names"])), steps=4)
+
+
 @pytest.mark.parametrize("options", [{"steps": 3}, {"seeds": 0}, {"batches": lambda *_: to_match(1, 0)}])
 def test_numbers_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match="at least 4 steps, 1 seed, 2 batches"):

@@ -33,7 +33,7 @@ def fingerprint(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = N
 
     def note(name: str, kind: str, entries: Tensor | None) -> None:
         if entries is not None and not entries.is_meta:
-            found[name] = kind, entries.float().tolist()
+            found[name_in_base(model, name)] = kind, entries.float().tolist()
 
     for path, child in _base_modules(model):
         inside: Any = base_layer(child)
@@ -47,6 +47,11 @@ def fingerprint(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = N
                     may_grow = child is head or isinstance(inside, nn.Embedding)
                     note(f"{path}.{own}", "", _entries(full_tensor(weight), isinstance(inside, Conv1D), may_grow))
     return found
+
+
+def name_in_base(model: PreTrainedModel, name: str) -> str:
+    """A name in a model, as it is in the base model without a head around it."""
+    return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def _base_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

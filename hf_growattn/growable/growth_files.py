@@ -8,12 +8,13 @@ from accelerate.utils import align_module_device
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..model.configuration import check_extra_dims
 from ..model.families import dims_of
 from ..model.new_dims import NewDims, full_tensor
 from .attention import attentions
-from .fingerprint import fingerprint, is_of_another_base
+from .fingerprint import fingerprint, is_of_another_base, name_in_base
 from .folders import replacing
 from .growths import Dims, check_saving, growable_model, is_grown, origin_of, set_dims
 from .training_state import bare_optimizers, refuse_meta, warn_without_ddp
@@ -48,10 +49,10 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
         with align_module_device(module := inner.get_submodule(path)):  # accelerate may have put it on the disk
             kept = getattr(module, own) if state_dict is None else state_dict[f"{start}{name}"]
             refuse_meta([(name, kept)])
-            state[name] = full_tensor(kept.detach()).cpu().contiguous()
+            state[name_in_base(inner, name)] = full_tensor(kept.detach()).cpu().contiguous()
     metadata = {"format": "pt", "model_type": inner.config.model_type, "extra_dims": json.dumps(dims_of(inner))}
     metadata |= {"base": origin_of(inner), "old_weights": json.dumps(fingerprint(inner, state_dict, start))}
-    metadata["trained"] = json.dumps(sorted({_growth_of(name) for name in state if named[name].requires_grad}))
+    metadata["trained"] = json.dumps(sorted({_growth_of(name) for name in named if named[name].requires_grad}))
     with replacing(Path(folder).resolve()) as partial:
         save_file(state, partial / GROWTH_FILE, metadata=metadata)
 
@@ -83,7 +84,7 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bo
     for attention in attentions(inner):
         for growth, dims in extra_dims.get(str(attention.layer), {}).items():
             new = NewDims(attention.shape, *dims, device="meta")
-            place = f"{attention.name}.extra.growths.{growth}."
+            place = f"{name_in_base(inner, attention.name)}.extra.growths.{growth}."
             sizes |= {place + own: parameter.shape for own, parameter in new.named_parameters()}
     if sizes != {name: tensor.shape for name, tensor in state.items()}:
         raise ValueError(f"{folder} holds a growth of a model of other sizes: load it onto the base that it grew on.")
@@ -96,12 +97,11 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bo
         )
     if optimizer is not None:
         warn_without_ddp(model)
-    refuse_meta((name, parameter) for name, parameter in inner.named_parameters() if _is_new(name))
+    refuse_meta(_new_parameters(inner).items())
     set_dims(model, extra_dims, bare_optimizers(optimizer))
     with torch.no_grad():
-        for name, parameter in inner.named_parameters():
-            if _is_new(name):
-                parameter.copy_(state[name])
+        for name, parameter in _new_parameters(inner).items():
+            parameter.copy_(state[name])
     return model
 
 
@@ -129,7 +129,9 @@ def _read_growth(folder: Path) -> tuple[dict[str, str], Dims, dict[str, torch.Te
     return metadata, extra_dims, state
 
 
-def load_growth_of_adapter(outer: nn.Module, model: nn.Module, folder: Path, is_trainable: bool, alone: bool) -> None:
+def load_growth_of_adapter(
+    outer: nn.Module, model: PreTrainedModel, folder: Path, is_trainable: bool, alone: bool
+) -> None:
     """Load the growth that an adapter was trained with into the patched `model` inside `outer`.
 
     Args:
@@ -144,7 +146,7 @@ def load_growth_of_adapter(outer: nn.Module, model: nn.Module, folder: Path, is_
             `load_growth`.
     """
     metadata, _, state = _read_growth(folder)
-    own = {name: parameter for name, parameter in model.named_parameters() if _is_new(name)}
+    own = _new_parameters(model)
     same = own.keys() == state.keys() and all(torch.equal(own[n].cpu(), state[n].to(own[n].dtype)) for n in own)
     if not (alone or same):
         raise ValueError(
@@ -153,9 +155,14 @@ def load_growth_of_adapter(outer: nn.Module, model: nn.Module, folder: Path, is_
         )
     load_growth(outer, folder)
     trained = json.loads(metadata.get("trained", "[]"))
-    for name, parameter in model.named_parameters():
-        if _is_new(name) and parameter is not own.get(name):
+    for name, parameter in _new_parameters(model).items():
+        if parameter is not own.get(name):
             parameter.requires_grad_(is_trainable and _growth_of(name) in trained)
+
+
+def _new_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters of new dims, by the names that they have in the base model, with or without a head around it."""
+    return {name_in_base(model, name): parameter for name, parameter in model.named_parameters() if _is_new(name)}
 
 
 def _is_new(name: str) -> bool:

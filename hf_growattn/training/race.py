@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from ..grow.plan import check_budget, check_loss, list_batches, read_batches
 from ..growable.growths import cache_bytes, check_kind, growable_model
-from ..measure.halves import digest
+from ..measure.halves import digest, digests_of
 from ..report.comparison import TITLES, RaceResult, Run
 from .methods import (
     ALL_WEIGHTS,
@@ -142,6 +143,16 @@ def _compete(result: RaceResult, trainings: "_Trainings", names: list[str], seed
             run(name, result.rates[name], steps, seed)
 
 
+def _warn_of_seen_rows(train: list, held_out: list) -> None:
+    seen, held = ({row for batch in batches for row in digests_of(batch)} for batches in (train, held_out))
+    if repeated := seen & held - {digest(())}:
+        warnings.warn(
+            f"{len(repeated)} of {len(held)} held-out rows are also in the batches to train on, so a method may win by "
+            "remembering them. Hold out rows that no method sees.",
+            stacklevel=4,
+        )
+
+
 def _best_rate(runs: list[Run]) -> float:
     return min(runs, key=lambda run: run.loss).rate
 
@@ -185,6 +196,7 @@ class _Trainings:
         seen, held = ([*map(digest, batches)] for batches in (train, held_out))
         if {*seen} & {*held} - {digest(())}:
             raise ValueError("A held-out batch is among those to train on. Hold out batches that no method sees.")
+        _warn_of_seen_rows(train, held_out)
         self.width, self.cache, self.losses = hidden_size(model), 0, self.measure(model)
         if not self.losses:
             raise ValueError(
