@@ -28,10 +28,11 @@ _CALL = "trainer.add_callback(GrowthCallback(trainer, GrowthConfig(budget=0.02))
 class GrowthCallback(TrainerCallback):
     """Grow the model of a Trainer (transformers', TRL's, sentence-transformers') on the batches it has just trained on.
 
-    Growth lowers the trainer's own loss, its `compute_loss`. While training runs, the callback keeps the last inputs of
-    that method in the memory of the CPU, and a growth reads those. It reads no data itself: data, samplers, random
-    states and the trainer's metrics stay as they are. A growth that is due before enough batches were seen waits for
-    them, as it may in a run that was just resumed.
+    Growth lowers the trainer's own loss, its `compute_loss`, of one micro-batch at a time: all of them count alike,
+    while a Trainer that accumulates gradients counts those with more labels more. While training runs, the callback
+    keeps the last inputs of that method in the memory of the CPU, and a growth reads those. It reads no data itself:
+    data, samplers, random states and the trainer's metrics stay as they are. A growth that is due before enough batches
+    were seen waits for them. In a run that was just resumed it may so come later than in one that was not interrupted.
 
     What a resumed run must know is in the Trainer's log history. A checkpoint of a peft model has the new dims of its
     base in the folder `growth`; they are loaded when the trainer loads the checkpoint.
