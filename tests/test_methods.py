@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import lm_batches
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, Method, load_growth, patch_model
@@ -31,6 +32,7 @@ def test_every_method_trains_as_many_weights_and_moves_nothing_else(variant, nam
     model, groups = Method(name, **OPTIONS).prepare(build(variant), batches)
     weights = trained_weights(model)
     assert weights == budget if name == "lora" else 0 < weights <= budget
+    assert all(set(module.scaling.values()) == {2.0} for module in model.modules() if isinstance(module, LoraLayer))
     assert weights == sum(p.numel() for group in groups for p in group["params"])
     optimizer = torch.optim.AdamW(groups)
     model(**batches[0]).loss.backward()

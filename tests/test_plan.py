@@ -53,6 +53,9 @@ def test_a_budget_goes_by_the_fourth_root_of_what_a_layer_gains():
     found = [SimpleNamespace(bottleneck=each, worth=gain * ones) for each, gain in zip(bottlenecks, (16.0, 1.0))]
     bought = spend(config, [Candidate(each, 8, ones) for each in found], {V: 1.0}, 100_000)
     assert [candidate.dims for candidate in bought] == [4, 2]
+    found[0].worth = 128 * (torch.arange(8) == 0)  # as much in all, of one dim: the others do not hold
+    bought = spend(config, [Candidate(each, 8, ones) for each in found], {V: 1.0}, 100_000)
+    assert [candidate.dims for candidate in bought] == [1, 5]
 
 
 def test_allocation_prefers_the_layer_that_gains():

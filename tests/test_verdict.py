@@ -120,6 +120,8 @@ def test_rows_that_are_in_both_halves_do_not_judge():
     assert [*map(len, own.unseen)] == [6, 6]  # rows, as of few batches
     other = HalvedBatches([*batches, batches[2], {"input_ids": batches[0]["input_ids"][1:]}])
     assert [*map(len, other.unseen)] == [5, 4]  # a row of the first batch is in the other half
+    padded = {"input_ids": torch.tensor([[0, 0, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1, 1]])}
+    assert HalvedBatches([padded, {name: value.roll(2, 1) for name, value in padded.items()}]).unseen == ([], [])
 
 
 def test_new_dims_that_break_one_batch_do_not_hold():
