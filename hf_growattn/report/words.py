@@ -76,7 +76,7 @@ def why_not(report) -> str:
         )
     does = "lowers" if report.fall > 0 else "raises"
     return (
-        f"the best step {does} the loss of batches that it was not computed from by {abs(report.fall):.2g}, and the "
+        f"the best step {does} the loss by {abs(report.fall):.2g} on batches that it was not computed from, and the "
         f"error of that is {report.error:.2g} (95 %)"
     )
 
