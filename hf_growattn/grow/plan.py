@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
-from ..growable.growths import cache_bytes, growable_model
+from ..growable.growths import cache_bytes, growable_model, name_in_base
 from ..growable.training_state import is_distributed
 from ..measure import functional as F
 from ..measure.bottlenecks import KINDS, Kind
@@ -347,7 +347,7 @@ def _layer_growth(model: PreTrainedModel, candidate: Candidate, step: float) -> 
     width = bottleneck.attention.width_of(bottleneck.kind.shared)
     return LayerGrowth(
         layer=bottleneck.attention.layer,
-        name=bottleneck.attention.name.removeprefix(f"{model.base_model_prefix}."),
+        name=name_in_base(model, bottleneck.attention.name),
         kind=bottleneck.kind.name,
         width=(width, width + candidate.dims),
         step_size=step,

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..model.families import base_layer, linear_sizes
 from ..model.new_dims import ExtraDims, full_tensor
+from .growths import name_in_base
 from .projections import answers, is_plain
 
 _ENTRIES = 8  # of each weight
@@ -47,11 +48,6 @@ def fingerprint(model: PreTrainedModel, state_dict: dict[str, Tensor] | None = N
                     may_grow = child is head or isinstance(inside, nn.Embedding)
                     note(f"{path}.{own}", "", _entries(full_tensor(weight), isinstance(inside, Conv1D), may_grow))
     return found
-
-
-def name_in_base(model: PreTrainedModel, name: str) -> str:
-    """A name in a model, as it is in the base model without a head around it."""
-    return name.removeprefix(f"{model.base_model_prefix}.")
 
 
 def _base_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:

@@ -14,9 +14,9 @@ from ..model.configuration import check_extra_dims
 from ..model.families import dims_of
 from ..model.new_dims import NewDims, full_tensor
 from .attention import attentions
-from .fingerprint import fingerprint, is_of_another_base, name_in_base
+from .fingerprint import fingerprint, is_of_another_base
 from .folders import replacing
-from .growths import Dims, check_saving, growable_model, is_grown, origin_of, set_dims
+from .growths import Dims, check_saving, growable_model, is_grown, name_in_base, origin_of, set_dims
 from .training_state import bare_optimizers, refuse_meta, warn_without_ddp
 
 GROWTH_FILE = "growth.safetensors"  # its metadata say of which model type it is, and which new dims it holds
@@ -52,7 +52,7 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
             state[name_in_base(inner, name)] = full_tensor(kept.detach()).cpu().contiguous()
     metadata = {"format": "pt", "model_type": inner.config.model_type, "extra_dims": json.dumps(dims_of(inner))}
     metadata |= {"base": origin_of(inner), "old_weights": json.dumps(fingerprint(inner, state_dict, start))}
-    metadata["trained"] = json.dumps(sorted({_growth_of(name) for name in named if named[name].requires_grad}))
+    metadata["trained"] = json.dumps(sorted({_growth_of(name) for name, new in named.items() if new.requires_grad}))
     with replacing(Path(folder).resolve()) as partial:
         save_file(state, partial / GROWTH_FILE, metadata=metadata)
 

@@ -42,6 +42,11 @@ def growable_model(model: Any) -> Any:
     return found[0]
 
 
+def name_in_base(model: PreTrainedModel, name: str) -> str:
+    """A name in a model, as it is in the base model without a head around it."""
+    return name.removeprefix(f"{model.base_model_prefix}.")
+
+
 def check_kind(model: Any) -> None:
     """Raise a TypeError for what is no model at all, such as its name or its tokenizer."""
     if not isinstance(model, nn.Module):
