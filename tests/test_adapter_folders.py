@@ -102,6 +102,13 @@ def test_a_folder_of_adapters_loads_with_the_growth(saved, way):
     assert torch.equal(logits(copy.deepcopy(loaded)), expected)
 
 
+def test_a_second_adapter_lets_new_dims_train_or_not_as_they_did(saved):
+    model = peft.PeftModel.from_pretrained(stock(saved[0]), saved[0] / "adapters", is_trainable=True)
+    before = [p.requires_grad for p in extra_parameters(model)]
+    model.load_adapter(saved[0] / "adapters", "other")
+    assert [p.requires_grad for p in extra_parameters(model)] == before
+
+
 def test_without_the_library_peft_stops_at_the_type(saved):
     script = """
 import sys, peft, transformers

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import peft
 import pytest
@@ -99,12 +100,15 @@ def test_a_card_says_what_grew_and_how_to_load_it(grown, tmp_path):
     assert made_card(model, tmp_path).count('from_pretrained("you/your-model"') == 2
 
 
-def test_local_names_do_not_travel(grown, tmp_path):
+def test_local_names_do_not_travel(grown, tmp_path, monkeypatch):
     (tmp_path / "base").mkdir()
     (tmp_path / "secret.txt").write_text("")
     text = made_card(grown[0], tmp_path, [], str(tmp_path / "base"), str(tmp_path / "secret.txt"))
     assert str(tmp_path) not in text and "secret" not in text and "base_model" not in text
     assert text.count("not recorded") == 2
+    monkeypatch.chdir(tmp_path)
+    Path("someone/base").mkdir(parents=True)  # named like a model of the Hub
+    assert "base_model" not in made_card(grown[0], tmp_path, [], "someone/base")
 
 
 @pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])

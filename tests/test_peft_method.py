@@ -296,6 +296,7 @@ def test_adapters_that_are_merged_are_saved_as_adapters(tmp_path):
     model.merge_adapter()
     model.save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter" / "growth").exists()
+    assert attentions(model)[0].width_of("key") == 19  # still merged
     near(logits(model), expected)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(build(LLAMA), tmp_path / "adapter").eval()), expected)
 
