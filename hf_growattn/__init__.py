@@ -48,5 +48,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PLACES})
 
 
-register_peft_method()  # first: the families are entered into tables of peft, too
+register_peft_method()
 register_families(importlib.import_module(__name__))

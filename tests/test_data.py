@@ -177,6 +177,6 @@ def test_a_tokenizer_must_know_chats(folder, tmp_path):
 
 
 def test_a_growth_reads_the_batches_that_were_asked_for(folder):
-    grower, batches = prepare_growth(data_of(folder, "rows.txt"), 2000, 3, "bfloat16")
+    grower, batches = prepare_growth(data_of(folder, "rows.csv"), 2000, 3, "bfloat16")
     assert [len(batch["input_ids"]) for batch in batches] == [5, 5, 5]
     assert (grower.config.budget, str(grower.model.dtype)) == (2000, "torch.bfloat16")

@@ -104,7 +104,9 @@ def test_names_in_the_groups_follow():
         names = dict(model.named_parameters())
         (group,) = optimizer.param_groups
         assert [names[name] for name in group["param_names"]] == group["params"]
+        step(model, [optimizer], lm_batches()[0])
         set_dims(model, {}, [optimizer])
+        assert optimizer.state.keys() == {*model.parameters()}
     assert not any(".extra." in name for name in group["param_names"]) and len(group["params"]) == len(names)
 
 

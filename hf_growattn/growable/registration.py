@@ -1,4 +1,4 @@
-"""Enter grown models into the tables of transformers, and of peft if it is imported, by the names of their classes.
+"""Enter grown models into the tables of transformers by the names of their classes, and our method into peft.
 
 The tables of transformers hold names of classes, and the module that has them as attributes, which makes ours when it
 is asked for one. So no model family is imported here.
@@ -14,11 +14,11 @@ from transformers.models.auto.configuration_auto import (
 )
 
 from ..model.compat import register_type
-from ..model.configuration import PREFIX, register_type_names
+from ..model.configuration import PREFIX
 
 
 def register_families(library: types.ModuleType) -> None:
-    """Teach the Auto classes the names of the grown models of every type, and peft its default target modules.
+    """Teach the Auto classes the names of the grown models of every type.
 
     Args:
         library: the module that has the classes as attributes.
@@ -27,7 +27,6 @@ def register_families(library: types.ModuleType) -> None:
         if not model_type.startswith(PREFIX):
             ours = PREFIX + model_type
             register_type(ours, f"GrowAttn{name}", library, model_type_to_module_name(ours))
-            register_type_names(model_type)
 
 
 def register_peft_method() -> None:
