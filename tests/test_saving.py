@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_growattn import patch_model, unpatch_model
 from hf_growattn.growable import folders
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import sync_config
+from hf_growattn.growable.growths import set_dims, sync_config
 
 
 def grown(qk_dims: int, variant: str = "llama-2"):
@@ -185,8 +185,12 @@ def test_a_rank_that_is_not_the_main_process_writes_nothing(tmp_path):
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_loaded_models_config_takes_our_type_and_gives_it_back(tmp_path):
-    build("llama-2").save_pretrained(tmp_path)
-    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path))  # a loaded config notes its type by itself
+def test_a_model_that_did_not_grow_is_saved_as_stock(tmp_path):
+    build("llama-2").save_pretrained(tmp_path / "stock")
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"))  # its config notes its type by itself
+    model.save_pretrained(tmp_path / "patched")
+    stock, patched = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("stock", "patched"))
+    assert stock == patched
+    set_dims(model, {"0": {"growth_1": [1, 0]}})
     assert model.config.model_type == "llama" and model.config.to_dict()["model_type"] == "growattn_llama"
-    assert unpatch_model(model).config.model_type == "llama"
+    assert unpatch_model(model, drop_growth=True).config.model_type == "llama"

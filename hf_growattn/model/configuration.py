@@ -68,6 +68,17 @@ class WideConfigMixin(_Config):
             fields["model_type"] = cls.model_type
         return fields, kwargs
 
+    def to_dict(self) -> dict[str, Any]:
+        """As the stock config does; without new dims it is a stock config, which needs nothing of ours."""
+        fields = super().to_dict()
+        if not self.extra_dims:
+            for name in ("extra_dims", "growable_submodels", "attention_count"):
+                fields.pop(name, None)
+            fields["model_type"] = self.stock_class.model_type
+            names = fields.get("architectures")
+            fields["architectures"] = names and [name.removeprefix("GrowAttn") for name in names]
+        return fields
+
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
         """Do nothing: `save_pretrained` of the model says where the code is; transformers would say it otherwise."""

@@ -102,7 +102,7 @@ class WideModelMixin(_Model):
         return copyreg.__newobj__, (cls,), state  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Save as `PreTrainedModel.save_pretrained` does, with the code of the class next to its config.
+        """Save as `PreTrainedModel.save_pretrained` does, with the code of the class next to a grown model's config.
 
         So `trust_remote_code=True` loads it where the library is not. Classes derived from ours have no code that could
         go along.
@@ -110,7 +110,7 @@ class WideModelMixin(_Model):
         sync_config(self)
         # FSDP's class is a wrapper in name only.
         derived = type(self).__name__.removeprefix("FSDP") != self.made_class().__name__
-        if not derived:
+        if self.config.extra_dims and not derived:
             self.config.auto_map = dict(auto_map(self.config.model_type))
         return super().save_pretrained(save_directory, *args, **kwargs)
 

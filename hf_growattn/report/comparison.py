@@ -144,7 +144,7 @@ class RaceResult:
         for name in self.rates:
             runs = self.runs_of(name)
             if len(runs) < seeds:
-                said.append(f"{TITLES[name]} was behind with the first seed, and trained with {len(runs)} of {seeds}.")
+                said.append(f"{TITLES[name]} was behind with the first of {seeds} seeds, and did not train with more.")
             weights = runs[0].weights
             if not name.startswith("all") and abs(weights - budget) > _EQUAL * budget:
                 more = "further new dims would not fit, or not lower the loss"

@@ -15,7 +15,7 @@ COLUMNS = {  # of a report's table, each with what it says
     "layer": "the attention module",
     "kind": "queries and keys choose what a head reads, values are what it reads",
     "width": "numbers in each head, before and with the new dims",
-    "gradient out of reach": "what old dims cannot do of it, 0 to 1 (- not known)",
+    "gradient out of reach": "what old dims cannot do, 0 to 1 (- not known, as in RoPE)",
     "share of gain": "of the fall that the gradient predicts (- nothing added)",
 }
 _TERMINAL = 80  # columns
@@ -46,7 +46,7 @@ def summary_of(report) -> list[str]:
         outcome = "The new dims were kept all the same" if report.kept else "Nothing was grown"
         lines = [f"Loss: {report.loss_before:.4f} on the growth batches. {outcome}: {why_not(report)}."]
         if report.has_room and not report.kept:
-            keeping = ", or keep the new dims all the same by grower.find(batches).keep()"
+            keeping = ", or, as after a race that growth won, keep the new dims by grower.find(batches).keep()"
             lines[0] += f" Pass more batches{keeping if report.added_parameters else ''}."
     if not (report.holds or report.kept):
         return lines
