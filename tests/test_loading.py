@@ -110,6 +110,7 @@ def test_other_loaders_bring_new_dims_or_say_that_they_do_not(size, tmp_path):
     if size == "3KB":  # the two tensors of a growth are in two files
         with pytest.warns(UserWarning, match=r"tensors of new dims, such as .*, were left out.*all of it at once"):
             load_sharded_checkpoint(other, tmp_path / "files", strict=False)
+        assert not other.config.extra_dims
     else:
         load_sharded_checkpoint(other, tmp_path / "files", strict=False)
         assert torch.equal(other(tokens(), use_cache=False).logits, wanted)

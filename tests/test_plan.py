@@ -180,7 +180,11 @@ def test_a_kind_is_priced_by_what_it_adds_first_and_last(monkeypatch):
 def test_no_config_lets_a_head_grow_wider_than_its_input():
     attention = attentions(patch_model(build("llama-2")))[0]
     config = GrowthConfig(qk_dims=60)
-    assert config.most_dims(attention, QK) == attention.shape.in_features - attention.width_of("query") < 60
+    room = attention.shape.in_features - attention.width_of("query")
+    assert config.most_dims(attention, QK) == room < 60
+    model = patch_model(build("llama-2"))
+    assert Grower(model, GrowthConfig(qk_dims=room, v_dims=room, layers=0)).find(lm_batches(4)).keep().added_parameters
+    assert Grower(model, GrowthConfig(budget=0.02)).measure(lm_batches(4)).has_room  # in the other layer
 
 
 def test_a_single_batch_keeps_its_odd_row():

@@ -166,6 +166,11 @@ def other_optimizer(given):
     Grower(given.patched(), GrowthConfig(qk_dims=4), torch.optim.AdamW(build("llama-2").parameters())).find([BATCH])
 
 
+def two_models(given):
+    both = nn.ModuleList([given.patched(), patch_model(build("llama-2"))])
+    Grower(both, GrowthConfig(qk_dims=4), loss=lambda _, batch: both[0](**batch).loss).find([BATCH])
+
+
 def with_loss(loss):
     return lambda given: Grower(given.patched(), GrowthConfig(qk_dims=4), loss=loss).find(lm_batches(2))
 
@@ -304,6 +309,7 @@ REFUSED = {
         ValueError,
         "remove_parametrizations or prune",
     ),
+    "two models": (two_models, ValueError, "holds several models that could grow"),
     "inference mode": (in_inference_mode, ValueError, "outside torch.inference_mode"),
     "inference tensors": (made_in_inference_mode, ValueError, "was made under torch.inference_mode|is frozen"),
     "the meta device": (on_meta, ValueError, "meta device"),

@@ -21,9 +21,9 @@ def writes_under_adapters(given, **setting):
     Grower(model, GrowthConfig(qk_dims=2, **setting)).find(lm_batches(2))
 
 
-def prompts(given):
-    options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    Grower(peft.get_peft_model(patch_model(build("llama-2")), options), GrowthConfig(qk_dims=2))
+def prompts(config, **options):
+    model = peft.get_peft_model(patch_model(build("llama-2")), config(task_type="CAUSAL_LM", **options))
+    Grower(model, GrowthConfig(qk_dims=2))
 
 
 def merged(given):
@@ -79,7 +79,16 @@ BY_ROW = {"adapter_names": ["default"] * 3}
 REFUSED = {
     "old dims under LoRA": (partial(writes_under_adapters, update_existing=True), ValueError, "merge_and_unload"),
     "refactored under LoRA": (partial(writes_under_adapters, method="refactor"), ValueError, "merge_and_unload"),
-    "prompts": (prompts, ValueError, r"\(PromptTuningConfig\) adds prompts.*Use LoRA"),
+    "prompts": (
+        lambda g: prompts(peft.PromptTuningConfig, num_virtual_tokens=4),
+        ValueError,
+        r"\(PromptTuningConfig\) adds prompts.*Use LoRA",
+    ),
+    "prompts within layers": (
+        lambda g: prompts(peft.AdaptionPromptConfig, adapter_len=4, adapter_layers=1),
+        ValueError,
+        r"\(AdaptionPromptConfig\) adds prompts",
+    ),
     "an adapter of nothing": (lambda g: g.adapted(qk_dims=0), ValueError, "give qk_dims, v_dims or both"),
     "an adapter's dims": (lambda g: g.adapted(dims={"0": [1]}), ValueError, "dims must have a form such as"),
     "an adapter's layer": (on_stock(v_dims=1, layers=[0, 2]), ValueError, "choose of 0, 1"),

@@ -208,6 +208,15 @@ def described(**changed):
     return change
 
 
+def one_nan(path):
+    file = path / "growth.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    state = load_file(file)
+    next(iter(state.values()))[0, 0] = float("nan")
+    save_file(state, file, metadata=metadata)
+
+
 def patched(variant="llama-2", **config):
     return patch_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**VARIANTS[variant]().to_dict() | config)))
 
@@ -262,6 +271,7 @@ GROWTHS = {
         f"a size of {size}": (described(extra_dims=f'{{"0": {{"growth_1": [{size}, 2]}}}}'), base, ValueError, DAMAGED)
         for size in ("1e30", "NaN", "-1", "1.5", str(10**8), str(10**30))
     },
+    "one weight of NaN": (one_nan, base, ValueError, "damaged growth: its weights are not finite"),
     **{f"cut at {keep}": (cut(keep, "growth.safetensors"), base, ValueError, DAMAGED) for keep in (0, 100, -1)},
     "nothing there": (shutil.rmtree, base, FileNotFoundError, "holds no growth: name a folder that save_growth wrote"),
     "a whole checkpoint": (whole, base, FileNotFoundError, "a whole checkpoint, which from_pretrained loads"),

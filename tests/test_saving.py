@@ -1,6 +1,7 @@
 """Saving replaces a former checkpoint, and leaves what else lies in the directory; tests/test_faults.py kills it."""
 
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -193,4 +194,10 @@ def test_a_model_that_did_not_grow_is_saved_as_stock(tmp_path):
     assert stock == patched
     set_dims(model, {"0": {"growth_1": [1, 0]}})
     assert model.config.model_type == "llama" and model.config.to_dict()["model_type"] == "growattn_llama"
-    assert unpatch_model(model, drop_growth=True).config.model_type == "llama"
+    model.save_pretrained(tmp_path / "grown")
+    set_dims(model, {})
+    model.save_pretrained(tmp_path / "shrunk")
+    assert json.loads((tmp_path / "shrunk" / "config.json").read_text()) == json.loads(stock["config.json"])
+    model.config.auto_map = {"AutoConfig": "theirs.Config"}
+    config = unpatch_model(model).config
+    assert (config.model_type, config.auto_map) == ("llama", {"AutoConfig": "theirs.Config"})

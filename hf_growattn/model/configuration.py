@@ -77,6 +77,8 @@ class WideConfigMixin(_Config):
             fields["model_type"] = self.stock_class.model_type
             names = fields.get("architectures")
             fields["architectures"] = names and [name.removeprefix("GrowAttn") for name in names]
+            if fields.get("auto_map") == auto_map(self.model_type):
+                del fields["auto_map"]
         return fields
 
     @classmethod
@@ -84,9 +86,9 @@ class WideConfigMixin(_Config):
         """Do nothing: `save_pretrained` of the model says where the code is; transformers would say it otherwise."""
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save as the stock config does, with the code that loads it if `auto_map` asks for that."""
+        """Save as the stock config does, with the code that loads a grown model if `auto_map` asks for that."""
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
-        if getattr(self, "auto_map", None) == auto_map(self.model_type):
+        if self.extra_dims and getattr(self, "auto_map", None) == auto_map(self.model_type):
             folder = Path(save_directory) / CODE_FOLDER
             folder.mkdir(exist_ok=True)
             for file in Path(__file__).parent.glob("*.py"):
