@@ -115,7 +115,8 @@ def a_loss_of_ones_own():
     for is_of_wrapper in (False, True):
         model, ddp, optimizer = wrapped()
 
-        def loss(model, batch, ddp=ddp if is_of_wrapper else None):
+        def loss(given, batch, model=model, ddp=ddp if is_of_wrapper else None):
+            assert given is model
             return (ddp or model)(**batch).loss
 
         expected = Grower(ddp, CONFIG, optimizer).measure(mine(3))

@@ -42,6 +42,7 @@ def test_moments_are_pooled_over_tokens_that_count():
     assert_close(F.moment_sum(inputs, mask), rows.T @ rows)
     assert F.moment_sum(inputs, mask)[-1, -1] == 7
     assert_close(F.square_sum(inputs, mask), rows.square().sum())
+    assert_close(F.square_sum(inputs, mask[:, :3]), inputs.square().sum())  # the mask of other tokens
     everything = inputs.reshape(10, 4)
     assert_close(F.moment_sum(inputs), everything.T @ everything)
 

@@ -68,6 +68,19 @@ def test_a_second_interrupt_is_not_held():
         pytest.fail("held")
 
 
+def test_a_handler_of_the_users_own_stays():
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        with HeldInterrupts():
+            signal.raise_signal(signal.SIGINT)
+            assert seen == [1]
+        signal.raise_signal(signal.SIGINT)
+        assert seen == [1, 1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_growth_may_be_interrupted_anywhere(way):
     model, optimizer, grower = training(WAYS[way])
