@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from families import add_dims, build, lm_batches, tokens, wide
+from families import add_dims, build, build_encoder_decoder, lm_batches, padded, tokens, wide
 from test_families import traces
 from transformers import AttentionInterface, BertConfig, BertForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -104,6 +104,29 @@ def test_a_later_pre_hook_that_changes_the_input_is_refused():
     late.remove()
     attention.register_forward_pre_hook(double, with_kwargs=True, prepend=True)
     assert torch.equal(model(tokens()).logits, expected)
+
+
+@torch.no_grad()
+def test_a_later_pre_hook_that_changes_what_cross_attention_reads_is_refused():
+    def double(module, args, kwargs):
+        return args, {name: 2 * value if name == "key_value_states" else value for name, value in kwargs.items()}
+
+    model = grown(build_encoder_decoder())
+    cross = model.get_submodule(next(each.name for each in attentions(model) if "encoder_attn" in each.name))
+    cross.register_forward_pre_hook(double, with_kwargs=True)
+    with pytest.raises(RuntimeError, match="pre-hook changed the input"):
+        model(**padded())
+
+
+@torch.no_grad()
+def test_forward_hooks_of_others_see_the_share_of_new_dims():
+    model, seen = build("llama-2"), []
+    module = model.model.layers[0].self_attn
+    module.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    grown(model)
+    module.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    model(tokens())
+    assert torch.equal(*seen)
 
 
 @torch.no_grad()

@@ -97,6 +97,7 @@ def test_the_tenth_growth_comes_after_the_ninth_and_cross_attention_after_all_la
     assert [name for name, _ in in_order(dict.fromkeys(sorted(names)))] == names
     assert name_after(names) == "growth_12"
     assert number_layers(["l.1.self", "l.2.self", "l.1.cross", "l.2.cross"]) == [1, 2, 3, 4]
+    assert number_layers(["encoder.0.self", "encoder.1.self", "decoder.0.self"]) == [0, 1, 2]
 
 
 def test_dims_that_do_not_hold_start_without_effect_but_can_learn():

@@ -264,15 +264,11 @@ def _recomputing(model: PreTrainedModel) -> Iterator[None]:
     if not checkpointed:
         yield
         return
-    # Reentrant checkpoints drop gradients when no input asks for them, and the embeddings are frozen here.
-    first = input_embeddings(model) or nn.Identity()
-    hook = first.register_forward_hook(lambda module, args, output: output.requires_grad_())
     try:
         for module in checkpointed:
             module.training = True  # of this module alone: its children keep dropout off
         yield
     finally:
-        hook.remove()
         for module in checkpointed:
             module.training = False
 
