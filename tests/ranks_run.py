@@ -67,13 +67,29 @@ def settings_of_the_wrapper_and_hooks():
 
 
 def existing_weights_move_too():
-    model, ddp, optimizer = wrapped("gpt2-2")
-    train(ddp, optimizer)
-    config = GrowthConfig(budget=0.1, update_existing=True)
-    reports = all_gather(Grower(ddp, config, optimizer).find(mine(5)[: 3 + 2 * dist.get_rank()]).keep())
-    assert reports[0].kept and reports[0] == reports[1]
-    train(ddp, optimizer)
-    assert_alike(model)
+    """As far as where one rank has all batches."""
+    config, gains = GrowthConfig(qk_dims=2, v_dims=2, update_existing=True), []
+    everything = [batch for part in all_gather(mine(2)) for batch in part]
+    for given in (mine(2), everything if dist.get_rank() == 0 else []):
+        model, ddp, optimizer = wrapped("gpt2-2")
+        reports = all_gather(Grower(ddp, config, optimizer).find(given).keep())
+        assert reports[0].kept and reports[0] == reports[1]
+        gains.append([layer.gain for layer in reports[0].layers])
+        train(ddp, optimizer)
+        assert_alike(model)
+    assert gains[0] == pytest.approx(gains[1], rel=1e-3)  # sums in fp32, in another order
+
+
+def a_parameter_that_the_wrapper_ignores():
+    model = patch_model(build("llama-2")).train()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["model.norm.weight"])
+    ddp = DistributedDataParallel(model)
+    assert Grower(ddp, CONFIG, torch.optim.AdamW(ddp.parameters())).find(mine(3)).keep().kept
+    for batch in mine(1):
+        ddp(**batch, use_cache=False).loss.backward()
+    for parameter, is_averaged in ((model.model.norm.weight, False), (model.lm_head.weight, True)):
+        everywhere = all_gather(parameter.grad)
+        assert torch.equal(*everywhere) == is_averaged
 
 
 def a_frozen_base():
@@ -200,6 +216,7 @@ def main(folder: Path) -> None:
     for check in (
         settings_of_the_wrapper_and_hooks,
         existing_weights_move_too,
+        a_parameter_that_the_wrapper_ignores,
         a_frozen_base,
         a_model_without_its_wrapper,
         a_loss_of_ones_own,

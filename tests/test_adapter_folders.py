@@ -17,6 +17,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_growattn import Grower, load_growth, patch_model, save_growth
 from hf_growattn.growable.growths import dims_of, extra_parameters
+from hf_growattn.training.callback import set_saved_dims
 
 CAUSAL = {"targets": ALL[LLAMA], "task_type": "CAUSAL_LM"}
 
@@ -182,6 +183,15 @@ def test_a_growth_beside_adapters_goes_with_a_save_that_has_none(tmp_path):
     adapted(LLAMA, **CAUSAL).save_pretrained(tmp_path)
     assert [path.name for path in (tmp_path / "growth").iterdir()] == ["theirs.txt"]
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_a_checkpoint_of_adapters_from_before_a_growth_takes_it_off(tmp_path):
+    """As Trainer does at the end, if it was the best."""
+    model = adapted(LLAMA, **CAUSAL)
+    model.save_pretrained(tmp_path)
+    assert Grower(model, GROWTH).find(BATCHES).keep().kept
+    set_saved_dims(model, tmp_path)
+    assert not dims_of(model)
 
 
 def test_a_growth_goes_with_the_adapters_that_are_saved(tmp_path):

@@ -70,6 +70,15 @@ def test_frozen_old_dims_can_follow_nothing(variant, trains, moved):
     assert [(each.layer, each.kind) for each, gain in zip(layers, found[True]) if each.gain == gain] == moved
 
 
+def test_of_an_unusual_layer_any_weight_that_trains_counts():
+    model, _ = frozen()
+    attention = attentions(model)[0].module
+    attention.wq = attention._modules.pop("q_proj")
+    assert attentions(model)[0].projection_of("query") is None and not attentions(model)[0].trains("query")
+    attention.wq.requires_grad_(True)
+    assert attentions(model)[0].trains("query") and not attentions(model)[0].trains("key")
+
+
 def test_weights_that_accelerate_keeps_elsewhere(tmp_path):
     """Old weights that come from disk for each call are read likewise; new dims stay where the layer computes."""
     build("llama-2").save_pretrained(tmp_path / "base")

@@ -139,10 +139,14 @@ def _weight_gradients(bottleneck: Bottleneck, batches: float) -> tuple[Tensor, T
     """The whitened gradients of the mean loss in the old factors: (G, g a, k) and (G, b, k)."""
     attention = bottleneck.attention
 
+    def view_of(role: str, parameter: nn.Parameter) -> Tensor:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # a rank without batches
+        return attention.view_of(role, gradient)
+
     def gradient(role: str) -> Tensor:
         inside: Any = base_layer(attention.projection_of(role))
-        weight, biased = attention.view_of(role, inside.weight.grad), role in attention.shape.biased
-        bias = attention.view_of(role, inside.bias.grad) if biased else None
+        weight, biased = view_of(role, inside.weight), role in attention.shape.biased
+        bias = view_of(role, inside.bias) if biased else None
         return F.join_bias(weight, bias).to(bottleneck.like.dtype).contiguous() / batches
 
     stacked, shared = map(gradient, bottleneck.kind.roles)
