@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 from conftest import LONG
-from families import FAMILIES, add_dims, build, lm_batches, padded, tokens, wide
+from families import FAMILIES, add_dims, build, build_encoder_decoder, lm_batches, padded, tokens, wide
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
+from hf_growattn.model.new_dims import InProjection
 
 
 def widened(variant: str, qk_dims: int = 6, v_dims: int = 0, attention: str = "sdpa"):
@@ -133,6 +134,16 @@ def test_exports_to_one_graph(variant, strict):
     model = widened(variant, 4, 2)
     exported = torch.export.export(model, (), {"input_ids": tokens(), "use_cache": False}, strict=strict)
     torch.testing.assert_close(exported.module()(input_ids=tokens(), use_cache=False).logits, model(tokens()).logits)
+
+
+def test_cross_attention_projects_each_of_two_inputs_by_its_part():
+    shape = attentions(patch_model(build_encoder_decoder()))[0].shape
+    projection = InProjection(shape, 3, 2)
+    for parameter in projection.parameters():
+        torch.nn.init.normal_(parameter)
+    own, source = torch.randn(2, 1, 5, shape.in_features)
+    for found, expected in zip(projection(own, source), [projection(own)[0], *projection(source)[1:]]):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

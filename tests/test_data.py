@@ -6,6 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 from families import build, word_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from hf_growattn.cli.data import TextData, load_data, prepare_rows, read_rows
@@ -174,6 +175,16 @@ def test_a_tokenizer_must_know_chats(folder, tmp_path):
     word_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"chats\.jsonl cannot .*chat_template is not set"):
         read_rows(TextData(f"{tmp_path}", [f"{folder}/chats.jsonl"], **SMALL))
+
+
+def test_a_tokenizer_with_one_token_more_than_the_model_is_refused(folder, tmp_path):
+    config = AutoConfig.from_pretrained(folder / "model")
+    config.vocab_size = 96
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "rows.csv").write_text("text\n" + "w2 w96\n" * 40)
+    with pytest.raises(ValueError, match="a token 96, which the model does not know"):
+        read_rows(TextData(f"{tmp_path}", [f"{tmp_path}/rows.csv"], **SMALL))
 
 
 def test_a_growth_reads_the_batches_that_were_asked_for(folder):

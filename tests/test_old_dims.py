@@ -86,6 +86,18 @@ def test_refactored_weights_start_with_a_fresh_optimizer_state():
     optimizer.step()
 
 
+def test_a_step_of_zero_refactors_nothing_and_keeps_the_optimizer_state():
+    model, batches = patch_model(build("gpt2-2")), lm_batches(6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batches[0]).loss.backward()
+    optimizer.step()
+    growth = Grower(model, GrowthConfig(qk_dims=4, method="refactor"), optimizer).find(batches)
+    with growth._trial.attached():
+        growth._trial.set_steps([0.0] * len(growth._trial.candidates))
+    growth.keep()
+    assert all(attention.module.c_attn.weight in optimizer.state for attention in attentions(model))
+
+
 def test_where_no_dims_join_old_weights_are_not_refactored_and_keep_their_optimizer_state():
     model, batches = patch_model(build("gpt2-2")), lm_batches(6)
     for attention in attentions(model):

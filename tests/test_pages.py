@@ -77,6 +77,13 @@ def test_the_table_says_where_nothing_grew(grown, rolled_back):
     assert [row[3] for row in words.rows_of(replace(grown, layers=layers))] == ["0.00", "-"]
 
 
+def test_one_layer_without_a_gain_is_not_all_of_them(grown):
+    failed = replace(grown, fall=0.1, error=0.2, holds=False, kept=False)
+    some, none = ([replace(each, gain=gain) for each, gain in zip(grown.layers, gains)] for gains in ([0, 1], [0, 0]))
+    assert words.why_not(replace(failed, layers=some)).startswith("the best step lowers the loss by 0.1")
+    assert words.why_not(replace(failed, layers=none)).startswith("no direction lowers")
+
+
 def test_dims_that_are_kept_by_word_are_in_the_table(grown):
     kept = replace(grown, holds=False, kept=True)
     assert [row[2] for row in words.rows_of(kept)] == [row[2] for row in words.rows_of(grown)]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
+from families import build, lm_batches
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
 from tqdm.auto import tqdm
@@ -287,6 +288,15 @@ def test_growth_wins_by_a_margin_and_two_errors(by, winner, sentence):
     result.runs = [run_of("lora", GIVEN), run_of("growth", [loss - less for loss, less in zip(GIVEN, by)])]
     assert result.winner == winner
     assert sentence in result.verdict and result.verdict in str(result)
+
+
+def test_held_out_losses_are_those_without_dropout():
+    model, held_out = build("gpt2-2"), lm_batches(3, seed=2)
+    assert model.config.attn_pdrop > 0
+    with torch.no_grad():
+        expected = [model(**batch).loss.item() for batch in held_out]
+    result = race(lambda: build("gpt2-2").train(), lm_batches(4), held_out, budget=0.3, steps=4, seeds=1)
+    assert result.start.losses == pytest.approx(expected)
 
 
 def test_a_lead_is_paired_by_seed_and_batch():
