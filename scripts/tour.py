@@ -172,7 +172,7 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# The base has trained since it grew, and this one has not: strict=False loads the growth all the same.
+# The growth is of a base that has trained since; strict=False loads it onto the untrained one, too.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")

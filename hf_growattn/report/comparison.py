@@ -136,9 +136,11 @@ class RaceResult:
     def _remarks(self) -> list[str]:
         """What errors are, whether anything was learned, and which methods lack, or differ in seeds or in weights."""
         budget = self.options["budget"]
-        said = ["Leads compare the same seeds and batches; ± is one standard error over these."]
-        if self.rates and min(run.loss for name in self.rates for run in self.runs_of(name)) >= self.start.loss:
-            said.append("No training ended below the loss before it: train longer before you trust this.")
+        said = ["Leads are of the same seeds and batches, which losses may not be; ± is one standard error over these."]
+        worse = [name for name in self.rates if fmean(run.loss for run in self.runs_of(name)) >= self.start.loss]
+        if worse:
+            names = " and ".join(TITLES[name] for name in worse)
+            said.append(f"Not below the loss before training: {names}. Train longer before you trust this.")
         said += [f"Not trained: {TITLES[name]}, since {why}." for name, why in self.missing.items()]
         seeds = len(self.runs_of("lora"))
         for name in self.rates:
