@@ -7,13 +7,15 @@ import tracemalloc
 from functools import partial
 
 import pytest
-from families import VARIANTS, build, fingerprint, same
+import torch
+from families import VARIANTS, build, fingerprint, same, wide
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_saving import grown
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_growattn import load_growth, patch_model, save_growth
+from hf_growattn.growable.attention import attentions
 
 FORM = "extra_dims in config.json must have a form such as"
 INDEX = "model.safetensors.index.json"
@@ -209,12 +211,9 @@ def described(**changed):
 
 
 def one_nan(path):
-    file = path / "growth.safetensors"
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    state = load_file(file)
-    next(iter(state.values()))[0, 0] = float("nan")
-    save_file(state, file, metadata=metadata)
+    model = wide("llama-2", 2, 2)
+    next(iter(attentions(model)[1].growths.values())).in_projection.weight.data[0, 0] = torch.nan
+    save_growth(model, path)
 
 
 def patched(variant="llama-2", **config):
