@@ -49,8 +49,8 @@ output.mkdir(parents=True, exist_ok=True)
 # %% [markdown]
 # ## A model and its task
 #
-# 64 passages of text are given, each with a label; a damaged copy of one comes next. Which one is it? A small
-# transformer with heads 8 wide has learned to match made-up passages. It reads passages as vectors of 64 numbers.
+# 64 passages of text are given, each read as one vector of numbers and with a label; a damaged copy of one comes next.
+# Which one is it? A small transformer with heads 8 wide has learned to do so with made-up vectors.
 
 # %%
 generator, text = torch.Generator().manual_seed(0), Passages()
@@ -115,8 +115,8 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 # %% [markdown]
 # ## What is new in a head
 #
-# A head compares tokens along directions. Its pattern is the matrix `W_Q W_K^T`, whose singular values say how strongly
-# each direction counts. It had 8 directions. The bars on the right, without a partner, are what growth added.
+# A head compares tokens along as many directions as it is wide, 8 before. The bars, singular values of `W_Q W_K^T`, say
+# how much each direction counts, the strongest first. Numbers beyond 8 have a bar of now alone: growth added them.
 
 # %%
 grown_most = max(
@@ -150,7 +150,7 @@ print(f"LoRA with growth: {held_out_loss(mixed):.3f}.")
 # %% [markdown]
 # ## Save, share, take off
 #
-# A grown checkpoint is safetensors, and carries the code that it needs: a fresh process loads it without this library.
+# A grown checkpoint is safetensors, with the code that it needs: `trust_remote_code=True` loads it without this library.
 # `save_growth` keeps the new dims alone.
 
 # %%
@@ -172,7 +172,7 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# The growth is of a base that has trained since; strict=False loads it onto the untrained one, too.
+# The base of this growth was trained after it grew, so it is another one than make_model's: strict=False allows that.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")
