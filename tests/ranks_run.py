@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrun import report
 
 from hf_growattn import Grower, GrowthConfig, patch_model
+from hf_growattn.growable.growths import set_dims
 from hf_growattn.growable.training_state import all_gather
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
@@ -63,6 +64,8 @@ def settings_of_the_wrapper_and_hooks():
         before = len(calls)
         train(ddp, optimizer)
         assert len(calls) > before and ddp.static_graph == options.get("static_graph", False)
+        set_dims(ddp, {}, [optimizer])
+        train(ddp, optimizer)
         assert_alike(model)
 
 

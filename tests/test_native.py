@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from families import HEADS, VARIANTS, build, lm_batches, tokens, wide
+from families import HEADS, VARIANTS, lm_batches, tokens, wide
 from test_layering import TRAVELLING
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module

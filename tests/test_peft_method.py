@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, initialize_growattn_weights, patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.growable.growths import extra_parameters, set_dims
+from hf_growattn.growable.growths import cache_bytes, extra_parameters, set_dims
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
 
 # What peft asks of transformers is not ours to mend.
@@ -165,6 +165,13 @@ def test_merging_for_a_while(variant):
     with model.disable_adapter():
         assert torch.equal(logits(model), base)
     assert torch.equal(logits(model), expected)  # unmerged, as under peft's own methods
+
+
+def test_the_cache_of_an_active_adapter_counts():
+    model = adapted(LLAMA)
+    active = cache_bytes(model.get_base_model())
+    with model.disable_adapter():
+        assert cache_bytes(model.get_base_model()) == cache_bytes(patch_model(build(LLAMA))) < active
 
 
 def test_unloading_gives_back_what_there_was():

@@ -242,3 +242,9 @@ def test_a_reference_without_adapters_is_refused_too():
 
     with pytest.raises(ValueError, match="compares the model with itself"):
         Grower(model, GrowthConfig(qk_dims=2), loss=loss).find(lm_batches(4)).keep()
+
+
+def test_a_teacher_next_to_the_model_is_not_taken_for_one_around_it():
+    both = nn.ModuleDict({"student": patch_model(build("llama-2")), "teacher": build("llama-2")})
+    grower = Grower(both, CONFIG, loss=lambda model, batch: both["student"](**batch).loss)
+    assert grower.grow(lm_batches(8)).kept
