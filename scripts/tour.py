@@ -150,7 +150,7 @@ print(f"LoRA with growth: {held_out_loss(mixed):.3f}.")
 # %% [markdown]
 # ## Save, share, take off
 #
-# A grown checkpoint is safetensors, with the code that it needs: `trust_remote_code=True` loads it without this library.
+# A grown checkpoint is safetensors, with the code by which `trust_remote_code=True` loads it without this library.
 # `save_growth` keeps the new dims alone.
 
 # %%

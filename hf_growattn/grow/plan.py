@@ -16,7 +16,6 @@ from ..growable.training_state import is_distributed
 from ..measure import functional as F
 from ..measure.bottlenecks import KINDS, Kind
 from ..measure.directions import Directions
-from ..measure.passes import input_embeddings
 from ..report.report import GrowthReport, LayerGrowth
 from .trial import Candidate, Trial, parameters_of_a_dim
 
@@ -293,10 +292,18 @@ def read_batches(batches: Iterable, model: PreTrainedModel) -> list[dict]:
     return listed
 
 
+def _input_embeddings(model: PreTrainedModel) -> Any:
+    """What takes tokens or patches in; None where transformers does not know, as for speech."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
 def _check_tokens(index: int, batch: Mapping, model: PreTrainedModel) -> None:
     """Refuse tokens that a model does not know: it would fail by an index, or on a GPU lose all that is in memory."""
     head = model.get_output_embeddings()  # only where there is one are labels tokens
-    tokens = getattr(input_embeddings(model), "weight", None)  # images have patches, and no such weight
+    tokens = getattr(_input_embeddings(model), "weight", None)  # images have patches, and no such weight
     counts = {"input_ids": None if tokens is None else len(tokens), "labels": getattr(head, "out_features", None)}
     for name, known in counts.items():
         ids: Any = batch.get(name)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..model.compat import auto_mappings, has_own_adapters, registered_class
-from ..model.configuration import auto_map, growable_config_class
+from ..model.configuration import growable_config_class
 from ..model.families import dims_of, find_attentions, find_obstacle, growable_configs, remove_extra, sync_config
 from ..model.modeling import WideModelMixin, class_by_name
 from ..model.new_dims import ExtraDims, HeadShape
@@ -248,7 +248,7 @@ def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrain
             named.name_or_path = own["grown_from"]
         del own["grown_from"]
     for config in configs:
-        if getattr(config, "auto_map", None) == auto_map(config.model_type):
+        if config.names_our_code:
             del config.auto_map
         del config.growable_submodels, config.extra_dims, config.attention_count
         del vars(config)["model_type"]  # the class says the same from now on

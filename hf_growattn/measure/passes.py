@@ -211,14 +211,6 @@ def _model_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int, de
     return loss
 
 
-def input_embeddings(model: PreTrainedModel) -> Any:
-    """What takes tokens or patches in; None where transformers does not know, as for speech."""
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:
-        return None
-
-
 def backward(objective: Objective, batches: list) -> None:
     """Sum the gradients of this rank's batches into whatever asks for them: the attached probes.
 

@@ -77,9 +77,14 @@ class WideConfigMixin(_Config):
             fields["model_type"] = self.stock_class.model_type
             names = fields.get("architectures")
             fields["architectures"] = names and [name.removeprefix("GrowAttn") for name in names]
-            if fields.get("auto_map") == auto_map(self.model_type):
+            if self.names_our_code:
                 del fields["auto_map"]
         return fields
+
+    @property
+    def names_our_code(self) -> bool:
+        """Whether `auto_map` is what a save of a grown model says."""
+        return getattr(self, "auto_map", None) == auto_map(self.model_type)
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
@@ -88,7 +93,7 @@ class WideConfigMixin(_Config):
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
         """Save as the stock config does, with the code that loads a grown model if `auto_map` asks for that."""
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
-        if self.extra_dims and getattr(self, "auto_map", None) == auto_map(self.model_type):
+        if self.extra_dims and self.names_our_code:
             folder = Path(save_directory) / CODE_FOLDER
             folder.mkdir(exist_ok=True)
             for file in Path(__file__).parent.glob("*.py"):
