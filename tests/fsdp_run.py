@@ -138,8 +138,10 @@ def what_people_combine(folder: Path):
         model.gradient_checkpointing_enable()
         with torch.no_grad():
             model(**mine(1)[0])  # leaves the outermost parameters whole
+        hooks = len(model._forward_hooks)
         report = Grower(model, FIXED, optimizer).find(mine(3)).keep()
         falls.append(report.fall)
+        assert len(model._forward_hooks) == hooks
         for last in (False, True):
             model.set_requires_gradient_sync(last)
             loss = model(**mine(2, seed=31)[last], use_cache=False).loss

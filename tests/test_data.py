@@ -117,6 +117,9 @@ def test_rows_are_held_out(folder):
     prepared = prepare_rows(data, *load_data(data), word_tokenizer())
     assert (len(prepared.train), len(prepared.test)) == (52, 8)
     assert {row for part in (prepared.train, prepared.test) for row in part["number"]} == set(range(60))
+    data = data_of(folder, "rows.csv", batch_size=100)  # more than there are rows: two batches all the same
+    prepared = prepare_rows(data, *load_data(data), word_tokenizer())
+    assert [len(batch["input_ids"]) for batch in prepared.draw_batches(4)] == [26, 26]
 
 
 BAD = {

@@ -19,6 +19,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -227,6 +229,11 @@ def test_what_has_not_grown_is_exported_as_itself(tmp_path):
         ]
         assert states[0].keys() == states[1].keys()
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_model_of_few_positions_is_exported(tmp_path):
+    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=1, n_head=4)
+    assert export_model(patch_model(GPT2LMHeadModel(config)), tmp_path / "m").difference == 0.0
 
 
 @pytest.mark.parametrize("variant", ["llama-5-bias", "qwen2"])

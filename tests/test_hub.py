@@ -152,3 +152,5 @@ def test_a_growth_and_a_card_name_the_base_that_grew(tmp_path):
         assert file.metadata()["base"] == "someone/base"
     write_card(model, tmp_path)
     assert metadata_load(tmp_path / "README.md")["base_model"] == "someone/base"
+    write_card(model, tmp_path, base_model="another/name")
+    assert metadata_load(tmp_path / "README.md")["base_model"] == "another/name"

@@ -136,6 +136,11 @@ def test_two_adapters(variant, tmp_path):
     both = logits(model)
     near(logits(copy.deepcopy(model).merge_and_unload()), both)
     near(logits(copy.deepcopy(model).merge_and_unload(adapter_names=["other"])), found["other"])
+    for name in found:
+        model.set_adapter(name)
+        model.merge_adapter()
+        near(logits(model), found[name])
+        model.unmerge_adapter()
 
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(build(variant), tmp_path).eval()

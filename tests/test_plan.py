@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import models
 import pytest
 import torch
 from compared import old_factors, sketched
@@ -221,6 +222,11 @@ def test_labels_of_other_heads_are_no_tokens():
     model = patch_model(build("llama-2", HEADS["sequence-classification"]))
     batch = {"input_ids": tokens(4), "labels": torch.tensor([0, 1, 1, 0])}
     assert Grower(model, SMALL).measure([batch]).layers
+
+
+def test_labels_of_an_encoder_decoder_may_be_shorter_than_its_inputs():
+    batch = {"input_ids": tokens(2), "labels": tokens(2)[:, :5]}
+    assert Grower(patch_model(models.build("t5")), SMALL).measure([batch]).layers
 
 
 def test_a_single_layer_may_be_chosen_by_its_number():

@@ -7,6 +7,7 @@ from families import add_dims, build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
+from hf_growattn.measure.directions import Probe
 
 CONFIG = GrowthConfig(qk_dims=4, v_dims=4)
 FAMILIES = ["llama-2", "gpt2-2"]
@@ -46,6 +47,20 @@ def test_a_growth_inside_the_users_autocast_is_that_of_an_autocast_forward(varia
     assert {found.bottleneck.precision for found in sketched(around, lm_batches(), 4)} == {dtype}
     for name, parameter in inside.named_parameters():
         assert parameter.dtype == torch.float32 and torch.equal(parameter, around.get_parameter(name)), name
+
+
+def test_probes_are_not_rounded_by_an_autocast(monkeypatch):
+    dtypes, project = set(), Probe.in_projection
+
+    def noting(*args):
+        found = project(*args)
+        dtypes.update(each.dtype for each in found)
+        return found
+
+    monkeypatch.setattr(Probe, "in_projection", noting)
+    with torch.autocast("cpu", torch.bfloat16):
+        Grower(patch_model(build("llama-2")), CONFIG).measure(lm_batches())
+    assert dtypes == {torch.float32}
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

@@ -241,6 +241,7 @@ def test_activation_checkpointing_changes_no_statistic(variant, checkpointing):
         del recomputed[:]
         found = exact_directions(Objective(model), bottlenecks, halves, dims=4)
         assert len(recomputed) == 3 * (1 if checkpointing is None else 2)
+        assert not any(module.training for module in model.modules())  # recomputing layers are, meanwhile
     assert len(model.get_input_embeddings()._forward_hooks) == hooks
     reference = patch_model(build(variant))
     with evaluation_mode(reference):

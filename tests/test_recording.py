@@ -1,6 +1,7 @@
 """What a growth in a training is measured on: the batches of that training, by its loss, with no trace of either."""
 
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_a_growth_that_is_due_too_early_waits_and_says_so_once(tmp_path, grown_o
 @pytest.mark.parametrize("own", [False, True])
 def test_nothing_is_left_on_the_trainer(tmp_path, own):
     """Nor is a compute_loss that someone had put there before lost."""
-    run = trainer(tmp_path, dict(steps=[3]))
+    run = trainer(tmp_path, {})  # half-way, after step 3
     if own:
         run.compute_loss = mine = lambda model, inputs, **kwargs: Trainer.compute_loss(run, model, inputs, **kwargs)
     before = {*vars(run)}
@@ -108,7 +109,7 @@ class Counting(Trainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.means, self.sums, self.calls, self.seen = {"train": {"loss": []}}, {"loss": torch.zeros(())}, 0, []
+        self.means, self.sums, self.calls, self.seen = {"train": defaultdict(list)}, {"loss": torch.zeros(())}, 0, []
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)

@@ -39,6 +39,24 @@ def test_an_unknown_family_grows_and_is_saved_and_loaded(tmp_path):
     torch.testing.assert_close(reloaded(tokens()).logits, model(tokens()).logits, rtol=1e-6, atol=1e-6)
 
 
+def test_new_keys_and_values_beside_unknown_weights_start_at_a_usual_size(no_step):
+    model = patch_model(own_model())
+    Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).find(lm_batches(4)).keep()
+    for attention in attentions(model):
+        for role in ("key", "value"):
+            sizes = attention.growths["growth_1"].weight_of(role).square().mean(-1).sqrt()
+            torch.testing.assert_close(sizes, torch.full_like(sizes, 48**-0.5))  # for 48 features
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "layer_norm"])
+def test_attention_that_norms_its_own_output_is_refused(name):
+    model = own_model()
+    for layer in model.model.layers:
+        setattr(layer.self_attn, name, torch.nn.LayerNorm(48))
+    with pytest.raises(ValueError, match="normalizes its output together with the residual stream"):
+        patch_model(model)
+
+
 def test_a_layout_tells_what_old_dims_can_follow(registered):
     model = patch_model(own_model())
     report = Grower(model, GrowthConfig(qk_dims=4, v_dims=2)).find(lm_batches()).keep()
