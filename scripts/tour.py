@@ -116,7 +116,8 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 # ## What is new in a head
 #
 # A head compares tokens along as many directions as it is wide, 8 before. The bars, singular values of `W_Q W_K^T`, say
-# how much each direction counts, the strongest first. Numbers beyond 8 have a bar of now alone: growth added them.
+# how much each direction counts, the strongest first. To the right of number 8 there are
+# bars of the grown head alone: growth added these directions.
 
 # %%
 grown_most = max(
@@ -172,7 +173,7 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# The base of this growth was trained after it grew, so it is another one than make_model's: strict=False allows that.
+# The old weights trained on after the growth, so make_model's are others. strict=False loads a growth all the same.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")

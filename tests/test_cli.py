@@ -82,11 +82,13 @@ def test_export(grown, tmp_path):
 
 
 def test_race_prints_code_that_trains_by_the_winner(given, tmp_path):
-    options = "--steps 4 --seeds 1 --budget 0.05 --growth-batches 4 --max-length 16".split()
-    words = ["race", given / "model", given / "text.txt", "-o", tmp_path / "race", *options]
+    options = "--steps 4 --seeds 1 --budget 0.05 --growth-batches 4".split()
+    (tmp_path / "long.txt").write_text((given / "text.txt").read_text() * 8)
+    words = ["race", given / "model", tmp_path / "long.txt", "-o", tmp_path / "race", *options]
     done = call(*words)
     assert done.code in (0, 3), done
     assert "before training" in done.out and "To train by the winner" in done.out
+    assert "max_length=128" in done.out  # of the rows that were raced, as the model reads no longer ones
     assert done.out.endswith("trainer.train()\n") and str(given / "model") in done.out
     assert json.loads(call(*words, "--json").out)["winner"]
 

@@ -229,6 +229,14 @@ def test_labels_of_an_encoder_decoder_may_be_shorter_than_its_inputs():
     assert Grower(patch_model(models.build("t5")), SMALL).measure([batch]).layers
 
 
+def test_another_seed_draws_another_sketch():
+    gains = [
+        Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, seed=seed)).measure(lm_batches(4)).predicted_gain
+        for seed in (0, 0, 1)
+    ]
+    assert gains[0] == gains[1] != gains[2]
+
+
 def test_a_single_layer_may_be_chosen_by_its_number():
     report = Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, layers=1)).measure(lm_batches(2))
     assert {layer.layer for layer in report.layers} == {1}

@@ -128,7 +128,7 @@ def test_every_row_trains_equally_many_weights_or_says_why():
     seeds = {name: len(result.runs_of(name)) for name in weights}
     assert seeds["lora"] == seeds["random"] == seeds["all"] == seeds[result.challenger] == 2
     (other,) = {"growth", "mix"} - {result.challenger}
-    assert seeds[other] == 1 and f"{TITLES[other]} was behind with the first of 2 seeds" in text
+    assert seeds[other] == 1 and f"{TITLES[other]} was behind with the first of 2 seeds, and did not" in text
     leads = [float(line.split("±")[0].split()[-1]) for line in text.splitlines() if re.search(r"\d ± \d", line)]
     assert leads == sorted(leads, reverse=True)
     assert result.runs_of("growth")[0].cache > result.start.cache == result.runs_of("lora")[0].cache
@@ -243,6 +243,8 @@ def test_a_diverged_run_is_kept_and_loses(tmp_path):
         ({"make_model": another_matcher}, "gave other weights than at its first call"),
         ({"held_out": 2}, "A held-out batch is among those to train on"),
         ({"loss": lambda *_: torch.tensor(torch.nan)}, "The loss of a held-out batch is not finite before training"),
+        ({"loss": lambda *_: 1.5}, "A loss must be a tensor of one number, and that of batch 0 is a float"),
+        ({"modules_to_save": "head"}, r"modules_to_save must be a list of names, such as \['head'\]"),
     ],
 )
 def test_what_would_make_a_verdict_untrue_is_refused(options, said):

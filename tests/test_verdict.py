@@ -49,6 +49,7 @@ def test_what_does_not_hold_is_kept_by_word():
     assert not report.holds and 0 < abs(report.fall) < report.error and "8 -> 10" not in str(report)
     report = growth.keep()
     assert report.kept and not report.holds and "8 -> 10" in str(report) and "Pass more" not in str(report)
+    assert "Cost: " in str(report)
     assert all(layer.width == (8, 10 if layer.step_size > 0 else 8) for layer in report.layers)
     assert report.added_parameters == sum(parameter.numel() for parameter in extra_parameters(model))
 

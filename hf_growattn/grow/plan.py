@@ -262,7 +262,7 @@ def list_batches(batches: Any) -> list:
 def check_loss(loss: Any) -> None:
     """Raise a TypeError for a loss that is neither a function nor None."""
     if not (loss is None or callable(loss)):
-        raise TypeError(f"loss must be a function of model and batch, and is {loss!r}.")
+        raise TypeError(f"loss must be a function of model and batch, and is a {type(loss).__name__}.")
 
 
 def read_batches(batches: Iterable, model: PreTrainedModel) -> list[dict]:

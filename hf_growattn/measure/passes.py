@@ -114,8 +114,8 @@ class Objective:
         """The loss of a batch, which errors name by its number."""
         with self._autocast:
             if self._own is None:
-                return _check_loss(_model_loss(self.model, batch, index, self.device), index)
-            return _check_loss(self._own(batch), index)
+                return check_loss_value(_model_loss(self.model, batch, index, self.device), index)
+            return check_loss_value(self._own(batch), index)
 
 
 def check_finite(losses: list[float]) -> None:
@@ -190,7 +190,8 @@ def mean_over_ranks(losses: list[float]) -> float:
     return loss / count
 
 
-def _check_loss(value: Any, index: int) -> Tensor:
+def check_loss_value(value: Any, index: int) -> Tensor:
+    """The loss of a batch, if it is a tensor of one number; otherwise raise a ValueError that names the fix."""
     if not torch.is_tensor(value) or value.numel() != 1:
         found = f"a tensor of shape {tuple(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
         fix = "pass labels along, and return outputs.loss, or its mean"

@@ -146,7 +146,10 @@ class RaceResult:
         for name in self.rates:
             runs = self.runs_of(name)
             if len(runs) < seeds:
-                said.append(f"{TITLES[name]} was behind with the first of {seeds} seeds, and did not train with more.")
+                said.append(
+                    f"{TITLES[name]} was behind with the first of {seeds} seeds, and did not train with more: its lead "
+                    "is of that seed alone, and does not count."
+                )
             weights = runs[0].weights
             if not name.startswith("all") and abs(weights - budget) > _EQUAL * budget:
                 more = "further new dims would not fit, or not lower the loss"

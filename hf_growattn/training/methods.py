@@ -63,6 +63,8 @@ class Method:
     def __post_init__(self):
         if self.name not in TITLES:
             raise ValueError(f"There is no method {self.name!r}: choose one of {', '.join(TITLES)}.")
+        if isinstance(self.modules_to_save, str):
+            raise ValueError(f"modules_to_save must be a list of names, such as [{self.modules_to_save!r}].")
         check_budget(self.budget)
 
     def prepare(self, model: nn.Module, batches: Iterable = (), loss: Callable | None = None) -> tuple[Any, list[dict]]:

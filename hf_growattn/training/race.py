@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from ..grow.plan import check_budget, check_loss, list_batches, read_batches
 from ..growable.growths import cache_bytes, check_kind, growable_model
 from ..measure.halves import digest, digests_of
+from ..measure.passes import check_loss_value
 from ..report.comparison import TITLES, RaceResult, Run
 from .methods import (
     ALL_WEIGHTS,
@@ -92,7 +93,7 @@ def race(
             f"{seeds}, {len(train)} and {len(held_out)}."
         )
     for name in methods:
-        Method(name)  # which refuses an unknown one
+        Method(name, modules_to_save=modules_to_save)  # which refuses an unknown one
     names = ["lora", *(name for name in TITLES if name in methods and name != "lora")]
     options = {"modules_to_save": [*modules_to_save], "growth_batches": growth_batches}
     trainings = _Trainings(make_model, train, held_out, loss or default_loss, budget, options)
@@ -300,7 +301,10 @@ class _Trainings:
         """The loss of each held-out batch; none if one is not finite."""
         model.eval()
         with self.accelerator.autocast():
-            losses = [float(self.loss(model, self._on_device(batch))) for batch in self.held_out_batches]
+            losses = [
+                float(check_loss_value(self.loss(model, self._on_device(batch)), index))
+                for index, batch in enumerate(self.held_out_batches)
+            ]
         return losses if all(map(math.isfinite, losses)) else []
 
     def _on_device(self, batch: Any) -> Any:
