@@ -3,10 +3,11 @@
 import gc
 from dataclasses import replace
 
+import models
 import pytest
 import torch
 from compared import exact_directions
-from families import build, fingerprint, in_training, lm_batches, same
+from families import add_dims, build, fingerprint, in_training, lm_batches, same, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.trial import Candidate, Trial
@@ -146,6 +147,15 @@ def test_new_dims_without_a_gradient_have_one_side_by_which_they_can_train():
     assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches(8)).keep().kept
     (new,) = attentions(model)[0].growths.values()
     assert not new.weight_of("query").any() and new.weight_of("key").any(-1).all()
+
+
+def test_a_second_growth_leaves_what_the_first_computes():
+    for name in ("t5", "llama-2", "gpt2-2"):  # T5's queries are not scaled by their width
+        model, batch = patch_model(models.build(name)), {"input_ids": tokens(2), "labels": tokens(2)}
+        add_dims(attentions(model)[0], 3, 2)
+        before = model(**batch).loss
+        add_dims(attentions(model)[0], 3, 2, roles=("key", "value"))  # without effect
+        torch.testing.assert_close(model(**batch).loss, before, rtol=1e-5, atol=0)  # sums of other lengths
 
 
 @pytest.mark.parametrize("training", [True, False])

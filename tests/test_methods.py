@@ -93,6 +93,13 @@ def test_heads_without_room_are_said_to_have_none():
     assert "so there is no room" in " ".join(str(report).split()) and "more batches" not in str(report)
 
 
+def test_a_budget_is_that_of_the_nearest_rank():
+    model = families.build("llama-2")
+    cost = weights_of_rank_one(model, {})
+    ranks = [choose_rank(model, round(share * cost), {}) for share in (0.6, 1.4, 1.6)]
+    assert ranks == [1, 1, 2]
+
+
 def test_random_new_dims_change_nothing_at_first():
     batches, widths = lm_batches(4), {}
     stock = families.build("llama-5-bias")

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from datasets import IterableDataset
 from families import build
 from training import Rows
 from transformers import Trainer, TrainerState, TrainingArguments, set_seed
@@ -70,6 +71,13 @@ def test_when_it_grows(tmp_path, when, options, expected):
         for role, kind in (("query", "qk"), ("value", "v")):
             added = [each.width[1] - each.width[0] for each in kept if (each.layer, each.kind) == (layer.layer, kind)]
             assert layer.width_of(role) == 16 + sum(added) and sum(added)
+
+
+def test_epochs_of_a_stream_end_where_it_ends(tmp_path):
+    stream = IterableDataset.from_generator(lambda: iter(Rows(16)[row] for row in range(16)))
+    run = trainer(tmp_path, dict(at="epoch"), data=stream, max_steps=10)
+    run.train()
+    assert grown_at(run.state) == [4, 8]
 
 
 def test_a_plateau_of_the_evaluation_loss(tmp_path):

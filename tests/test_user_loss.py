@@ -1,6 +1,7 @@
 """What growth lowers is the user's own loss: what `compute_loss` of a trainer says, or a function of one's own."""
 
 import copy
+from contextlib import nullcontext
 from statistics import mean
 
 import peft
@@ -231,13 +232,18 @@ def test_guided_starts_take_a_loss_too():
     assert all(report.kept for report in reports)
 
 
-def test_a_reference_without_adapters_is_refused_too():
+@pytest.mark.parametrize("other", [False, True], ids=["none", "other"])
+def test_a_reference_under_other_adapters_or_none_is_refused_too(other):
     """As TRL's trainers take it from a peft model; new dims of the base would be part of both."""
-    model = peft.get_peft_model(patch_model(build("llama-2")), peft.LoraConfig(target_modules="all-linear"))
+    config = peft.LoraConfig(target_modules="all-linear")
+    model = peft.get_peft_model(patch_model(build("llama-2")), config)
+    model.add_adapter("other", config)
 
     def loss(model, batch):
-        with model.disable_adapter(), torch.no_grad():
+        model.set_adapter("other" if other else "default")
+        with nullcontext() if other else model.disable_adapter(), torch.no_grad():
             reference = model(**batch).loss
+        model.set_adapter("default")
         return (model(**batch).loss - reference).exp()
 
     with pytest.raises(ValueError, match="compares the model with itself"):

@@ -1,6 +1,8 @@
 """What a growth is judged by, and what becomes of the model: kept if it holds, otherwise as it was, to the bit."""
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +89,15 @@ def test_a_kind_without_a_step_is_not_added_to_the_other_and_everything_agrees(m
     assert report.holds
     for row, layer in zip(words.rows_of(report), report.layers):
         assert (row[2], row[-1] == "-") == (("16", True) if layer.kind == "qk" else ("16 -> 18", False))
+
+
+def test_both_halves_are_as_uncertain_as_one_of_them(monkeypatch):
+    batches = SimpleNamespace(unseen=([1.0, 2.0], [3.0, 4.0]), losses_before=lambda objective, half: [9.0, 9.0])
+    trial = SimpleNamespace(attached=nullcontext, set_steps=lambda steps, source: None)
+    monkeypatch.setattr(growing, "compute_losses", lambda objective, judges: [9.0 - fall for fall in judges])
+    fall, error = growing._measure_fall(SimpleNamespace(batches=batches, objective=None), trial, [1.0])
+    # Student's quantile of 3 degrees of freedom, the deviation of 1 to 4, and 2 judges in a half.
+    assert (fall, error) == (2.5, pytest.approx(3.182446 * 1.290994 / 2**0.5, rel=1e-6))
 
 
 def test_few_batches_are_judged_by_their_rows():
