@@ -43,6 +43,15 @@ def test_a_growth_goes_to_a_base_without_a_head_and_back(variant, tmp_path):
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
 
 
+def test_a_base_with_more_tokens_is_the_same_base(tmp_path):
+    model = wide("llama-2", 3, 2)
+    save_growth(model, tmp_path)
+    larger = patch_model(build("llama-2"))
+    larger.resize_token_embeddings(105)
+    load_growth(larger, tmp_path)
+    torch.testing.assert_close(larger(tokens()).logits[..., :97], model(tokens()).logits)
+
+
 def test_growths_load_in_the_order_in_which_they_grew(tmp_path):
     """Sums of another order would round otherwise, and JSON puts the tenth growth before the second."""
     model = patch_model(build("llama-2"))

@@ -147,6 +147,7 @@ def test_new_dims_without_a_gradient_have_one_side_by_which_they_can_train():
     assert Grower(model, GrowthConfig(qk_dims=2, v_dims=2)).find(lm_batches(8)).keep().kept
     (new,) = attentions(model)[0].growths.values()
     assert not new.weight_of("query").any() and new.weight_of("key").any(-1).all()
+    assert new.weight_of("value").any() and new.weight_of("output").any()  # values do lower the loss
 
 
 def test_a_second_growth_leaves_what_the_first_computes():

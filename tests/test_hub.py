@@ -145,8 +145,9 @@ def test_a_wheel_carries_every_file_of_the_package(tmp_path):
 
 def test_a_growth_and_a_card_name_the_base_that_grew(tmp_path):
     model = patch_model(build("llama-2"))
-    model.config.name_or_path = "someone/base"
+    model.name_or_path = model.config.name_or_path = "someone/base"
     Grower(model, GrowthConfig(qk_dims=1)).find(lm_batches(4)).keep()
+    assert model.name_or_path == model.config.name_or_path == ""  # which it is no more
     save_growth(model, tmp_path)
     with safe_open(tmp_path / "growth.safetensors", "pt") as file:
         assert file.metadata()["base"] == "someone/base"
