@@ -7,7 +7,7 @@ from families import add_dims, build, lm_batches
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.measure.directions import Probe
+from hf_growattn.measure.directions import KindProbe, Probe
 
 CONFIG = GrowthConfig(qk_dims=4, v_dims=4)
 FAMILIES = ["llama-2", "gpt2-2"]
@@ -49,18 +49,13 @@ def test_a_growth_inside_the_users_autocast_is_that_of_an_autocast_forward(varia
         assert parameter.dtype == torch.float32 and torch.equal(parameter, around.get_parameter(name)), name
 
 
-def test_probes_are_not_rounded_by_an_autocast(monkeypatch):
-    dtypes, project = set(), Probe.in_projection
-
-    def noting(*args):
-        found = project(*args)
-        dtypes.update(each.dtype for each in found)
-        return found
-
-    monkeypatch.setattr(Probe, "in_projection", noting)
+def test_probes_are_not_rounded_by_an_autocast():
+    shape, inputs = attentions(patch_model(build("llama-2")))[0].shape, torch.randn(2, 5, 48)
+    probes = torch.randn(shape.num_key_value_heads, 48, 3), torch.randn(shape.num_heads, 48, 2)
+    probe = Probe(shape, KindProbe(*probes), KindProbe(*probes))
+    expected = probe.in_projection(inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        Grower(patch_model(build("llama-2")), CONFIG).measure(lm_batches())
-    assert dtypes == {torch.float32}
+        assert all(map(torch.equal, probe.in_projection(inputs), expected))
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

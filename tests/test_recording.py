@@ -74,7 +74,7 @@ def test_a_growth_that_is_due_too_early_waits_and_says_so_once(tmp_path, grown_o
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_nothing_is_left_on_the_trainer(tmp_path, own):
+def test_nothing_is_left_on_the_trainer(tmp_path, own, kept_by_word):
     """Nor is a compute_loss that someone had put there before lost."""
     run = trainer(tmp_path, {})  # half-way, after step 3
     if own:
