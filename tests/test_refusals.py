@@ -226,6 +226,11 @@ REFUSED = {
     "views of nothing": (lambda g: attention_views(None), TypeError, "not a NoneType: load it first"),
     "exporting a name": (lambda g: export_model("gpt2", g.folder), TypeError, "model is needed here, not a str"),
     "an unpatched model": (lambda g: Grower(g.stock(), ONE), ValueError, "call patch_model.model. first"),
+    "an unpatched model in a module": (
+        lambda g: Grower(nn.ModuleDict({"body": g.stock()}), ONE),
+        ValueError,
+        r"call patch_model.model\.body. first",
+    ),
     "an unpatched base": (lambda g: Grower(g.lora(), ONE), ValueError, r"patch_model.model.get_base_model"),
     "patching a peft model": (lambda g: patch_model(g.lora()), TypeError, r"patch_model\(model\.base_model\.model\)"),
     "unpatching a peft model": (lambda g: unpatch_model(g.lora(patch_model)), ValueError, "unpatch_model.that."),

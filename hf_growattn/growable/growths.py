@@ -25,13 +25,19 @@ Growths = dict[GrowableAttention, dict[str, NewDims]]  # of each attention modul
 Dims = dict[str, dict[str, list[int]]]  # the same as `extra_dims` of a config names them
 
 
+def call_of_patch(model: nn.Module) -> str:
+    """How to call `patch_model` on the outermost transformers model that a module is or holds."""
+    names = (name for name, module in model.named_modules() if isinstance(module, PreTrainedModel))
+    return f"patch_model({'.'.join(filter(None, ('model', next(names, ''))))})"
+
+
 def growable_model(model: Any) -> Any:
     """The patched model that a module holds, or is; a ValueError if it holds none, or several."""
     inside = model.modules() if isinstance(model, nn.Module) else ()
     found = [module for module in inside if isinstance(module, WideModelMixin)]
     if not found:
         check_kind(model)
-        call = "patch_model(model.get_base_model())" if hasattr(model, "get_base_model") else "patch_model(model)"
+        call = "patch_model(model.get_base_model())" if hasattr(model, "get_base_model") else call_of_patch(model)
         raise ValueError(f"{type(model).__name__} is not growable yet: call {call} first.")
     inside = set(found[0].modules())
     if apart := [module for module in found if module not in inside]:

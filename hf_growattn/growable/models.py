@@ -19,7 +19,7 @@ from ..model.new_dims import ExtraDims, HeadShape
 from .attention import attentions
 from .folders import loading, replacing
 from .growth_files import save_growth_beside
-from .growths import Dims, check_kind, set_dims
+from .growths import Dims, call_of_patch, check_kind, set_dims
 from .registration import register_peft_method
 from .training_state import refuse_sharded
 
@@ -151,8 +151,8 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
     register_peft_method()  # which may have been imported since
     check_kind(model)
     if not isinstance(model, PreTrainedModel):
-        inside = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
-        fix = f"Pass the one inside: patch_model(model.{inside[0]})." if inside else "It holds none."
+        holds_one = any(isinstance(module, PreTrainedModel) for module in model.modules())
+        fix = f"Pass the one inside: {call_of_patch(model)}." if holds_one else "It holds none."
         raise TypeError(f"patch_model needs a transformers model, not a {type(model).__name__}. {fix}")
     submodels = [submodels] if isinstance(submodels, str) else submodels
     if isinstance(model, GrowableModelMixin):
