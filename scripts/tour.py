@@ -99,8 +99,8 @@ print(growth.report)
 # %% [markdown]
 # ## Keep, and train on
 #
-# `keep` makes the new dims a part of the model, and of the optimizer. `Grower.grow` is `find` and, if the fall of the
-# loss exceeds its error, `keep`.
+# `keep` makes the new dims a part of the model, and of the optimizer. `Grower.grow` is `find` and, if the loss falls by
+# more than chance would let it, `keep`.
 
 # %%
 before = held_out_loss(matcher)
@@ -173,7 +173,7 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# strict=False, since the old weights have trained since make_model made them.
+# make_model gives old weights from before the training: strict=False takes them all the same.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")
