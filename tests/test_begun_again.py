@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from hf_growattn import Grower, GrowthConfig, load_growth, patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import dims_of, extra_parameters
+from hf_growattn.training.callback import set_saved_dims
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 SAVING = {"save_strategy": "steps", "save_steps": 2}
@@ -165,3 +166,12 @@ def test_a_growth_is_loaded_from_the_checkpoint_of_adapters(tmp_path, grown_base
     assert dims_of(fresh) == dims_of(AutoModelForCausalLM.from_pretrained(grown_base))
     assert load_file(tmp_path / "run" / "checkpoint-2" / "growth" / "growth.safetensors")
     assert torch.isfinite(fresh(tokens()).logits).all() and attentions(fresh)[0].growths
+
+
+def test_a_checkpoint_of_adapters_from_before_any_growth_takes_new_dims_off(tmp_path, kept_by_word):
+    growth = dict(config=GrowthConfig(qk_dims=1), steps=[3])
+    run = trainer(tmp_path, growth, adapted(patch_model(build("llama-2"))), **SAVING)
+    run.train()
+    assert extra_parameters(run.model)
+    set_saved_dims(run.model, tmp_path / "checkpoint-2")
+    assert not extra_parameters(run.model) and not attentions(run.model)[0].growths
