@@ -143,6 +143,7 @@ def test_reports_say_what_was_written(reloaded):
         assert f"Width of all heads: {width}" in str(report)
         assert f"KV cache: {report.cache_bytes[1]:,} bytes a token" in str(report)
         weights = load_file(folder / name / "model.safetensors")
+        assert report.parameters[1] == sum(weight.numel() for weight in weights.values())  # tied ones once
         ends = ("q_proj.weight", "k_proj.weight", "v_proj.weight")  # DoRA divides by the norms of rows
         assert all((weight.norm(dim=1) > 0).all() for key, weight in weights.items() if key.endswith(ends)), name
 
