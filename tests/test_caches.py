@@ -112,3 +112,22 @@ def test_static_caches_that_are_made_early(attention):
     assert torch.equal(model.generate(tokens(2, 8), cache=cache, **given), wanted)
     chunked = model.generate(tokens(2, 8), cache_implementation="static", prefill_chunk_size=3, **given)
     assert torch.equal(chunked, wanted)
+
+
+@torch.no_grad()
+def test_an_early_cache_in_an_export_names_the_way_around():
+    """A traced program cannot make the cache anew."""
+    model, ids = wide(build("llama-2"), qk_dims=3, v_dims=2), tokens(1, 4)
+    cache = StaticCache(model.config, max_cache_len=16)
+    cache.early_initialization(1, 2, 16, torch.float32, "cpu")
+
+    class Decoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, cache=cache).logits
+
+    with pytest.raises(ValueError, match=r"For ExecuTorch, write a stock model with hf_growattn\.export_model"):
+        torch.export.export(Decoder(), (ids,))
