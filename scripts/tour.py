@@ -116,8 +116,8 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 # ## What is new in a head
 #
 # A head compares tokens along as many directions as it is wide, 8 before. The bars, singular values of `W_Q W_K^T`, say
-# how much each direction counts, the strongest first. To the right of number 8 there are
-# bars of the grown head alone: growth added these directions.
+# how much each direction counts, the strongest first. To the right of number 8 there are bars of the grown head alone:
+# growth added these directions.
 
 # %%
 grown_most = max(

@@ -15,7 +15,7 @@ from hf_growattn.growable.growths import cache_bytes
 from hf_growattn.model.hooks import Call, common_width
 
 CACHE = ("cache", "past_key_values")  # the output's name, the second before transformers 5.24
-KNOWN = {*signature(LlamaForCausalLM.forward).parameters, "past_key_values"}
+NAME = next(name for name in CACHE if name in signature(LlamaForCausalLM.forward).parameters)  # the argument's
 
 
 def kept(outputs):
@@ -38,7 +38,7 @@ def test_accelerators_get_multiples_of_eight():
     assert widths == [72, 72, 80] and common_width(70, 66, torch.device("cpu")) == 70
 
 
-@pytest.mark.parametrize("keyword", [name for name in CACHE if name in KNOWN])
+@pytest.mark.parametrize("keyword", CACHE[CACHE.index(NAME) :])
 @torch.no_grad()
 def test_a_layer_takes_its_cache_by_either_name(keyword):
     """Forwards of transformers do, by a decorator, since there are two."""
@@ -90,16 +90,16 @@ def test_a_cache_of_other_dims_is_refused_until_it_is_empty():
     base = patch_model(build("llama-2"))
     model = get_peft_model(base, GrowAttnConfig(qk_dims=3, v_dims=2)).eval()
     cache = DynamicCache()
-    model(tokens(), past_key_values=cache)
+    model(tokens(), **{NAME: cache})
     with (
         model.disable_adapter(),
         pytest.raises(ValueError, match=r"\(19, 19\) wide.*makes them \(16, 16\).*empty cache"),
     ):
-        model(tokens(), past_key_values=cache)
+        model(tokens(), **{NAME: cache})
     with model.disable_adapter():
-        model(tokens(), past_key_values=(cache := DynamicCache()))
+        model(tokens(), **{NAME: (cache := DynamicCache())})
     with pytest.raises(ValueError, match=r"\(16, 16\) wide.*makes them \(19, 19\).*empty cache"):
-        model(tokens(), past_key_values=cache)
+        model(tokens(), **{NAME: cache})
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -112,7 +112,7 @@ def test_static_caches_that_are_made_early(attention):
     cache.early_initialization(2, 2, 16, torch.float32, "cpu")
     given = dict(max_new_tokens=4, do_sample=False, eos_token_id=None)
     wanted = model.generate(tokens(2, 8), **given)
-    assert torch.equal(model.generate(tokens(2, 8), past_key_values=cache, **given), wanted)
+    assert torch.equal(model.generate(tokens(2, 8), **{NAME: cache}, **given), wanted)
     chunked = model.generate(tokens(2, 8), cache_implementation="static", prefill_chunk_size=3, **given)
     assert torch.equal(chunked, wanted)
 
@@ -130,7 +130,7 @@ def test_an_early_cache_in_an_export_names_the_way_around():
             self.model = model
 
         def forward(self, ids):
-            return self.model(ids, past_key_values=cache).logits
+            return self.model(ids, **{NAME: cache}).logits
 
     with pytest.raises(ValueError, match=r"For ExecuTorch, write a stock model with hf_growattn\.export_model"):
         torch.export.export(Decoder(), (ids,))

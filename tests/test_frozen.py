@@ -66,9 +66,8 @@ def test_frozen_old_dims_can_follow_nothing(variant, trains, moved):
         found[said] = [layer.gain for layer in Grower(model, config).measure(lm_batches(16)).layers]
     assert found[None] == found[False] != found[True]
     config = GrowthConfig(qk_dims=2, v_dims=1, old_dims_train=False)  # of weights that do train, too
-    assert [
-        layer.gain for layer in Grower(patch_model(build(variant)), config).measure(lm_batches(16)).layers
-    ] == found[False]
+    layers = Grower(patch_model(build(variant)), config).measure(lm_batches(16)).layers
+    assert [layer.gain for layer in layers] == found[False]
     attentions(model)[1].module.get_submodule(trains).requires_grad_(True)
     layers = Grower(model, CONFIG).measure(lm_batches(16)).layers
     assert [(each.layer, each.kind) for each, gain in zip(layers, found[True]) if each.gain == gain] == moved
