@@ -95,6 +95,11 @@ class Call:
         self.module, self.extra, self.new_dims = module, module.extra, new_dims
         self.hidden_states, self.source = hidden_states, source
         self.outer: Call | None = getattr(_thread, "call", None)
+        earlier = self.outer
+        while earlier is not None and earlier.module is not module:
+            earlier = earlier.outer
+        if earlier is not None:  # an interrupt left it behind, with its states: torch calls no hook then
+            self.outer = earlier.outer
 
     def project(self) -> Sequence[Tensor]:
         """The new queries, keys and values, (batch, heads, tokens, new dims) each."""
