@@ -11,7 +11,6 @@ the better choice: `growattn race` compares them.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from datasets import DatasetDict, load_dataset
 from transformers import AutoModelForCausalLM, set_seed
@@ -44,13 +43,10 @@ class GrowthArguments:
     )
     qk_dims: int = field(default=0, metadata={"help": "instead: dims to add to every head's queries and keys"})
     v_dims: int = field(default=0, metadata={"help": "instead: dims to add to every head's values"})
-    grow_at: Literal["middle", "epoch", "plateau"] = field(
-        default="middle",
-        metadata={"help": "grow once, half-way; after each epoch; or when the test loss stops falling"},
+    grow_steps: list[int] | None = field(
+        default=None, metadata={"help": "grow after these steps (default: once, half-way)"}
     )
-    grow_steps: list[int] | None = field(default=None, metadata={"help": "instead: grow after these steps"})
     growth_batches: int = field(default=16, metadata={"help": "how many of the last batches a growth reads"})
-    max_growths: int | None = field(default=None, metadata={"help": "the most growths"})
 
     def __post_init__(self):
         if self.budget is None and not (self.qk_dims or self.v_dims):
@@ -99,8 +95,7 @@ def main() -> None:
     )
     callback = None
     if config:
-        when = (growth.grow_at, growth.grow_steps, growth.growth_batches, growth.max_growths)
-        callback = GrowthCallback(trainer, config, *when)
+        callback = GrowthCallback(trainer, config, growth.grow_steps, growth.growth_batches)
         trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
 

@@ -14,7 +14,7 @@ from torchrun import report
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.growable.growths import set_dims
-from hf_growattn.growable.training_state import all_gather
+from hf_growattn.growable.training_state import all_gather, all_reduce_sum
 
 CONFIG = GrowthConfig(qk_dims=2, v_dims=2)
 
@@ -175,6 +175,7 @@ def one_verdict():
         verdicts.append(reports[0].holds)
         assert_alike(model)
     assert verdicts[0] and not verdicts[-1], verdicts
+    assert [*all_reduce_sum(2**24 + 1)] == [2**25 + 2]  # squares of losses are summed so, and fp32 would round them
 
 
 def _not_finite(value, model, batches):

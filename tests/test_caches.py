@@ -97,9 +97,9 @@ def test_a_cache_of_other_dims_is_refused_until_it_is_empty():
     ):
         model(tokens(), **{NAME: cache})
     with model.disable_adapter():
-        model(tokens(), **{NAME: (cache := DynamicCache())})
+        model(tokens(1, 1), **{NAME: (cache := DynamicCache())})
     with pytest.raises(ValueError, match=r"\(16, 16\) wide.*makes them \(19, 19\).*empty cache"):
-        model(tokens(), **{NAME: cache})
+        model(tokens(1, 1), **{NAME: cache})
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -134,6 +134,15 @@ def test_a_student_whose_layers_are_numbered_through_two_sides(sides, tmp_path):
         assert attention.growths["growth_1"].qk_dims == dims_by_name[attention.name]
 
 
+def test_one_dim_of_one_layer_that_is_numbered_through_two_sides(tmp_path):
+    model = patch_model(modalities.build("bart"))
+    attentions(model)[-1].add_new_dims("growth_1", 1, 0)
+    sync_config(model)
+    model.save_pretrained(tmp_path)
+    state = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 def test_weights_that_torch_computes_stay_where_they_are():
     model = patch_model(build("llama-2"))
     parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)

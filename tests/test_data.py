@@ -190,7 +190,8 @@ def test_a_tokenizer_with_one_token_more_than_the_model_is_refused(folder, tmp_p
         read_rows(TextData(f"{tmp_path}", [f"{tmp_path}/rows.csv"], **SMALL))
 
 
-def test_a_growth_reads_the_batches_that_were_asked_for(folder):
-    grower, batches = prepare_growth(data_of(folder, "rows.csv"), 2000, 3, "bfloat16")
-    assert [len(batch["input_ids"]) for batch in batches] == [5, 5, 5]
+@pytest.mark.parametrize("count, rows", [(3, 5), (2, 20)])
+def test_a_growth_reads_the_batches_that_were_asked_for(count, rows, folder):
+    grower, batches = prepare_growth(data_of(folder, "rows.csv", batch_size=rows), 2000, count, "bfloat16")
+    assert [len(batch["input_ids"]) for batch in batches] == [rows] * count
     assert (grower.config.budget, str(grower.model.dtype)) == (2000, "torch.bfloat16")

@@ -254,9 +254,10 @@ def test_the_model_is_not_changed_and_not_copied(variant, tmp_path):
     assert new and all("attn" in name for name in new)
 
 
-def test_tokenizer_and_generation_config_travel(tmp_path):
+@pytest.mark.parametrize("way", [patch_model, widened])
+def test_tokenizer_and_generation_config_travel(way, tmp_path):
     path = data_path("models", "stories260K")
-    model = widened(real_model())
+    model = way(real_model())
     model.generation_config.max_new_tokens = 33
     export_model(model, tmp_path / "m", tokenizer=AutoTokenizer.from_pretrained(path))
     assert AutoTokenizer.from_pretrained(tmp_path / "m")("Once upon a time")["input_ids"]

@@ -106,25 +106,25 @@ def test_decreasing_is_the_nearest_non_increasing_sequence(values):
     assert left_over.max() < 1e-9 and abs(left_over[-1]) < 1e-9 and abs((values - pooled) @ pooled) < 1e-9
 
 
-chunks = st.lists(st.tuples(st.floats(-2, 5), st.integers(1, 9)), max_size=3)
+blocks_of_dims = st.lists(st.tuples(st.lists(st.floats(-2, 5), max_size=3), st.integers(1, 9)), min_size=1, max_size=4)
 
 
 @always
-@given(st.lists(chunks, min_size=1, max_size=4), st.integers(0, 30))
+@given(blocks_of_dims, st.integers(0, 30))
 def test_allocate_keeps_to_the_budget_and_buys_only_gains(blocks, budget):
-    gains, costs = ([[chunk[i] for chunk in block] for block in blocks] for i in (0, 1))
+    gains, costs = zip(*blocks)
     taken = F.allocate(gains, costs, budget)
-    left = budget - sum(sum(cost[:n]) for cost, n in zip(costs, taken))
+    left = budget - sum(cost * n for cost, n in zip(costs, taken))
     assert left >= 0 and all(gain > 0 for block, n in zip(gains, taken) for gain in block[:n])
     for gain, cost, n in zip(gains, costs, taken):
-        assert n == len(gain) or gain[n] <= 0 or cost[n] > left
+        assert n == len(gain) or gain[n] <= 0 or cost > left
 
 
 @always
 @given(st.lists(st.lists(st.floats(-2, 5), max_size=3), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 30))
-def test_allocate_is_best_where_all_chunks_cost_the_same(gains, cost, budget):
+def test_allocate_is_best_where_all_dims_cost_the_same(gains, cost, budget):
     gains = [sorted(block, reverse=True) for block in gains]
-    taken = F.allocate(gains, [[cost] * len(block) for block in gains], budget)
+    taken = F.allocate(gains, [cost] * len(gains), budget)
     counts = itertools.product(*(range(len(block) + 1) for block in gains))
     totals = [sum(sum(g[:n]) for g, n in zip(gains, count)) for count in counts if cost * sum(count) <= budget]
     assert sum(sum(g[:n]) for g, n in zip(gains, taken)) == pytest.approx(max(totals))

@@ -7,6 +7,7 @@ import torch
 from families import lm_batches
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_growattn import Grower, GrowthConfig, Method, load_growth, patch_model
@@ -121,6 +122,12 @@ def test_a_mix_is_saved_and_loaded(tmp_path):
     load_growth(loaded, tmp_path / "growth")
     ids = families.tokens()
     assert torch.equal(loaded.eval()(ids).logits, mix.eval()(ids).logits)
+
+
+def test_a_layer_whose_name_peft_takes_for_its_own_is_refused():
+    model = nn.ModuleDict({"body": families.build("llama-2").model, "out": nn.Linear(4, 4)})
+    with pytest.raises(ValueError, match=r"modules_to_save=\['out'\] for modules of its own.* Rename yours"):
+        Method("lora", modules_to_save=["out"], **OPTIONS).prepare(model)
 
 
 def test_a_method_that_is_not_there_is_refused():

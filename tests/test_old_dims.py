@@ -9,6 +9,7 @@ from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow.old_dims import _old_step, tangent_steps, with_old_steps
 from hf_growattn.grow.trial import Candidate, Trial, read_factors
 from hf_growattn.growable.attention import attentions
+from hf_growattn.growable.growths import sync_config
 from hf_growattn.measure.bottlenecks import QK, V, compute_moments
 from hf_growattn.measure.halves import halves_of
 from hf_growattn.measure.passes import Objective, evaluation_mode, mean_loss
@@ -121,10 +122,11 @@ def test_old_weights_that_moved_within_autocast_are_cast_anew():
         assert model(**batches[0]).loss.item() == within != before
 
 
-def test_a_step_of_old_weights_that_one_half_alone_finds_is_not_taken():
+@pytest.mark.parametrize("of_other_half", [0.0, -0.5])
+def test_a_step_of_old_weights_that_one_half_alone_finds_is_not_taken(of_other_half):
     bottleneck = sketched(patch_model(build("gpt2-2")), lm_batches(2), 1)[0].bottleneck
     found = [torch.randn_like(side) for side in bottleneck.whitened(*old_factors(bottleneck))]
-    step = _old_step(bottleneck, [found, [torch.zeros_like(side) for side in found]], (0.5, 0.5))
+    step = _old_step(bottleneck, [found, [of_other_half * side for side in found]], (0.5, 0.5))
     assert step.validated == 0 and not any(side.any() for change in step.changes for side in change)
 
 
@@ -177,12 +179,15 @@ def test_updating_the_existing_weights_moves_them_with_the_rest():
 
 
 def test_old_weights_move_alone_where_a_budget_buys_nothing():
-    model, optimizer = patch_model(build("llama-2")), None
-    before, weights = loss_of(model, lm_batches(6)), old_weights(model)
-    report = grow(model, None, optimizer, budget=10_000, update_existing=True, multiple_of=64, kinds=["v"])
+    model = patch_model(build("llama-2"))
+    for attention in attentions(model):  # as wide as its input
+        add_dims(attention, 0, attention.shape.in_features - attention.shape.v_head_dim)
+    sync_config(model)
+    before, weights, dims = loss_of(model, lm_batches(6)), old_weights(model), model.config.extra_dims
+    report = grow(model, None, budget=10_000, update_existing=True, kinds=["v"])
     assert report.kept and not report.added_parameters
     assert loss_of(model, lm_batches(6)) < before
-    assert not any(attention.extra for attention in attentions(model)) and model.config.extra_dims == {}
+    assert model.config.extra_dims == dims
     assert any(not torch.equal(value, weights[name]) for name, value in old_weights(model).items())
 
 

@@ -52,12 +52,10 @@ def test_the_printed_fall_was_measured_on_the_other_half(name):
     growth = Grower(model, GrowthConfig(**WAYS[name])).find(batches)
     report, trial, falls, unseen = growth.report, growth._trial, [], HalvedBatches(batches).unseen
     for half in (0, 1):  # as `halves_of` deals them out
-        trial.attach()
-        trial.set_steps([layer.step_size for layer in report.layers if moves_old or layer.step_size > 0], half)
-        with torch.no_grad():
+        with trial.attached(), torch.no_grad():
+            trial.set_steps([layer.step_size for layer in report.layers if moves_old or layer.step_size > 0], half)
             judges = [i for i, batch in enumerate(batches) if any(batch is each for each in unseen[1 - half])]
             falls += [losses[i] - model(**batches[i], use_cache=False).loss.item() for i in judges]
-        trial.detach()
     assert report.fall == pytest.approx(statistics.fmean(falls), rel=1e-4)
     quantile = {5: 2.570582, 6: 2.446912, 7: 2.364624}[len(falls) - 1]  # of Student's t at 95 %
     assert report.error == pytest.approx(quantile * statistics.stdev(falls) / (len(falls) / 2) ** 0.5, rel=1e-4)

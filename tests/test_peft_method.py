@@ -313,6 +313,16 @@ def test_adapters_that_are_merged_are_saved_as_adapters(tmp_path):
     assert torch.equal(logits(peft.PeftModel.from_pretrained(build(LLAMA), tmp_path / "adapter").eval()), expected)
 
 
+def test_saving_leaves_another_adapter_than_the_active_one_merged(tmp_path):
+    model = adapted(LLAMA)
+    model.add_adapter("other", GrowAttnConfig(qk_dims=1))
+    stir(model)
+    model.merge_adapter(["other"])
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    near(logits(model), expected)
+
+
 def test_one_config_serves_several_adapters_each_with_its_own_budget(tmp_path):
     config = GrowAttnConfig(budget=0.05)
     model = peft.get_peft_model(build(LLAMA), config)

@@ -7,7 +7,7 @@ import models
 import pytest
 import torch
 from compared import old_factors, sketched
-from families import HEADS, add_dims, build, lm_batches, tokens
+from families import HEADS, build, lm_batches, tokens
 
 from hf_growattn import Grower, GrowthConfig, patch_model
 from hf_growattn.grow import trial as trying
@@ -66,24 +66,6 @@ def test_allocation_prefers_the_layer_that_gains():
         model.model.layers[layer].self_attn.o_proj.weight.data.mul_(1e-4)
     report = grow(model, budget=1_500, kinds=["qk"])
     assert {layer.layer for layer in report.layers if layer.width[1] > layer.width[0]} == {2}
-
-
-@pytest.mark.parametrize("config", [dict(qk_dims=3, v_dims=5), dict(budget=20_000)])
-def test_widths_are_rounded_up_to_a_multiple(config):
-    model = patch_model(build("llama-5-bias"))
-    report = grow(model, multiple_of=8, **config)
-    assert report.kept
-    for layer in report.layers:
-        assert layer.width[1] % 8 == 0
-        if "qk_dims" in config:
-            assert layer.width == (16, 24)
-
-
-def test_the_grown_width_is_a_multiple_whatever_the_former_one():
-    model = patch_model(build("llama-2"))
-    add_dims(attentions(model)[0], 3, 3)  # 19 wide
-    config = GrowthConfig(qk_dims=2, v_dims=2, multiple_of=8)
-    assert [config.most_dims(attentions(model)[0], kind) for kind in (QK, V)] == [5, 5]
 
 
 def test_of_each_layer_and_kind_four_times_its_share_of_a_budget_is_looked_at():

@@ -259,9 +259,11 @@ def test_halves_of_unequal_size_weigh_as_many_batches_as_they_hold():
         for bottleneck in bottlenecks:
             bottleneck.old_dims_train = False
         found = exact_directions(Objective(model), bottlenecks, halves_of(batches), dims)
+        sketches = sketched_directions(Objective(model), bottlenecks, halves_of(batches), dims, seed=0)
         wholes = whole_gradients(Objective(model), bottlenecks, (batches,))
-    for own, (whole,) in zip(found, wholes):
+    for own, sketch, (whole,) in zip(found, sketches, wholes):
         expected = torch.linalg.svdvals(whole)[..., :dims]
+        torch.testing.assert_close(sketch.sigma[..., 0], expected[..., 0], rtol=0.05, atol=0)  # it is a sketch
         # fp32: three batches are summed in another order.
         torch.testing.assert_close(own.sigma, expected, rtol=1e-4, atol=1e-5 * expected.max().item())
 

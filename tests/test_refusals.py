@@ -333,7 +333,6 @@ REFUSED = {
     "an unknown kind": (config(budget=0.1, kinds=["values"]), ValueError, "kinds must be a list of 'qk', 'v'"),
     "a budget of nothing": (config(budget=0), ValueError, "between 0 and 1"),
     "a budget as a text": (config(budget="1%"), ValueError, "between 0 and 1"),
-    "no multiple": (config(qk_dims=2, multiple_of=0), ValueError, "multiple_of must be"),
     "an unknown method": (config(qk_dims=2, method="replace"), ValueError, "append, refactor"),
     "old dims that move and stay": (
         config(qk_dims=2, update_existing=True, old_dims_train=False),

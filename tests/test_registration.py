@@ -144,7 +144,7 @@ LATE = """
 import sys, hf_growattn
 assert "peft" not in sys.modules, "it takes seconds"
 import transformers
-assert "growattn_llama" in transformers.CONFIG_MAPPING
+assert {"growattn_llama", "growattn_xlm-roberta"} <= {*transformers.CONFIG_MAPPING}
 assert not any(name.startswith("hf_growattn.grow.") for name in sys.modules), "a model was imported for nothing"
 assert {*hf_growattn.__all__} <= {*dir(hf_growattn)}
 """

@@ -1,18 +1,15 @@
 """What `GrowthCallback` does inside transformers' Trainer, and in TRL's."""
 
-import itertools
 import shutil
 
 import pytest
 import torch
-from datasets import IterableDataset
 from families import build
 from training import Rows
-from transformers import Trainer, TrainerState, TrainingArguments, set_seed
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments, set_seed
 
 from hf_growattn import GrowthCallback, GrowthConfig, patch_model
 from hf_growattn.growable.attention import attentions
-from hf_growattn.training.schedule import Schedule
 
 CONFIG = GrowthConfig(qk_dims=1, v_dims=1)
 pytestmark = pytest.mark.usefixtures("kept_by_word")  # what training does with a growth is asked here
@@ -57,8 +54,6 @@ def grown_at(state) -> list[int]:
         (dict(), {}, [3]),
         (dict(steps=[2, 5]), {}, [2, 5]),
         (dict(steps=range(2, 6, 2)), {}, [2, 4]),
-        (dict(at="epoch"), dict(max_steps=-1, num_train_epochs=3), [6, 12]),
-        (dict(steps=range(2, 6), max_growths=2), {}, [2, 3]),
     ],
 )
 def test_when_it_grows(tmp_path, when, options, expected):
@@ -71,22 +66,6 @@ def test_when_it_grows(tmp_path, when, options, expected):
         for role, kind in (("query", "qk"), ("value", "v")):
             added = [each.width[1] - each.width[0] for each in kept if (each.layer, each.kind) == (layer.layer, kind)]
             assert layer.width_of(role) == 16 + sum(added) and sum(added)
-
-
-def test_epochs_of_a_stream_end_where_it_ends(tmp_path):
-    stream = IterableDataset.from_generator(lambda: iter(Rows(16)[row] for row in range(16)))
-    run = trainer(tmp_path, dict(at="epoch"), data=stream, max_steps=10)
-    run.train()
-    assert grown_at(run.state) == [4, 8]
-
-
-def test_a_plateau_of_the_evaluation_loss(tmp_path):
-    run = trainer(
-        tmp_path, dict(at="plateau", batches=4), max_steps=12, learning_rate=0.0, eval_strategy="steps", eval_steps=2
-    )
-    run.train()
-    assert grown_at(run.state)[0] == 5  # the second evaluation, after step 4, is no better than the first
-    assert all(later - earlier >= 4 for earlier, later in itertools.pairwise(grown_at(run.state)))  # two new ones first
 
 
 def test_a_growth_is_logged(tmp_path):
@@ -142,16 +121,11 @@ def test_a_prebuilt_optimizer_follows_a_resumed_checkpoint_that_the_trainer_find
         assert attentions(model)[0].width_of("query") == 17
 
 
-def test_a_plateau_of_several_evaluation_sets_is_that_of_the_first_and_a_loss_that_is_not_the_lowest():
-    schedule, state = Schedule(at="plateau"), TrainerState(max_steps=9)
-    assert not schedule.is_due(state)
-    for step, first, second, due in ((1, 3.0, 9.0, False), (2, 2.0, 9.5, False), (3, 2.5, 8.0, True)):
-        state.log_history += [{"step": step, "eval_a_loss": first}, {"step": step, "eval_b_loss": second}]
-        assert schedule.is_due(state) == due
-
-
 def test_never_firing_is_said_at_the_end(tmp_path):
-    run = trainer(tmp_path, dict(at="plateau"), eval_strategy="steps", eval_steps=2)
+    strategies = dict(save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1)
+    options = dict(load_best_model_at_end=True, metric_for_best_model="loss", **strategies)
+    run = trainer(tmp_path, dict(steps=[4]), learning_rate=0.0, **options)
+    run.add_callback(EarlyStoppingCallback())
     with pytest.warns(UserWarning, match="never fired"):
         run.train()
 
@@ -159,12 +133,8 @@ def test_never_firing_is_said_at_the_end(tmp_path):
 @pytest.mark.parametrize(
     "when, message",
     [
-        (dict(steps=[2], at="epoch"), "one of steps"),
-        (dict(at="noon"), "'middle', 'epoch', 'plateau'"),
-        (dict(max_growths=0), "max_growths must be"),
         (dict(steps=[2], batches=1), "batches must be a whole number, at least 2"),
-        (dict(steps=[2, 0]), r"steps\[1\] must be"),
-        *((dict(steps=steps), "steps must be a list of at least one step") for steps in ([], range(0), 5, iter([2]))),
+        *((dict(steps=steps), "steps must be a list") for steps in ([], range(0), 5, iter([2]), [2, 0], [2.5])),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, when, message):
@@ -188,16 +158,6 @@ def test_a_callback_of_another_trainer_and_a_second_one_are_refused(tmp_path):
         run.train()
 
 
-def test_an_evaluation_at_the_step_of_a_growth_came_before_it():
-    """On a plateau growth waits for two evaluations of the grown model."""
-    schedule, state = Schedule(at="plateau"), TrainerState(max_steps=20)
-    state.log_history = [{"step": 4, "eval_loss": 1.0}, {"step": 4, "growth_added_parameters": 8}]
-    for step, due in ((6, False), (8, True)):
-        state.log_history.append({"step": step, "eval_loss": 1.0})
-        state.global_step = step
-        assert schedule.is_due(state) == due
-
-
 NEVER = r"set for step \d+, but training ends at step \d+"
 
 
@@ -206,11 +166,6 @@ NEVER = r"set for step \d+, but training ends at step \d+"
     [
         ({}, dict(max_steps=1), NEVER),
         (dict(steps=[3, 6]), {}, NEVER),
-        (dict(at="epoch"), dict(max_steps=-1, num_train_epochs=1), NEVER),
-        (dict(at="epoch"), dict(max_steps=5), NEVER),
-        (dict(at="plateau"), dict(eval_strategy="steps", eval_steps=4), NEVER),
-        (dict(at="plateau"), dict(eval_strategy="epoch", max_steps=-1, num_train_epochs=2), NEVER),
-        (dict(at="plateau"), {}, "eval_strategy"),
         (dict(batches=6), {}, "last 6 batches, which are seen after step 6 at the earliest"),
     ],
 )

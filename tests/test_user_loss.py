@@ -250,6 +250,13 @@ def test_a_reference_under_other_adapters_or_none_is_refused_too(other):
         Grower(model, GrowthConfig(qk_dims=2), loss=loss).find(lm_batches(4)).keep()
 
 
+def test_a_loss_gets_the_model_without_what_is_wrapped_around_it():
+    model, given = patch_model(build("llama-2")), []
+    wrapped = nn.DataParallel(torch.compile(model))
+    Grower(wrapped, CONFIG, loss=lambda own, batch: given.append(own) or own(**batch).loss).measure(lm_batches(2))
+    assert all(own is model for own in given) and given
+
+
 def test_a_teacher_next_to_the_model_is_not_taken_for_one_around_it():
     both = nn.ModuleDict({"student": patch_model(build("llama-2")), "teacher": build("llama-2")})
     grower = Grower(both, CONFIG, loss=lambda model, batch: both["student"](**batch).loss)

@@ -172,6 +172,14 @@ def test_views_follow_training_patching_and_growth(variant):
     assert_close(rebuild_output(view, x), output, **ROTATED)
 
 
+def test_a_fused_projection_holds_all_queries_before_keys_and_values():
+    attention = attentions(patch_model(build("phi3")))[0]
+    sizes = [attention.shape.heads_of(role) * attention.width_of(role) for role in ("query", "key", "value")]
+    assert sizes[0] != sizes[1]  # queries share keys
+    for role, rows in zip(("query", "key", "value"), attention.module.qkv_proj.weight.split(sizes)):
+        assert torch.equal(attention.weight_of(role).flatten(0, 1), rows)
+
+
 def test_bad_input_is_named():
     view = attention_views(built("llama-2", True))[1]
     for head in (4, -1):

@@ -23,7 +23,7 @@ from ..growable.training_state import (
     warn_without_ddp,
 )
 from ..measure import functional as F
-from ..measure.bottlenecks import Bottleneck, Kind, compute_moments
+from ..measure.bottlenecks import Kind, compute_moments
 from ..measure.directions import Directions, passes_over, sketched_directions
 from ..measure.guards import HeldInterrupts, adapters_stay
 from ..measure.halves import HalvedBatches
@@ -281,20 +281,14 @@ class Grower:
             raise ValueError("The loss runs none of the attention modules that shall grow: choose other layers.")
         for bottleneck in bottlenecks:
             bottleneck.old_dims_train = session.old_dims_train[bottleneck.attention, bottleneck.kind]
-        directions = self.find_directions(session.objective, bottlenecks, batches.halves)
+        dims = max(config.most_dims(bottleneck.attention, bottleneck.kind) for bottleneck in bottlenecks)
+        if config.budget is not None:
+            layers = {bottleneck.attention for bottleneck in bottlenecks}
+            dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
+        directions = sketched_directions(session.objective, bottlenecks, batches.halves, dims, config.seed)
         for each in directions:
             each.leave_rounding_out(batches.loss_before)
         return directions
-
-    def find_directions(
-        self, objective: Objective, bottlenecks: list[Bottleneck], halves: tuple[list, list]
-    ) -> list[Directions]:
-        """Find every bottleneck's best directions; a subclass may find others."""
-        config, layers = self.config, {bottleneck.attention for bottleneck in bottlenecks}
-        dims = max(config.most_dims(bottleneck.attention, bottleneck.kind) for bottleneck in bottlenecks)
-        if config.budget is not None:
-            dims = min(dims, dims_worth_a_look(config, layers, self.model.num_parameters()))
-        return sketched_directions(objective, bottlenecks, halves, dims, config.seed)
 
     def _choose_candidates(self, session: Session, directions: list[Directions]) -> list[Candidate]:
         """Choose the dims of each bottleneck: those of the config, or what a budget buys at the prices of a trial."""
@@ -319,17 +313,13 @@ class Grower:
         session.bar.set_description("growth: searching the step")
         trial = Trial([candidate for candidate in candidates if not candidate.is_empty])
         with trial.attached():
-            steps = self.search_steps(session, trial)
+            steps, _ = session.search.run(trial)
         taken = {candidate: step for candidate, step in zip(trial.candidates, steps) if step}
         if not taken:
             return candidates, trial, steps
         without = {"dims": 0, "share_that_holds": candidates[0].share_that_holds[:0]}
         candidates = [each if each in taken else replace(each, **without) for each in candidates]
         return candidates, Trial([*taken]), [*taken.values()]
-
-    def search_steps(self, session: Session, trial: Trial) -> list[float]:
-        """Search the step of each candidate of an attached trial; a subclass may take others."""
-        return session.search.run(trial)[0]
 
     def _judge_steps(self, session: Session, candidates: list[Candidate], trial: Trial, steps: list[float]) -> Growth:
         """Judge the steps, and return the growth, with the steps set."""

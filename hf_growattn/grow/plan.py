@@ -96,7 +96,6 @@ class GrowthConfig(AddedDims):
 
     Attributes:
         qk_dims, v_dims, budget, kinds, layers: see `AddedDims`, also for errors.
-        multiple_of: grown widths are rounded up to a multiple of this (8 suits tensor cores, and export).
         method: "append" leaves the old dims as they are; "refactor" replaces them and the new ones by the best balanced
             factors of the product after a step of both, for position-free heads.
         update_existing: take the steepest step of the existing weights too. This and "refactor" write old weights: they
@@ -107,7 +106,6 @@ class GrowthConfig(AddedDims):
         seed: of the sketch's random inputs.
     """
 
-    multiple_of: int = 1
     method: str = "append"
     update_existing: bool = False
     old_dims_train: bool | None = None
@@ -115,7 +113,7 @@ class GrowthConfig(AddedDims):
 
     def __post_init__(self):
         super().__post_init__()
-        check_numbers(self, multiple_of=1, seed=-(2**63))
+        check_numbers(self, seed=-(2**63))
         if self.method not in ("append", "refactor"):
             raise ValueError(f"method must be one of append, refactor; got {self.method!r}.")
         if self.update_existing and self.old_dims_train is False:
@@ -131,16 +129,13 @@ class GrowthConfig(AddedDims):
         width = attention.width_of(kind.shared)
         room = max(attention.shape.in_features - width, 0)  # beyond, the product gains no rank
         wanted = getattr(self, kind.width) if self.budget is None else _CANDIDATES
-        wanted += -(width + wanted) % self.multiple_of if wanted else 0
-        if wanted <= room:
-            return wanted
-        return max(room - (width + room) % self.multiple_of, 0)
+        return min(wanted, room)
 
 
 def dims_worth_a_look(config: GrowthConfig, layers: Iterable[GrowableAttention], parameters: int) -> int:
     """How many directions of each layer and kind a budget may choose from: a small one buys few in each of many."""
     one_of_each = sum(parameters_of_a_dim(layer, kind) for layer in layers for kind in config.chosen_kinds)
-    return max(math.ceil(_EVEN_SHARES * weights_of(config.budget, parameters) / one_of_each), config.multiple_of)
+    return max(math.ceil(_EVEN_SHARES * weights_of(config.budget, parameters) / one_of_each), 1)
 
 
 def all_candidates(config: GrowthConfig, directions: list[Directions]) -> list[Candidate]:
@@ -161,21 +156,13 @@ def spend(
     itself overstates how much more one layer needs than another: its leading directions are learned within a few steps.
     """
     budget = weights_of(config.budget, parameters)
-    gains, costs, ends = [], [], []
+    gains, costs = [], []
     for candidate in candidates:
-        bottleneck, worth = candidate.bottleneck, candidate.directions.worth
-        width = bottleneck.attention.width_of(bottleneck.kind.shared)
-        stops = [n for n in range(1, candidate.dims + 1) if (width + n) % config.multiple_of == 0]
-        spans = list(zip([0, *stops], stops))
-        expected = max(prices.get(bottleneck.kind, 0.0) * worth.sum().item(), 0.0) ** 0.25
-        shares = (worth > 0) / torch.arange(1, len(worth) + 1, device=worth.device)
-        gains.append([expected * shares[start:stop].sum().item() for start, stop in spans])
-        costs.append(
-            [(stop - start) * parameters_of_a_dim(bottleneck.attention, bottleneck.kind) for start, stop in spans]
-        )
-        ends.append([0, *stops])
-    taken = F.allocate(gains, costs, budget)
-    dims = [stops[count] for stops, count in zip(ends, taken)]
+        bottleneck, worth = candidate.bottleneck, candidate.directions.worth[: candidate.dims]
+        expected = max(prices.get(bottleneck.kind, 0.0) * candidate.directions.worth.sum().item(), 0.0) ** 0.25
+        gains.append([expected / n if each > 0 else 0.0 for n, each in enumerate(worth.tolist(), 1)])
+        costs.append(parameters_of_a_dim(bottleneck.attention, bottleneck.kind))
+    dims = F.allocate(gains, costs, budget)
     return [replace(each, dims=n, share_that_holds=each.share_that_holds[:n]) for each, n in zip(candidates, dims)]
 
 

@@ -163,10 +163,14 @@ class Trial:
         try:
             with raise_on_all_ranks():
                 self.set_steps([0.0] * len(self.candidates))
-            self.attach()
+            for attention, new in self.new_dims.items():
+                set_trial(attention, new)
             yield
         finally:
-            self.detach()
+            for attention in self.new_dims:
+                set_trial(attention, None)
+            for candidate in self.candidates:
+                candidate.undo()
 
     def set_steps(self, steps: list[float], half: int | None = None) -> None:
         """Set the new dims for a step `gamma` of each candidate; zeros keep the function.
@@ -176,18 +180,6 @@ class Trial:
         source = 0 if half is None else half + 1
         for candidate, step in zip(self.candidates, steps):
             candidate.set_step(step, source, self.new_dims.get(candidate.bottleneck.attention))
-
-    def attach(self) -> None:
-        """Let the model compute with the new dims."""
-        for attention, new in self.new_dims.items():
-            set_trial(attention, new)
-
-    def detach(self) -> None:
-        """Let the model compute without them, and with its old weights."""
-        for attention in self.new_dims:
-            set_trial(attention, None)
-        for candidate in self.candidates:
-            candidate.undo()
 
 
 def parameters_of_a_dim(attention: GrowableAttention, kind: Kind) -> int:

@@ -232,22 +232,23 @@ def decreasing(values: Tensor) -> Tensor:
     return values.new_tensor([total / count for total, count in pools for _ in range(int(count))])
 
 
-def allocate(gains: list[list[float]], costs: list[list[int]], budget: int) -> list[int]:
-    """Spend a budget greedily, by gain per cost: return how many chunks of each bottleneck to take.
+def allocate(gains: list[list[float]], costs: list[int], budget: int) -> list[int]:
+    """Spend a budget greedily, by gain per cost: return how many dims of each bottleneck to take.
 
-    Each bottleneck gives its chunks of dims in order, with a gain and a cost each, and none that gains nothing.
+    Each bottleneck gives its dims in order, with a gain each and a cost that is the same for all, and none that gains
+    nothing.
     """
     taken = [0] * len(gains)
     while True:
         offers = [
-            (gains[i][n] / costs[i][n], i)
+            (gains[i][n] / costs[i], i)
             for i, n in enumerate(taken)
-            if n < len(gains[i]) and gains[i][n] > 0 and costs[i][n] <= budget
+            if n < len(gains[i]) and gains[i][n] > 0 and costs[i] <= budget
         ]
         if not offers:
             return taken
         best = max(offers, key=lambda offer: offer[0])[1]  # of equal ones the first
-        budget -= costs[best][taken[best]]
+        budget -= costs[best]
         taken[best] += 1
 
 

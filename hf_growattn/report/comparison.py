@@ -105,7 +105,7 @@ class RaceResult:
 
     @property
     def verdict(self) -> str:
-        """The result in one sentence."""
+        """The result in a sentence, and whether the race leaves it open that growth or the mix leads."""
         if not self.challenger:
             return "LoRA wins: neither growth nor a mix could be had."
         lead, error = self.lead
@@ -117,10 +117,11 @@ class RaceResult:
             before, after = self.start.cache, self.runs_of(self.winner)[0].cache
             cost = f", with a KV cache {after / before - 1:.0%} larger" if before else ""
             return f"The winner is {title}: its held-out loss is {gap} lower than LoRA's{cost}."
+        open_end = f" More held-out batches or seeds may show that {title} leads." * (lead + SURE * error > MARGIN)
         if lead <= 0:
-            return f"LoRA wins: its held-out loss is {gap} lower than that of {title}."
-        needed = f"{MARGIN}" if lead > SURE * error else "two standard errors"
-        return f"LoRA wins: the held-out loss of {title} is {gap} lower, and must be lower by more than {needed}."
+            return f"LoRA wins: its held-out loss is {gap} lower than that of {title}.{open_end}"
+        needed = f"by more than {MARGIN}" if lead > SURE * error else "by more than two standard errors"
+        return f"LoRA wins: the held-out loss of {title} is {gap} lower, and must be lower {needed}.{open_end}"
 
     def table(self) -> str:
         """A row for each method, the largest lead first, and remarks on some of them."""
@@ -136,7 +137,7 @@ class RaceResult:
     def _remarks(self) -> list[str]:
         """What errors are, whether anything was learned, and which methods lack, or differ in seeds or in weights."""
         budget = self.options["budget"]
-        said = ["Leads are of the same seeds and batches, which losses may not be; ± is one standard error over these."]
+        said = ["A lead is over trainings with the same seeds, a loss over all seeds. ± is one standard error."]
         worse = [name for name in self.rates if fmean(run.loss for run in self.runs_of(name)) >= self.start.loss]
         if worse:
             names = " and ".join(TITLES[name] for name in worse)

@@ -15,7 +15,7 @@ COLUMNS = {  # of a report's table, each with what it says
     "layer": "the attention module",
     "kind": "queries and keys choose what a head reads, values are what it reads",
     "width": "numbers in each head, before and with the new dims",
-    "gradient out of reach": "what old dims cannot do, 0 to 1 (- not known, as in RoPE)",
+    "gradient out of reach": "share that only new dims can follow (- unknown in RoPE)",
     "share of gain": "of the fall that the gradient predicts (- nothing added)",
 }
 _TERMINAL = 80  # columns

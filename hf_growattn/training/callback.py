@@ -43,18 +43,15 @@ class GrowthCallback(TrainerCallback):
     Args:
         trainer: whose model grows, as in `trainer.add_callback(GrowthCallback(trainer, config))`.
         config: what to grow each time.
-        at: "middle" for once, half-way; "epoch" for the end of each epoch; "plateau" for when the evaluation loss stops
-            falling, that of the first set if there are several.
-        steps: instead, optimizer steps after which to grow, such as `range(500, 3000, 500)`.
+        steps: optimizer steps after which to grow, such as `range(500, 3000, 500)`; None for once, half-way.
         batches: the number of micro-batches to grow on, the last ones of each device.
-        max_growths: growths at most, which together add at most that many budgets.
 
     Attributes:
         reports: what happened at each growth of this run.
 
     Raises:
         TypeError: the first argument is no Trainer, or the second one no GrowthConfig.
-        ValueError: both `steps` and `at`, or a value out of its range; when training starts, a time to grow that it
+        ValueError: a value out of its range; when training starts, a time to grow that it
             will not reach, or a model that cannot grow; after its first two batches, a budget that buys nothing, an
             optimizer that cannot take new dims, or a loss that growth cannot lower.
     """
@@ -63,15 +60,13 @@ class GrowthCallback(TrainerCallback):
         self,
         trainer: Trainer,
         config: GrowthConfig | None = None,  # never None: with one argument alone, the error shows the whole call
-        at: str = "middle",
         steps: Sequence[int] | None = None,
         batches: int = 16,
-        max_growths: int | None = None,
     ):
         if not isinstance(trainer, Trainer) or not isinstance(config, GrowthConfig):
             raise TypeError(f"GrowthCallback takes a Trainer and a GrowthConfig: {_CALL}.")
         self.trainer: Any = trainer
-        self.config, self.schedule = config, Schedule(at, steps, batches, max_growths)
+        self.config, self.schedule = config, Schedule(steps, batches)
         self.reports: list[GrowthReport] = []
         self._recording = Recording(trainer, batches)
         self._made = self._made_before = 0  # growths of a training that did not end, and of one that was begun again
@@ -87,7 +82,7 @@ class GrowthCallback(TrainerCallback):
             raise ValueError("A trainer takes one GrowthCallback, which can grow several times, by steps=[500, 1000].")
         if getattr(args, "sync_ref_model", False):
             raise ValueError("sync_ref_model=True mixes the model into one that does not grow along: leave it out.")
-        self.schedule.check(args, state, trainer.callback_handler.train_dataloader)
+        self.schedule.check(args, state)
         self._recording.stop()  # of a training that did not end
         self._grower = Grower(trainer.model_wrapped, self.config, trainer.optimizer, loss=loss_of(trainer))
         model = self._grower.model
@@ -101,7 +96,7 @@ class GrowthCallback(TrainerCallback):
         self._is_checked = self._is_due = False
         self._recording.start()
 
-    def on_step_end(self, args, state, control, epoch_ended: bool = False, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs):
         """Grow, if it is time and enough batches were seen."""
         if state.global_step >= state.max_steps:
             return
@@ -110,7 +105,7 @@ class GrowthCallback(TrainerCallback):
                 self._grower.check(list(self._recording.inputs)[:2])
             self._is_checked = True
         was_due = self._is_due
-        self._is_due = was_due or self.schedule.is_due(state, self._made_before, epoch_ended)
+        self._is_due = was_due or self.schedule.is_due(state, self._made_before)
         if not self._is_due:
             return
         if self._recording.count_on_every_rank() >= self.schedule.batches:
@@ -118,10 +113,6 @@ class GrowthCallback(TrainerCallback):
         elif not was_due:
             wanted = self.schedule.batches
             warnings.warn(f"Growth is due at step {state.global_step}, and waits for {wanted} batches.", stacklevel=2)
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        """Grow after an epoch of a stream, of which the step that ends it cannot be known."""
-        self.on_step_end(args, state, control, epoch_ended=True)
 
     def on_save(self, args, state, control, **kwargs):
         """Save the config where Trainer saves shards alone."""

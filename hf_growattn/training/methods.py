@@ -98,7 +98,13 @@ class Method:
         if lora_rank:
             others = [*saved] or None
             lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=linear, modules_to_save=others)
-            trained: Any = get_peft_model(model, lora)  # pyright: ignore[reportArgumentType]  # takes any module
+            try:
+                trained: Any = get_peft_model(model, lora)  # pyright: ignore[reportArgumentType]  # takes any module
+            except TypeError as error:
+                raise ValueError(
+                    f"peft takes modules_to_save={others} for modules of its own, whose names end alike, such as "
+                    f"lora_dropout. Rename yours. {error}"
+                ) from error
         if self.name in GROWING:
             device = next(model.parameters()).device
             read = [send_to_device(copy.copy(batch), device) for batch in islice(batches, self.growth_batches)]
