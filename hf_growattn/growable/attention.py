@@ -32,7 +32,7 @@ from .projections import (
     MERGE_ADAPTERS,
     AttentionLayout,
     added_by_adapters,
-    computed_weight,
+    answers,
     has_other_adapters,
     is_plain,
     layout_of,
@@ -247,7 +247,7 @@ class GrowableAttention:
             tensor = getattr(base_layer(projection), name, None)
             if name == "weight" and not is_plain(projection):
                 inputs = self._rows_of("output") if role == "output" else self.shape.in_features
-                tensor = computed_weight(projection, inputs)
+                tensor = answers(projection, torch.eye(inputs)).T  # what it computes with, such as when quantized
         if tensor is None:
             return None
         tensor = full_tensor(tensor.detach())

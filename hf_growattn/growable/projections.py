@@ -139,11 +139,6 @@ def kept_unpacked(model: nn.Module) -> Iterator[None]:
             setattr(module, _PACKS, True)
 
 
-def computed_weight(module: Any, inputs: int) -> Tensor:
-    """The weight (outputs, inputs) in fp32 that a quantized projection computes with: its answer to a unit matrix."""
-    return answers(module, torch.eye(inputs)).T
-
-
 @torch.no_grad()
 def answers(module: Any, questions: Tensor) -> Tensor:
     """What a projection makes of some inputs (rows, inputs), its bias apart: (rows, outputs) in fp32."""

@@ -25,7 +25,7 @@ from ..growable.growths import is_grown, name_after, sync_config
 from ..growable.models import GrowableModelMixin, dims_by_size, patch_model, unpatch_model
 from ..growable.training_state import refuse_sharded
 from ..measure.bottlenecks import KINDS
-from ..model.compat import activate, add_peft_type, leave_out_of_checkpoints
+from ..model.compat import add_peft_type, leave_out_of_checkpoints
 from ..model.configuration import check_extra_dims
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
@@ -223,7 +223,7 @@ class GrowAttnModel(BaseTuner):
         children: dict[str, Any] = attention.make_extra()._modules
         if "adapters" not in children:
             children["adapters"] = GrowAttnLayer(attention, cast(GrowableModelMixin, self.model))
-            activate(children["adapters"], self.active_adapters)
+            children["adapters"].set_adapter(self.active_adapters)
         return children["adapters"]
 
     def _replace_module(self, parent, child_name, new_module, child) -> None:

@@ -201,6 +201,17 @@ def step_factors(
     return apply_root(stacked_whitening, unstack_groups(u * magnitude, heads)), -(shared_whitening @ (v * magnitude))
 
 
+def svd_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the thin SVD of `L R^T` without the product: `U`, `S` descending and `V`.
+
+    (..., n, k), (..., m, k) -> (..., n, r), (..., r), (..., m, r) with `r = min(n, m, k)`.
+    """
+    left_basis, left_core = torch.linalg.qr(left)
+    right_basis, right_core = torch.linalg.qr(right)
+    u, sigma, vh = torch.linalg.svd(left_core @ right_core.mT, full_matrices=False)
+    return left_basis @ u, sigma, right_basis @ vh.mT
+
+
 def balanced_factors(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the best factors of `L R^T` of a rank, each with the square root of the singular values.
 
@@ -208,11 +219,9 @@ def balanced_factors(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Te
 
     Source: "Joint refactoring" in mathematics.md.
     """
-    left_basis, left_core = torch.linalg.qr(left)
-    right_basis, right_core = torch.linalg.qr(right)
-    u, sigma, vh = torch.linalg.svd(left_core @ right_core.transpose(-1, -2), full_matrices=False)
+    u, sigma, v = svd_of_product(left, right)
     magnitude = sigma[..., :rank].sqrt().unsqueeze(-2)
-    left, right = left_basis @ u[..., :rank] * magnitude, right_basis @ vh[..., :rank, :].mT * magnitude
+    left, right = u[..., :rank] * magnitude, v[..., :rank] * magnitude
     missing = (0, max(rank - left.shape[-1], 0))
     return torch.nn.functional.pad(left, missing), torch.nn.functional.pad(right, missing)
 

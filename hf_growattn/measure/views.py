@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..growable.attention import GrowableAttention, attentions
 from ..growable.growths import check_kind
+from . import functional as F
 
 ROTARY = ("rotary_emb", "rotary_embeddings")  # what families call the module that gives cos and sin
 
@@ -43,10 +44,7 @@ class FactoredMatrix:
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the thin SVD `U` (a, n), `S` (n,) descending and `V` (b, n) of it, with `n = min(a, b, k)`."""
-        left_basis, left_core = torch.linalg.qr(self.left)
-        right_basis, right_core = torch.linalg.qr(self.right)
-        u, values, vh = torch.linalg.svd(left_core @ right_core.T, full_matrices=False)
-        return left_basis @ u, values, right_basis @ vh.T
+        return F.svd_of_product(self.left, self.right)
 
     @property
     def singular_values(self) -> Tensor:

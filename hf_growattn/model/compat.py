@@ -58,7 +58,6 @@ NAMES = {
     "BaseTuner._create_and_replace": "overridden, as each method does",
     "BaseTuner._replace_module": "overridden where unloading puts modules back",
     "PeftModel._enable_peft_forward_hooks": "calls that of a method, which serves adapters by row or refuses them",
-    "BaseTunerLayer._active_adapter": "the active adapters, which a layer that is made late shares with the others",
 }
 
 # What shards a parameter and leaves a mark on it, with or without a wrapper.
@@ -152,11 +151,6 @@ def add_peft_type(peft_types: Any, name: str) -> Any:
     peft_types._member_names_.append(name)
     peft_types._member_map_[name] = peft_types._value2member_map_[name] = member
     return member
-
-
-def activate(layer: Any, adapters: Any) -> None:
-    """Make adapters the active ones of a layer of peft, without changing which ones train."""
-    layer._active_adapter = adapters
 
 
 def adapter_target_tables() -> list[dict[str, Any]]:

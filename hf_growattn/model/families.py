@@ -140,7 +140,8 @@ def find_obstacle(module: nn.Module, sibling: nn.Module | None = None) -> str:
     """What keeps new dims from joining a module, which it "..."; "" for an attention module that they can join."""
     if interface_caller(module) is None or not hasattr(module, "config"):
         return "takes no attention function from transformers' table ALL_ATTENTION_FUNCTIONS"
-    names, inputs = find_projections(module), input_sizes(module)
+    names = find_projections(module)
+    inputs = {name: sizes[0] for name, child in module.named_children() if (sizes := linear_sizes(child))}
     query, key = (inputs.get(names.get(role, "")) for role in ("query", "key"))
     if any(name.lower() in _INNER_NORMS for name, _ in module.named_children()):
         return "normalizes its output together with the residual stream"
@@ -190,11 +191,6 @@ def read_shape(module: Any) -> HeadShape:
 def first_linear(module: nn.Module) -> Any:
     """The first linear projection among a module's children."""
     return next(child for child in module.children() if linear_sizes(child) is not None)
-
-
-def input_sizes(module: nn.Module) -> dict[str, int]:
-    """The input sizes of a module's linear projections, by name."""
-    return {name: sizes[0] for name, child in module.named_children() if (sizes := linear_sizes(child)) is not None}
 
 
 def _first_number(module: nn.Module, names: tuple[str, ...]) -> int | None:
