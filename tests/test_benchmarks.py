@@ -11,7 +11,7 @@ from families import build, lm_batches
 from fit import fit
 
 from hf_growattn import Method, race
-from hf_growattn.training.methods import default_loss
+from hf_growattn.measure.passes import default_loss
 
 BENCH = ROOT / "scripts" / "bench"
 SHORT = ("growth_cost", "overhead", "gpu", "matching", "text", *["records"] * LONG)

@@ -1,5 +1,7 @@
 """The ways to train: as many weights each, nothing else moved, and new dims next to LoRA at a rate of their own."""
 
+from statistics import fmean
+
 import encoders
 import families
 import pytest
@@ -122,6 +124,34 @@ def test_a_mix_is_saved_and_loaded(tmp_path):
     load_growth(loaded, tmp_path / "growth")
     ids = families.tokens()
     assert torch.equal(loaded.eval()(ids).logits, mix.eval()(ids).logits)
+
+
+class Answering(nn.Module):
+    """A transformers model inside a module of somebody's own, which returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.answer = families.build("llama-2").model, nn.Linear(48, 4)
+
+    def forward(self, asked, labels):
+        logits = self.answer(self.body(asked).last_hidden_state[:, -1])
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_module_around_the_model_gives_its_loss_and_takes_adapters_again(tmp_path):
+    batches = [{"asked": families.tokens(seed=n), "labels": torch.tensor([n % 4] * 3)} for n in range(8)]
+    around = Answering()
+    patch_model(around.body)
+    expected = fmean(around(**batch)["loss"].item() for batch in batches)
+    assert Grower(around, GrowthConfig(qk_dims=2)).measure(batches).loss_before == pytest.approx(expected, rel=1e-5)
+    mix, _ = Method("mix", budget=0.5, modules_to_save=["answer"]).prepare(Answering(), batches)
+    with torch.no_grad():
+        for parameter in mix.parameters():
+            parameter += 0.01 * parameter.requires_grad
+    mix.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(Answering(), tmp_path)
+    assert torch.equal(loaded.eval()(**batches[0])["logits"], mix.eval()(**batches[0])["logits"])
 
 
 def test_a_layer_whose_name_peft_takes_for_its_own_is_refused():

@@ -27,7 +27,16 @@ from ..measure.bottlenecks import Kind, compute_moments
 from ..measure.directions import Directions, passes_over, sketched_directions
 from ..measure.guards import HeldInterrupts, adapters_stay
 from ..measure.halves import HalvedBatches
-from ..measure.passes import ROUNDING, Objective, compute_losses, lowering, mean_loss, preserved_state
+from ..measure.passes import (
+    ROUNDING,
+    Objective,
+    compute_losses,
+    default_loss,
+    is_called_by_another,
+    lowering,
+    mean_loss,
+    preserved_state,
+)
 from ..model.new_dims import NewDims
 from ..report.report import GrowthReport
 from .plan import (
@@ -158,7 +167,8 @@ class Grower:
             of its groups with a fresh state; nothing else of it changes. Make lists of parameters (for clipping) and
             copies of the model (`AveragedModel`) again after a growth.
         loss: what to lower, a function of `model` (without DistributedDataParallel) in evaluation mode and a batch of
-            any form, which gives a tensor of one number, the batch's mean; by default what the model returns as loss.
+            any form, which gives a tensor of one number, the batch's mean; by default the loss that `model(**batch)`
+            returns, of a module around the model that module's.
 
     Where torch.distributed runs, all ranks grow together, each on batches of its own: statistics and losses are summed
     over the ranks, so all of them take the same step, and DistributedDataParallel around the model is mended in place.
@@ -176,7 +186,9 @@ class Grower:
             raise TypeError(f"Grower needs a GrowthConfig, such as GrowthConfig(budget=0.02), and was given a {given}.")
         check_loss(loss)
         self.optimizers = bare_optimizers(optimizer)
-        self.model, self.wrapped, self.loss = model_to_grow(model), model, loss
+        self.model, self.wrapped = model_to_grow(model), model
+        is_inside = loss is None and is_called_by_another(self.model, model)
+        self.loss = default_loss if is_inside else loss
         refuse_sharded(model, self.optimizers, but_fsdp2=True)
         self.config = config
 

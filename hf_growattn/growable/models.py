@@ -19,7 +19,7 @@ from ..model.new_dims import ExtraDims, HeadShape
 from .attention import attentions
 from .folders import loading, replacing
 from .growth_files import save_growth_beside
-from .growths import Dims, call_of_patch, check_kind, set_dims
+from .growths import Dims, call_of_patch, check_kind, growable_model, set_dims
 from .registration import register_peft_method
 from .training_state import refuse_sharded
 
@@ -209,6 +209,16 @@ def _replace_configs(model: PreTrainedModel, submodels: Sequence[str] | None) ->
                     vars(new)["model_type"] = stock_class.model_type
                     new.growable_submodels, new.extra_dims = submodels and [*submodels], {}
                     new.attention_count = None
+
+
+def patch_inside(model: nn.Module) -> Any:
+    """Patch the first transformers model that a module is or holds, unless one is patched; a ValueError without one."""
+    inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not inside:
+        raise ValueError(f"{type(model).__name__} has no transformers model in it, whose attention could grow")
+    if not any(isinstance(module, GrowableModelMixin) for module in inside):
+        patch_model(inside[0])
+    return growable_model(model)  # which refuses several that are apart
 
 
 def unpatch_model(model: PreTrainedModel, drop_growth: bool = False) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from ..growable.growth_files import GROWN_TYPE, GROWTH, GROWTH_FILE, load_growth_of_adapter, save_growth_beside
 from ..growable.growths import is_grown
-from ..growable.models import patch_model
+from ..growable.models import patch_inside
 from ..model.new_dims import ExtraDims
 
 _HUB = ("subfolder", "revision", "token", "cache_dir", "local_files_only")
@@ -80,9 +80,8 @@ def _loads_growth(stock: Callable) -> Callable:
             place = str(Path(options.pop("subfolder", ""), GROWTH))
             file: Any = cached_file(source, GROWTH_FILE, subfolder=place, **options)
             base: Any = self.get_base_model() if isinstance(self, PeftModel) else self
-            patch_model(base)
             is_trainable = given.get("is_trainable", False)
-            load_growth_of_adapter(self, base, Path(file).parent, is_trainable, alone=not others)
+            load_growth_of_adapter(self, patch_inside(base), Path(file).parent, is_trainable, alone=not others)
         elif source is not None and others and is_grown(self):
             warnings.warn(
                 f"The adapter in {source} was trained without the new dims that its base has here, which change what "

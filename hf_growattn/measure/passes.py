@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -199,6 +199,17 @@ def check_loss_value(value: Any, index: int) -> Tensor:
     return value
 
 
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a module returns for a dict with labels; a ValueError if it returns none."""
+    outputs = model(**batch) if isinstance(batch, Mapping) else None
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if loss is None:
+        given = sorted(batch) if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
+        fix = "add labels, or pass your own loss="
+        raise ValueError(f"{type(model).__name__} returns no loss for a batch of {given}: {fix}.")
+    return loss
+
+
 def _model_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int, device: torch.device) -> Tensor:
     given = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
     outputs = model(**{"use_cache": False, **given})
@@ -281,6 +292,13 @@ def unwrapped(model: Any) -> nn.Module:
     while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     return model
+
+
+def is_called_by_another(model: nn.Module, wrapped: nn.Module) -> bool:
+    """Whether a module that is neither peft's nor one of torch's wrappers is around a model, and runs it."""
+    outer: Any = unwrapped(wrapped)
+    outer = outer.get_base_model() if hasattr(outer, "get_base_model") else outer
+    return outer is not model and type(outer).forward is not nn.Module.forward
 
 
 @contextlib.contextmanager

@@ -18,9 +18,10 @@ from ..grow.growth import Grower
 from ..grow.plan import GrowthConfig, check_budget, read_batches, weights_of
 from ..growable.attention import GrowableAttention
 from ..growable.growths import check_kind, extra_parameters, growable_model
-from ..growable.models import GrowableModelMixin, patch_model
+from ..growable.models import patch_inside
 from ..growable.projections import is_quantized, keep_unpacked
 from ..interop.peft_method import GrowAttnConfig, initialize_growattn_weights
+from ..measure.passes import default_loss
 from ..model.families import linear_sizes
 from ..model.new_dims import NewDims
 from ..report.comparison import TITLES
@@ -28,16 +29,6 @@ from ..report.words import why_not
 
 GROWING, ALL_WEIGHTS = ("growth", "mix", "random", "all_growth"), ("all", "all_growth")
 _SHARES_OF_LORA = {"lora": 1.0, "mix": 2 / 3}  # of the budget; growth gets the rest
-
-
-def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss that a transformers model returns for a dict with labels; a ValueError if it returns none."""
-    loss = getattr(model(**batch), "loss", None) if isinstance(batch, Mapping) else None
-    if loss is None:
-        given = sorted(batch) if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
-        fix = "add labels, or pass your own loss="
-        raise ValueError(f"{type(model).__name__} returns no loss for a batch of {given}: {fix}.")
-    return loss
 
 
 @dataclass(frozen=True)
@@ -193,16 +184,6 @@ def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """The model on a device, to be trained; a quantized one stays where it was loaded."""
     keep_unpacked(model)
     return model if is_quantized(model) else model.to(device)
-
-
-def patch_inside(model: nn.Module) -> None:
-    """Patch the first transformers model in a module, unless one is patched."""
-    inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if not inside:
-        raise ValueError(f"{type(model).__name__} has no transformers model in it, whose attention could grow")
-    if not any(isinstance(module, GrowableModelMixin) for module in inside):
-        patch_model(inside[0])
-    growable_model(model)  # which refuses several that are apart
 
 
 @torch.no_grad()

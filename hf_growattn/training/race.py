@@ -21,19 +21,18 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from ..grow.plan import check_budget, check_loss, list_batches, read_batches
 from ..growable.growths import cache_bytes, check_kind, growable_model
+from ..growable.models import patch_inside
 from ..measure.halves import digest, digests_of
-from ..measure.passes import check_loss_value
+from ..measure.passes import check_loss_value, default_loss
 from ..report.comparison import TITLES, RaceResult, Run
 from .methods import (
     ALL_WEIGHTS,
     GROWING,
     Method,
     choose_rank,
-    default_loss,
     hidden_size,
     modules_to_train,
     move_to_device,
-    patch_inside,
     weights_of_rank_one,
 )
 
@@ -207,8 +206,7 @@ class _Trainings:
         self.identity = {"model": digest(model.state_dict()), "train_batches": seen, "held_out_batches": held}
         self.identity |= self.options
         with contextlib.suppress(ValueError):  # the methods that grow say why they cannot
-            patch_inside(model)
-            self.cache = cache_bytes(growable_model(model))
+            self.cache = cache_bytes(patch_inside(model))
 
     def begin(self, steps: int, file: Path | None) -> RaceResult:
         """The race, with the runs that a file keeps of an earlier call, after a check that they are of the same one."""

@@ -27,8 +27,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from hf_growattn import Method, race
 from hf_growattn.cli.data import TextData, read_rows
+from hf_growattn.measure.passes import default_loss
 from hf_growattn.report.comparison import MARGIN, TITLES, RaceResult, compare_runs
-from hf_growattn.training.methods import default_loss, weights_of_rank_one
+from hf_growattn.training.methods import weights_of_rank_one
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from texts import blocks_of, english, load_texts, train_tokenizer
