@@ -98,7 +98,7 @@ class Call:
         earlier = self.outer
         while earlier is not None and earlier.module is not module:
             earlier = earlier.outer
-        if earlier is not None:  # an interrupt left it behind, with its states: torch calls no hook then
+        if earlier is not None:  # an interrupt, or an error amid an export, left it behind: torch calls no hook then
             self.outer = earlier.outer
 
     def project(self) -> Sequence[Tensor]:
