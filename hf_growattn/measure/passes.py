@@ -113,9 +113,10 @@ class Objective:
     def __call__(self, batch: Any, index: int) -> Tensor:
         """The loss of a batch, which errors name by its number."""
         with self._autocast:
-            if self._own is None:
-                return check_loss_value(_model_loss(self.model, batch, index, self.device), index)
-            return check_loss_value(self._own(batch), index)
+            if self._own is not None:
+                return check_loss_value(self._own(batch), index)
+            batch = {name: value.to(self.device) if torch.is_tensor(value) else value for name, value in batch.items()}
+            return check_loss_value(default_loss(self.model, {"use_cache": False, **batch}, f"batch {index}"), index)
 
 
 def check_finite(losses: list[float]) -> None:
@@ -199,26 +200,17 @@ def check_loss_value(value: Any, index: int) -> Tensor:
     return value
 
 
-def default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a module returns for a dict with labels; a ValueError if it returns none."""
+def default_loss(model: nn.Module, batch: Any, name: str = "a batch") -> Tensor:
+    """The loss that a module returns for a dict with targets; a ValueError if it returns none for what `name` says."""
     outputs = model(**batch) if isinstance(batch, Mapping) else None
+    if isinstance(outputs, tuple):  # as of transformers with return_dict=False
+        return outputs[0]
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
-        given = sorted(batch) if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
-        fix = "add labels, or pass your own loss="
-        raise ValueError(f"{type(model).__name__} returns no loss for a batch of {given}: {fix}.")
-    return loss
-
-
-def _model_loss(model: PreTrainedModel, batch: dict[str, Tensor], index: int, device: torch.device) -> Tensor:
-    given = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
-    outputs = model(**{"use_cache": False, **given})
-    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
-    if loss is None:
+        given = sorted(batch.keys() - {"use_cache"}) if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
         raise ValueError(
-            f"{type(model).__name__} returns no loss for batch {index} with the keys {sorted(batch)}. Growth needs a "
-            'model with a head, and the targets in every batch: for a causal LM "labels", a copy of "input_ids"; or '
-            "your own loss=."
+            f"{type(model).__name__} returns no loss for {name} of {given}. That takes a model with a head, and the "
+            'targets in every batch: for a causal LM "labels", a copy of "input_ids"; or your own loss=.'
         )
     return loss
 
