@@ -212,7 +212,7 @@ def _replace_configs(model: PreTrainedModel, submodels: Sequence[str] | None) ->
 
 
 def patch_inside(model: nn.Module) -> Any:
-    """Patch the first transformers model that a module is or holds, unless one is patched; a ValueError without one."""
+    """Return the patched model that a module is or holds, or its first one, patched now; a ValueError without one."""
     inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not inside:
         raise ValueError(f"{type(model).__name__} has no transformers model in it, whose attention could grow")

@@ -117,7 +117,8 @@ class RaceResult:
             before, after = self.start.cache, self.runs_of(self.winner)[0].cache
             cost = f", with a KV cache {after / before - 1:.0%} larger" if before else ""
             return f"The winner is {title}: its held-out loss is {gap} lower than LoRA's{cost}."
-        open_end = f" More held-out batches or seeds may show that {title} leads." * (lead + SURE * error > MARGIN)
+        may_lead = lead + SURE * error > MARGIN
+        open_end = f" More held-out batches or seeds may show that {title} leads." if may_lead else ""
         if lead <= 0:
             return f"LoRA wins: its held-out loss is {gap} lower than that of {title}.{open_end}"
         needed = f"by more than {MARGIN}" if lead > SURE * error else "by more than two standard errors"

@@ -51,9 +51,9 @@ class GrowthCallback(TrainerCallback):
 
     Raises:
         TypeError: the first argument is no Trainer, or the second one no GrowthConfig.
-        ValueError: a value out of its range; when training starts, a time to grow that it
-            will not reach, or a model that cannot grow; after its first two batches, a budget that buys nothing, an
-            optimizer that cannot take new dims, or a loss that growth cannot lower.
+        ValueError: a value out of its range; when training starts, a time to grow that it will not reach, or a model
+            that cannot grow; after its first two batches, a budget that buys nothing, an optimizer that cannot take
+            new dims, or a loss that growth cannot lower.
     """
 
     def __init__(
