@@ -99,7 +99,7 @@ def train(model: nn.Module, batches: list, groups: list[dict], name: str) -> nn.
     """AdamW with learning rates that rise and then fall to zero along a cosine."""
     optimizer, weights = torch.optim.AdamW(groups), [weight for group in groups for weight in group["params"]]
     schedule = get_cosine_schedule_with_warmup(optimizer, len(batches) // 10, len(batches))
-    for batch in tqdm(batches, desc=name, leave=False, disable=None):
+    for batch in tqdm(batches, desc=name, leave=False):
         loss_of(model.train(), batch).backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()

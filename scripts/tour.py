@@ -50,7 +50,7 @@ output.mkdir(parents=True, exist_ok=True)
 # ## A model and its task
 #
 # 64 passages of text are given, each read as one vector of numbers and with a label; a damaged copy of one comes next.
-# Which one is it? A small transformer with heads 8 wide has learned to do so with made-up vectors.
+# Which one is it? A small transformer with heads 8 wide has learned to answer that for made-up vectors.
 
 # %%
 generator, text = torch.Generator().manual_seed(0), Passages()
@@ -99,8 +99,8 @@ print(growth.report)
 # %% [markdown]
 # ## Keep, and train on
 #
-# `keep` makes the new dims a part of the model, and of the optimizer. `Grower.grow` is `find` and, if the loss falls by
-# more than chance would let it, `keep`.
+# `keep` makes the new dims a part of the model, and of the optimizer. `Grower.grow` does `find`, and then `keep` if the
+# loss falls by more than chance would let it.
 
 # %%
 before = held_out_loss(matcher)
@@ -116,8 +116,8 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 # ## What is new in a head
 #
 # A head compares tokens along as many directions as it is wide, 8 before. The bars, singular values of `W_Q W_K^T`, say
-# how much each direction counts, the strongest first. To the right of number 8 there are bars of the grown head alone:
-# growth added these directions.
+# how much each direction counts, the strongest first. Only the grown head has bars beyond the 8th: growth added these
+# directions.
 
 # %%
 grown_most = max(
@@ -173,7 +173,8 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# make_model gives the old weights from before the training, another base: strict=False allows that.
+# A growth is for the base it was found on. The old weights of this one have trained since, and those of make_model have
+# not: strict=False loads it all the same, to show the call.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")

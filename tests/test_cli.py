@@ -14,9 +14,9 @@ from conftest import ROOT
 from datasets import Dataset
 from families import VOCABULARY, build, lm_batches, save_with_text, tokens, word_tokenizer
 from test_saving import contents
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_growattn import Grower, GrowthConfig, Method, patch_model
+from hf_growattn import Grower, GrowthConfig, Method, __version__, patch_model
 from hf_growattn.cli.commands import app
 from hf_growattn.cli.data import TextData
 from hf_growattn.cli.measuring import training_code
@@ -114,12 +114,16 @@ def test_errors_name_the_fix(given, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     build("llama-2").save_pretrained(tmp_path / "damaged")
     os.truncate(tmp_path / "damaged" / "model.safetensors", 2000)
+    (tmp_path / "coded").mkdir()
+    mapped = {"AutoConfig": "coded.Config", "AutoModelForCausalLM": "coded.Model"}
+    (tmp_path / "coded" / "config.json").write_text(json.dumps({"model_type": "coded", "auto_map": mapped}))
     (tmp_path / "albert").mkdir()
     (tmp_path / "albert" / "config.json").write_text('{"model_type": "albert"}')
     for options, fix in {
         ("export", tmp_path / "empty", "-o", tmp_path / "out"): "There is no checkpoint in",
         ("export", tmp_path / "damaged", "-o", tmp_path / "out"): "cannot be loaded. SafetensorError",
         ("export", tmp_path / "albert", "-o", tmp_path / "out"): "for this kind of AutoModel: AutoModelForCausalLM.",
+        ("export", tmp_path / "coded", "-o", tmp_path / "out"): "code of its own, which is not run here",
         ("measure", "no/such-model", given / "text.txt"): "Check the name and the network",
         ("export", given / "model", "-o", tmp_path / "out"): "which did not grow",
         ("measure", given / "text.txt", given / "model"): "text.txt is a file, and no model: name",
@@ -154,6 +158,13 @@ def test_wrong_usage_is_refused_before_anything_is_loaded(tmp_path):
     assert contents(tmp_path) == before
 
 
+def test_without_trl_an_error_names_it_and_a_version_is_shown(given, monkeypatch):
+    assert call("--version").out == f"growattn {__version__}\n"
+    monkeypatch.setattr("hf_growattn.cli.commands.find_spec", lambda name: None)
+    for words in (["measure", given / "model", "d"], ["race", given / "model", "d", "-o", given / "race"]):
+        assert "pip install 'trl>=" in only_line(call(*words))
+
+
 def test_models_that_cannot_take_the_data_are_refused(given, tmp_path):
     assert "buy nothing" in only_line(call("measure", given / "model", given / "text.txt", *SMALL, "--budget", "1"))
     build("gpt2-2").save_pretrained(tmp_path)
@@ -168,6 +179,9 @@ def test_models_that_cannot_take_the_data_are_refused(given, tmp_path):
 def test_a_base_model_is_read_as_a_language_model(tmp_path):
     build("llama-2").model.save_pretrained(tmp_path)
     assert type(load_model(str(tmp_path), causal=True)).__name__ == "LlamaForCausalLM"
+    AutoModelForSequenceClassification.from_config(build("llama-2").config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"classification\. This command reads plain text, which needs a model that"):
+        load_model(str(tmp_path), causal=True)
 
 
 @pytest.mark.parametrize("kind, options", [(RuntimeError, []), (ValueError, ["--debug"])])

@@ -296,6 +296,16 @@ def test_growth_wins_by_a_margin_and_two_errors(by, winner, sentence, is_open):
     assert ("More held-out batches or seeds may show that growth leads." in result.verdict) == is_open
 
 
+def test_what_diverged_is_said():
+    result = RaceResult(8, run_of("start", GIVEN), OPTIONS)
+    for own, lora, said in (
+        ([], GIVEN, "LoRA wins: growth diverged."),
+        (GIVEN, [], "The winner is growth: LoRA diverged."),
+    ):
+        result.runs = [run_of("lora", lora), run_of("growth", own)]
+        assert result.verdict == said
+
+
 def test_held_out_losses_are_those_without_dropout():
     model, held_out = build("gpt2-2"), lm_batches(3, seed=2)
     assert model.config.attn_pdrop > 0

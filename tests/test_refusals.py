@@ -175,6 +175,11 @@ def with_loss(loss):
     return lambda given: Grower(given.patched(), GrowthConfig(qk_dims=4), loss=loss).find(lm_batches(2))
 
 
+def with_gradients_of_nan(model, batch):
+    loss = model(**batch).loss
+    return loss + (loss - loss.detach()).abs().sqrt()
+
+
 def callback(given):
     rows = [{"input_ids": row, "labels": row} for row in tokens(8)]
     options = dict(max_steps=4, use_cpu=True, report_to="none", save_strategy="no", per_device_train_batch_size=2)
@@ -283,6 +288,13 @@ REFUSED = {
     "a loss that is a number": (with_loss(0.5), TypeError, "loss must be a function of model and batch"),
     "a loss of outputs": (with_loss(lambda m, b: m(**b)), ValueError, r"is a CausalLM.*return outputs\.loss"),
     "a loss of logits": (with_loss(lambda m, b: m(**b).logits), ValueError, r"is a tensor.*return outputs\.loss"),
+    "a loss without gradients": (with_loss(lambda m, b: m(**b).loss.detach()), ValueError, "0 has no gradient"),
+    "a loss of nan gradients": (with_loss(with_gradients_of_nan), ValueError, "its gradients are not. Look for"),
+    "a loss past the attention": (
+        with_loss(lambda m, b: m.lm_head(m.model.embed_tokens(b["input_ids"])).square().mean()),
+        ValueError,
+        "runs none of the attention modules that shall grow: choose other layers",
+    ),
     # weights and optimizers
     "frozen weights": (
         find([BATCH], change=freeze, qk_dims=2, update_existing=True),
@@ -330,6 +342,7 @@ REFUSED = {
     "a seed as a text": (config(qk_dims=1, seed="x"), ValueError, "seed must be a whole number"),
     "a seed too large": (config(qk_dims=1, seed=2**70), ValueError, r"seed must be a whole number, .*below 2\*\*63"),
     "kinds as a text": (config(budget=0.1, kinds="qk"), ValueError, "kinds must be a list of 'qk', 'v'"),
+    "a kind as a text": (config(budget=0.1, kinds="v"), ValueError, "kinds must be a list of 'qk', 'v'"),
     "an unknown kind": (config(budget=0.1, kinds=["values"]), ValueError, "kinds must be a list of 'qk', 'v'"),
     "a budget of nothing": (config(budget=0), ValueError, "between 0 and 1"),
     "a budget as a text": (config(budget="1%"), ValueError, "between 0 and 1"),

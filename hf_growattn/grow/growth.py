@@ -263,7 +263,7 @@ class Grower:
         old_dims_train = self._old_dims_train(layers)
         with (
             HeldInterrupts() as interrupts,
-            tqdm(desc="growth: measuring", disable=True if rank() > 0 else None, leave=False) as bar,
+            tqdm(desc="growth: measuring", disable=rank() > 0, leave=False) as bar,
             lowering(self.loss, self.model, self.wrapped, lambda n: (bar.update(n), interrupts.check())) as objective,
             adapters_stay(self.model),
             preserved_state(self.wrapped, self.optimizers),

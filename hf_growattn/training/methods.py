@@ -64,7 +64,7 @@ class Method:
         Args:
             model: a transformers model or a module with one in it, patched or not; it is changed in place.
             batches: to train on; a growth reads the first ones of them. LoRA needs none.
-            loss: what to lower, a function of model and batch; by default `model(**batch).loss`.
+            loss: what to lower, a function of model and batch; by default what the model returns, as in `race`.
 
         Returns:
             The model to train, of peft where there is LoRA, and groups of parameters with their learning rates, for

@@ -67,10 +67,10 @@ def race(
         make_model: makes the model at each call: one of transformers, or a module with one in it; patched or not.
         train_batches: dicts for `model(**batch)` with labels, or what `loss` takes, in memory at once. A growth reads
             the first ones, so no method sees more. Another seed takes them in another order, and so does another epoch.
-        held_out_batches: to compare on, two at least; the error is that over these batches.
+        held_out_batches: to compare on, two at least; the error is that over these batches, so more of them tell more.
         loss: what to lower, a function of model and batch, the mean of the batch; by default what the model returns.
         budget: weights to add, as a share of the model's or as a number. It is rounded to a whole rank of LoRA.
-        steps: of a training; learning rates are chosen by trainings of a quarter of them.
+        steps: of a training, best so many that the loss hardly falls further; a quarter of them for a learning rate.
         seeds: with how many LoRA and its best challenger train, and the rows beyond growth and the mix.
         modules_to_save: names of modules that train whole in every method, outside of the budget.
         methods: names of `Method`. LoRA always trains; "random", "all" and "all_growth" are rows to compare with.
@@ -98,7 +98,7 @@ def race(
     trainings = _Trainings(make_model, train, held_out, loss or default_loss, budget, options)
     result = trainings.begin(steps, Path(output, RUNS) if output else None)
     try:
-        with tqdm(desc="race", unit="step", disable=None) as trainings.bar:
+        with tqdm(desc="race", unit="step") as trainings.bar:
             _compete(result, trainings, names, seeds)
     except KeyboardInterrupt:
         kept = (
