@@ -183,6 +183,13 @@ def test_the_step_of_old_factors_is_the_tangent_part_of_the_gradient(layer):
     assert_close(reached, -(p_a @ m + m @ p_b - p_a @ m @ p_b), rtol=1e-6, atol=1e-8)
 
 
+def test_eigenvalues_that_rounding_leaves_below_zero_give_empty_directions():
+    squares, vectors = torch.tensor([[4.0, -1e-12]]), torch.eye(2)[None]
+    u, sigma, v, _ = F.directions_from_core(normal(1, 3, 2), normal(1, 4, 2), vectors, squares, vectors, 2)
+    assert_close(sigma, torch.tensor([[2.0, 0.0]], dtype=torch.float64))
+    assert u[..., 0].any() and not u[..., 1].any() and v.isfinite().all()
+
+
 @always
 @given(seeds, st.integers(1, 2), sizes, sizes, sizes, sizes)
 def test_balanced_factors_are_the_best_of_their_rank(seed, groups, n, m, k, rank):

@@ -124,7 +124,10 @@ def test_what_is_found_is_kept_or_dropped():
         with pytest.raises(RuntimeError, match="This growth was dropped"):
             end()
     assert same(fingerprint(model, optimizer), before)
-    found = second.new_dims
+    found, trial = second.new_dims, second._trial
+    before = [parameter.clone() for new in found.values() for parameter in new.parameters()]
+    trial.set_steps([layer.step_size for layer in second.report.layers])  # of both halves, as reported
+    assert all(map(torch.equal, before, (parameter for new in found.values() for parameter in new.parameters())))
     for attention, new in found.items():
         set_trial(attention, new)
     tried = loss_of(model, lm_batches())

@@ -103,8 +103,16 @@ def test_dims_that_do_not_hold_start_without_effect_but_can_learn():
     assert part.in_projection.weight.grad[:rows].abs().amin(-1).gt(0).all() and part.out_projection.weight.grad.any()
 
 
-def test_a_new_dim_has_one_length_on_both_sides_but_its_shared_side_is_never_smaller_than_the_old_weights(monkeypatch):
-    model, batches = patch_model(build("gpt2-2")), lm_batches(6)
+def of_groups(side: torch.Tensor, groups: int) -> torch.Tensor:
+    """(heads, inputs, dims) -> the norms of the new dims of all heads of a group, (groups, dims)."""
+    return side.unflatten(0, (groups, -1)).norm(dim=(1, -2))
+
+
+@pytest.mark.parametrize("variant", ["gpt2-2", "llama-2"])
+def test_a_new_dim_has_one_length_on_both_sides_but_its_shared_side_is_never_smaller_than_the_old_weights(
+    variant, monkeypatch
+):
+    model, batches = patch_model(build(variant)), lm_batches(6)
     monkeypatch.setattr(directions, "OVERSAMPLING", 8)  # more columns would be nearly dependent here, and so shortened
     measured = sketched(model, batches, 4)
     trial = Trial([Candidate(found, 4, torch.ones(4)) for found in measured])
@@ -112,17 +120,17 @@ def test_a_new_dim_has_one_length_on_both_sides_but_its_shared_side_is_never_sma
     for step in (1e-3, 1e9):
         trial.set_steps([step] * len(measured))
         found = [read_factors(trial.new_dims[bottleneck.attention], bottleneck.kind) for bottleneck in bottlenecks]
-        products[step] = [stacked @ shared.mT / step for stacked, shared in found]
+        products[step] = [a @ b.repeat_interleave(len(a) // len(b), 0).mT / step for a, b in found]
         for bottleneck, (stacked, shared) in zip(bottlenecks, found):
             old, new = old_factors(bottleneck)[1].square().mean().sqrt(), shared.square().mean(-2).sqrt()
-            assert new.shape == (4, 4)
+            assert new.shape == (bottleneck.groups, 4)
             if step < 1:
                 torch.testing.assert_close(new, old.expand_as(new))
-                assert (stacked.norm(dim=-2) < 0.1 * shared.norm(dim=-2)).all()
+                assert (of_groups(stacked, bottleneck.groups) < 0.1 * shared.norm(dim=-2)).all()
             else:
                 assert (new > old).all()
-                whitened = bottleneck.whitened(stacked, shared)
-                torch.testing.assert_close(*(side.norm(dim=-2) for side in whitened), rtol=1e-3, atol=0)
+                norms = [of_groups(side, bottleneck.groups) for side in bottleneck.whitened(stacked, shared)]
+                torch.testing.assert_close(*norms, rtol=1e-3, atol=0)
     for small, large in zip(*products.values()):
         torch.testing.assert_close(small, large, rtol=1e-3, atol=1e-5 * large.abs().max().item())
 
@@ -220,5 +228,6 @@ def test_another_seed_draws_another_sketch():
 
 
 def test_a_single_layer_may_be_chosen_by_its_number():
-    report = Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, layers=1)).measure(lm_batches(2))
-    assert {layer.layer for layer in report.layers} == {1}
+    for number in (0, 1):
+        report = Grower(patch_model(build("llama-2")), GrowthConfig(qk_dims=2, layers=number)).measure(lm_batches(2))
+        assert {layer.layer for layer in report.layers} == {number}

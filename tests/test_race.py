@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaModel
 
 from hf_growattn import Method, race
+from hf_growattn.measure.halves import digest
 from hf_growattn.report.comparison import TITLES, RaceResult, Run, compare_runs
 from hf_growattn.training import race as module
 
@@ -262,6 +263,11 @@ def test_held_out_rows_that_a_training_sees_are_warned_of():
 
     with pytest.warns(UserWarning, match="128 of 256 held-out rows are also in the batches to train on"):
         hold(regrouped, loss=lambda model, batch: loss(model, (batch["rows"], batch["names"])), steps=4)
+
+
+def test_batches_are_told_apart_by_every_number():
+    large = torch.zeros(3000)
+    assert digest([large]) == digest([large.clone()]) != digest([large.index_fill(0, torch.tensor([1500]), 1.0)])
 
 
 @pytest.mark.parametrize("options", [{"steps": 3}, {"seeds": 0}, {"batches": lambda *_: to_match(1, 0)}])

@@ -257,6 +257,13 @@ def test_a_loss_gets_the_model_without_what_is_wrapped_around_it():
     assert all(own is model for own in given) and given
 
 
+def test_a_loss_may_be_a_tensor_of_one_number_in_any_shape():
+    model, batches = patch_model(build("llama-2")), lm_batches(2)
+    plain = Grower(model, CONFIG).measure(batches)
+    shaped = Grower(model, CONFIG, loss=lambda model, batch: model(**batch).loss[None]).measure(batches)
+    assert shaped.loss_before == pytest.approx(plain.loss_before, rel=ROUNDING)
+
+
 def test_a_teacher_next_to_the_model_is_not_taken_for_one_around_it():
     both = nn.ModuleDict({"student": patch_model(build("llama-2")), "teacher": build("llama-2")})
     grower = Grower(both, CONFIG, loss=lambda model, batch: both["student"](**batch).loss)

@@ -31,7 +31,7 @@ WRAPPERS = {
         vision_config=dict(model_type="clip_vision_model", **VISION),
         image_token_index=IMAGE,
     ),
-    "gemma3": dict(  # hands its masks over as a dict
+    "gemma3-images": dict(  # hands its masks over as a dict
         text_config=TEXT | WINDOWED,
         vision_config=dict(model_type="siglip_vision_model", **VISION),
         mm_tokens_per_image=4,
@@ -57,7 +57,8 @@ def build(name: str):
     """A stock model in evaluation mode, the same weights at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        return AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, **WRAPPERS[name])).eval()
+        config = AutoConfig.for_model(name.removesuffix("-images"), **WRAPPERS[name])
+        return AutoModelForImageTextToText.from_config(config).eval()
 
 
 def images(name: str, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -86,7 +87,7 @@ def batch(name: str, rows: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
         ids[:, 1], ids[:, end] = QWEN_TOKENS["vision_start_token_id"], QWEN_TOKENS["vision_end_token_id"]
     labels = ids.clone()
     labels[:, :8] = -100
-    kinds = "token_type_ids" if name == "gemma3" else "mm_token_type_ids"
+    kinds = "token_type_ids" if name == "gemma3-images" else "mm_token_type_ids"
     if name.startswith(("qwen", "gemma")):
         found[kinds] = (ids == IMAGE).long()
     return found | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
