@@ -97,6 +97,8 @@ def test_a_folder_of_adapters_loads_with_the_growth(saved, way):
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         loaded = WAYS[way](folder).eval()
     assert torch.equal(logits(loaded), expected)
+    for file in folder.rglob("adapter_config.json"):
+        assert json.loads(file.read_text())["base_model_name_or_path"] == str(folder / "base")
     # Only those train that did, and only where adapters are loaded to be trained: peft had frozen what grew before.
     trained = (folder / "trained").read_text() if way == "same_name" else "False"
     assert {str(p.requires_grad) for p in extra_parameters(loaded)} == {trained}
