@@ -77,12 +77,19 @@ def saved_again(folder):
     return peft.PeftModel.from_pretrained(stock(folder), folder / "again")
 
 
+def in_a_subfolder(folder):
+    return peft.PeftModel.from_pretrained(stock(folder), folder, subfolder="adapters")
+
+
 WAYS = {
     "a stock base": lambda folder: peft.PeftModel.from_pretrained(stock(folder), folder / "adapters"),
     "a patched base": lambda folder: peft.PeftModel.from_pretrained(patch_model(stock(folder)), folder / "adapters"),
     "AutoPeftModel": lambda folder: peft.AutoPeftModelForCausalLM.from_pretrained(folder / "adapters"),
     "AutoModel": lambda folder: AutoModelForCausalLM.from_pretrained(folder / "adapters"),
-    **{way.__name__: way for way in (second_name, same_name, own_adapters, saved_by_transformers, saved_again)},
+    **{
+        way.__name__: way
+        for way in (second_name, same_name, own_adapters, saved_by_transformers, saved_again, in_a_subfolder)
+    },
 }
 
 

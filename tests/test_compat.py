@@ -1,6 +1,7 @@
 """Private names of other libraries that `compat.py` lists: each is there, and is used."""
 
 import inspect
+from types import SimpleNamespace
 
 import peft.utils.transformers_weight_conversion as peft_conversion
 import pytest
@@ -24,7 +25,7 @@ from transformers.models.auto import auto_factory, configuration_auto
 from transformers.utils import output_capturing
 
 import hf_growattn
-from hf_growattn.model.compat import NAMES, SHARDING_MARKS
+from hf_growattn.model.compat import NAMES, SHARDING_MARKS, leave_out_of_checkpoints
 
 # What has the attributes of each name's first part: an object, or a class or module whose code speaks of them.
 OWNERS = {
@@ -74,6 +75,12 @@ def test_the_tables_are_of_the_classes_that_the_list_names():
     assert type(CONFIG_MAPPING) is configuration_auto._LazyConfigMapping
     assert issubclass(AutoModelForCausalLM, auto_factory._BaseAutoModelClass)
     assert "_fsdp_flattened" in SHARDING_MARKS
+
+
+def test_what_a_class_leaves_out_of_checkpoints_stays_out():
+    model = SimpleNamespace(_keys_to_ignore_on_save=["sinusoids"])
+    leave_out_of_checkpoints(model, ["adapter"])
+    assert {*model._keys_to_ignore_on_save} == {"sinusoids", "adapter"}
 
 
 def test_add_adapter_of_transformers_leaves_its_mark():

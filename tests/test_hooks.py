@@ -6,6 +6,7 @@ import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import peft
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
@@ -14,7 +15,7 @@ from test_families import traces
 from transformers import AttentionInterface, BertConfig, BertForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_growattn import Grower, GrowthConfig, patch_model, unpatch_model
+from hf_growattn import GrowAttnConfig, Grower, GrowthConfig, patch_model, unpatch_model
 from hf_growattn.growable.attention import attentions, set_trial
 from hf_growattn.model import hooks
 
@@ -38,6 +39,30 @@ def test_hooks_come_off_a_copy_and_stay_on_its_original(make, twin_of):
     twin = twin_of(model)
     unpatch_model(twin, drop_growth=True)
     assert traces(twin) == stock and traces(model) == before != stock
+
+
+def test_a_forward_past_the_attention_function_is_refused():
+    model = grown(build("llama-2"))
+    attentions(model)[0].module.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(RuntimeError, match="did not call its attention function, so its new dims are lost"):
+        model(tokens())
+
+
+def test_another_cache_leaves_what_is_given_by_position_behind_it():
+    arguments = hooks.Arguments(("hidden_states", "past_key_values", "mask"))
+    assert arguments.with_value("past_key_values", 9, (1, 2, 3), {}) == ((1, 9, 3), {})
+    assert arguments.with_value("past_key_values", 9, (1,), {"mask": 3}) == ((1,), {"past_key_values": 9, "mask": 3})
+
+
+def test_new_dims_of_a_sibling_that_come_off_leave_nothing_behind():
+    model, inputs = bert(), torch.randint(0, 60, (2, 12))
+    expected = model(inputs).logits
+    model = peft.get_peft_model(model, GrowAttnConfig(qk_dims=2, v_dims=2)).eval()
+    for parameter in (parameter for name, parameter in model.named_parameters() if "growattn" in name):
+        torch.nn.init.normal_(parameter)
+    assert not torch.allclose(model(inputs).logits, expected, atol=1e-2)
+    with model.disable_adapter():
+        assert torch.equal(model(inputs).logits, expected)
 
 
 def test_the_table_gives_others_the_stock_function():

@@ -56,6 +56,8 @@ def test_what_is_pushed_is_what_was_saved(hub, grown, tmp_path):
     assert "model.safetensors" not in pushed and {*pushed} >= {"config.json", *CODE}
     assert pushed["model.fp16.safetensors"] == (tmp_path / "m" / "model.fp16.safetensors").read_bytes()
     assert not (tmp_path / "m" / "README.md").exists()
+    grown[0].save_pretrained(tmp_path / "m", push_to_hub=True, repo_id="me/other")
+    assert "model.safetensors" in hub.repositories["me/other"]
 
 
 @pytest.mark.skipif(Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason="transformers asks for a newer peft")

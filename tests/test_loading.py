@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, load_checkpoint_in_model
-from families import FAMILIES, build, lm_batches, tokens, train
+from families import FAMILIES, build, lm_batches, tokens, train, wide
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import load_sharded_checkpoint
@@ -87,6 +87,12 @@ def test_accelerate_resumes_after_a_growth(tmp_path):
     load_growth(model, tmp_path / "growth", optimizer, strict=False)  # the trained weights follow
     again.load_state(tmp_path / "state")
     assert_is(model, optimizer.optimizer, after)
+
+
+def test_new_dims_of_other_sizes_take_the_place_of_those_of_the_same_name():
+    model, other = wide("llama-2", 2, 1), wide("llama-2", 2, 3)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(tokens()).logits, other(tokens()).logits)
 
 
 def test_other_models_may_lend_their_state():

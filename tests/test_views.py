@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomModel, LlamaCon
 from hf_growattn import patch_model
 from hf_growattn.growable.attention import attentions
 from hf_growattn.growable.growths import sync_config
+from hf_growattn.growable.projections import answers
 from hf_growattn.measure.views import FactoredMatrix, attention_views
 
 # Each way to lay heads out and to place them, without sliding windows.
@@ -178,6 +179,11 @@ def test_a_fused_projection_holds_all_queries_before_keys_and_values():
     assert sizes[0] != sizes[1]  # queries share keys
     for role, rows in zip(("query", "key", "value"), attention.module.qkv_proj.weight.split(sizes)):
         assert torch.equal(attention.weight_of(role).flatten(0, 1), rows)
+
+
+def test_what_a_projection_answers_is_its_weight_without_its_bias():
+    layer = torch.nn.Linear(3, 2)
+    assert_close(answers(layer, torch.eye(3)), layer.weight.mT)
 
 
 def test_bad_input_is_named():
