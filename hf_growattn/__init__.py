@@ -10,7 +10,7 @@ lives there. Import from here alone: what lies deeper may move.
 
 import importlib
 
-from .growable.registration import register_families, register_peft_method
+from .growable.registration import register_families
 
 __version__ = "0.1.0"
 
@@ -48,5 +48,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PLACES})
 
 
-register_peft_method()
+# peft knows a saved adapter by the name of its method, whichever of the two libraries is imported first.
+importlib.import_module(".interop.peft_method", __name__)
 register_families(importlib.import_module(__name__))

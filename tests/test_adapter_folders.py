@@ -124,9 +124,11 @@ def test_without_the_library_peft_stops_at_the_type(saved):
 import sys, peft, transformers
 peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/base"), sys.argv[2])
 """
-    words = [sys.executable, "-c", script, str(saved[0]), str(saved[0] / "adapters")]
-    run = subprocess.run(words, capture_output=True, text=True)
-    assert run.returncode and "KeyError: 'import hf_growattn to load LORA'" in run.stderr
+    for first, works in (("", False), ("import hf_growattn", True)):  # before peft, as sorted imports have it
+        words = [sys.executable, "-c", first + script, str(saved[0]), str(saved[0] / "adapters")]
+        run = subprocess.run(words, capture_output=True, text=True)
+        assert (run.returncode == 0) == works, run.stderr
+        assert works or "KeyError: 'import hf_growattn to load LORA'" in run.stderr
 
 
 def test_weights_of_adapters_alone_say_what_they_lack(saved):

@@ -138,15 +138,8 @@ hf_growattn.patch_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(*
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as targets
 assert targets["growattn_llama"] == targets["llama"]
 assert peft.PeftType.GROWATTN in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
-assert "growattn_llama" in transformers.CONFIG_MAPPING
-"""
-LATE = """
-import sys, hf_growattn
-assert "peft" not in sys.modules, "it takes seconds"
-import transformers
-assert {"growattn_llama", "growattn_xlm-roberta"} <= {*transformers.CONFIG_MAPPING}
-assert not any(name.startswith("hf_growattn.grow.") for name in sys.modules), "a model was imported for nothing"
-assert {*hf_growattn.__all__} <= {*dir(hf_growattn)}
+assert {{"growattn_llama", "growattn_xlm-roberta"}} <= {{*transformers.CONFIG_MAPPING}}
+assert {{*hf_growattn.__all__}} <= {{*dir(hf_growattn)}}
 """
 PROCESSES = [
     KNOWN.format(imports="hf_growattn, transformers, peft"),
@@ -154,7 +147,7 @@ PROCESSES = [
 ]
 
 
-@pytest.mark.parametrize("script", [*PROCESSES, LATE], ids=["peft last", "peft first", "no peft"])
-def test_libraries_are_imported_in_any_order_and_peft_when_it_is_needed(script):
+@pytest.mark.parametrize("script", PROCESSES, ids=["peft last", "peft first"])
+def test_libraries_are_imported_in_any_order(script):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,6 @@ from ..model.families import dims_of, growable_configs, sync_config
 from ..model.modeling import WideModelMixin
 from ..model.new_dims import NewDims, in_order
 from .attention import GrowableAttention, attentions
-from .registration import register_peft_method
 from .training_state import (
     add_new_parameters,
     after_change,
@@ -121,7 +120,6 @@ def replace_growths(
         optimizers: what trains the model, without wrappers.
         commit: changes what else belongs to it; once it has returned, the change is made.
     """
-    register_peft_method()  # which saves new dims along with adapters, and may have been imported since
     model = growable_model(wrapped)
     new: list[nn.Parameter] = []
     with _all_or_nothing(model, growths, optimizers) as former:

@@ -20,7 +20,6 @@ from .attention import attentions
 from .folders import loading, replacing
 from .growth_files import save_growth_beside
 from .growths import Dims, call_of_patch, check_kind, growable_model, set_dims
-from .registration import register_peft_method
 from .training_state import refuse_sharded
 
 _SAVING = inspect.signature(PreTrainedModel.save_pretrained).parameters
@@ -148,7 +147,6 @@ def patch_model(model: PreTrainedModel, submodels: Sequence[str] | None = None) 
             takes its attention function from transformers' table; or the model runs the code that came with its
             checkpoint. The model is as it was then.
     """
-    register_peft_method()  # which may have been imported since
     check_kind(model)
     if not isinstance(model, PreTrainedModel):
         holds_one = any(isinstance(module, PreTrainedModel) for module in model.modules())

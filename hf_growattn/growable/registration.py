@@ -1,11 +1,9 @@
-"""Enter grown models into the tables of transformers by the names of their classes, and our method into peft.
+"""Enter grown models into the tables of transformers by the names of their classes.
 
 The tables of transformers hold names of classes, and the module that has them as attributes, which makes ours when it
 is asked for one. So no model family is imported here.
 """
 
-import importlib
-import sys
 import types
 
 from transformers.models.auto.configuration_auto import (
@@ -27,12 +25,3 @@ def register_families(library: types.ModuleType) -> None:
         if not model_type.startswith(PREFIX):
             ours = PREFIX + model_type
             register_type(ours, f"GrowAttn{name}", library, model_type_to_module_name(ours))
-
-
-def register_peft_method() -> None:
-    """Teach peft our method, if peft is imported: it reads saved adapters by the name of their method.
-
-    peft is not imported for this, which takes seconds; asking for `GrowAttnConfig` does both.
-    """
-    if sys.modules.get("peft") is not None:
-        importlib.import_module("..interop.peft_method", __package__)
