@@ -9,7 +9,7 @@ from families import build, word_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from hf_growattn.cli.data import TextData, load_data, prepare_rows, read_rows
+from hf_growattn.cli.data import TextData, first_rows, load_data, prepare_rows, read_rows
 from hf_growattn.cli.measuring import prepare_growth
 
 SMALL = {"max_length": 16, "batch_size": 5}
@@ -110,6 +110,13 @@ def test_what_is_measured_is_what_sft_trains(folder, names, options, count):
     held_out = 20 if names == "tables" else max(count // 10, 8)
     assert (len(prepared.train), len(prepared.test)) == (count - held_out * (test is None), held_out)
     assert sum(len(batch["input_ids"]) for batch in batches) == len(prepared.train)
+
+
+def test_a_growth_reads_rows_from_all_over_the_data():
+    rows = datasets.Dataset.from_dict({"number": range(400)})
+    first, other = (first_rows(rows, 20, seed)["number"] for seed in (0, 1))
+    assert len({*first}) == 20 and max(first) > 200 and [*first] != [*other]
+    assert len(first_rows(rows, 500, 0)) == 400
 
 
 def test_rows_are_held_out(folder):

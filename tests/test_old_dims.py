@@ -130,12 +130,14 @@ def test_a_step_of_old_weights_that_one_half_alone_finds_is_not_taken(of_other_h
     assert step.validated == 0 and not any(side.any() for change in step.changes for side in change)
 
 
-@pytest.mark.parametrize("variant", ["llama-2", "gpt2-2"])
-def test_the_steepest_step_of_the_existing_weights_descends(variant):
+@pytest.mark.parametrize(
+    "variant, dims, way", [*((name, 0, WAYS[0]) for name in ("llama-2", "gpt2-2")), ("gpt2-2", 4, WAYS[1])]
+)
+def test_the_steepest_step_of_the_existing_weights_descends(variant, dims, way):
     model, batches = patch_model(build(variant, dtype=torch.float64)), lm_batches(6)
-    directions, before = sketched(model, batches, 1), loss_of(model, batches)
-    candidates = [Candidate(found, 0, torch.zeros(0)) for found in directions]
-    weights, trial = old_weights(model), trial_of(model, candidates, batches, update_existing=True)
+    directions, before = sketched(model, batches, max(dims, 1)), loss_of(model, batches)
+    candidates = [Candidate(found, dims, torch.ones(dims)) for found in directions]
+    weights, trial = old_weights(model), trial_of(model, candidates, batches, **way)
     slope = sum(candidate.slope for candidate in trial.candidates)
     assert slope > 0
     expected = 1e-4
