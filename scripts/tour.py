@@ -173,8 +173,8 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# A growth is for the base it was found on. The old weights of this one have trained since, and those of make_model have
-# not: strict=False loads it all the same, to show the call.
+# A growth belongs to the old weights that it was found on. They have trained since, so what make_model gives is another
+# base, which load_growth would refuse without strict=False.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")
