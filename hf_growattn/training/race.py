@@ -70,7 +70,7 @@ def race(
         held_out_batches: to compare on, two at least; the error is that over these batches, so more of them tell more.
         loss: what to lower, a function of model and batch, the mean of the batch; by default what the model returns.
         budget: weights to add, as a share of the model's or as a number. It is rounded to a whole rank of LoRA.
-        steps: of a training, best so many that the loss hardly falls further; a quarter of them for a learning rate.
+        steps: of a training, best until the loss hardly falls; a quarter of them chooses a learning rate.
         seeds: with how many LoRA and its best challenger train, and the rows beyond growth and the mix.
         modules_to_save: names of modules that train whole in every method, outside of the budget.
         methods: names of `Method`. LoRA always trains; "random", "all" and "all_growth" are rows to compare with.
