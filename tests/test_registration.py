@@ -24,13 +24,15 @@ def grown(variant: str):
 
 
 FRESH = f"""
-import sys, torch, transformers, hf_growattn
+import sys, torch, transformers, peft
 sys.path.insert(0, {str(ROOT / "tests")!r})
-from families import tokens
-folder = sys.argv[1]
+folder, of_peft = sys.argv[1], {{"auto"}}
 def families():
     names = [name.split(".") for name in sys.modules if name.startswith("transformers.models.")]
-    return sorted({{n[2] for n in names if n[-1].startswith("modeling_")}} - {{"auto"}})
+    return sorted({{n[2] for n in names if n[-1].startswith("modeling_")}} - of_peft)
+of_peft.update(families())
+import hf_growattn
+from families import tokens
 assert not families(), families()
 model = transformers.AutoModelForCausalLM.from_pretrained(f"{{folder}}/llama").eval()
 assert families() == ["llama"], families()
