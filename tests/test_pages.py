@@ -90,7 +90,7 @@ def test_dims_that_are_kept_by_word_are_in_the_table(grown):
 
 def test_printed_tables_fit_a_terminal_and_cut_no_word(grown):
     text = join_lines(words.report_text(grown, "my_model", ["my.txt"]))
-    assert text.endswith("hf_growattn.race, on text by: growattn race my_model my.txt -o race")
+    assert text.endswith("hf_growattn.race, on text: growattn race my_model my.txt -o race")
     cache, added = grown.cache_bytes, grown.added_parameters
     larger = f"{cache[0]:,} -> {cache[1]:,} bytes a token (+{100 * (cache[1] - cache[0]) / cache[0]:.1f}%)"
     assert f"KV cache {larger}, {added:,} weights added" in text

@@ -30,9 +30,8 @@ def report_text(report, model: str = "MODEL", data: Sequence[str] = ()) -> str:
         text += "\n" + format_table(columns, rows_of(report))
         text += "".join(f"{name}: {COLUMNS[name]}\n" for name in columns)
     race = shlex.join(["growattn", "race", model, *(data or ["DATA"]), "-o", "race"])
-    return (
-        text + "\n" + wrap_line(f"LoRA may lower the loss as far. Compare them by hf_growattn.race, on text by: {race}")
-    )
+    advice = f"LoRA may lower the loss as far. Unless a race has compared them, use hf_growattn.race, on text: {race}"
+    return text + "\n" + wrap_line(advice)
 
 
 def summary_of(report) -> list[str]:
