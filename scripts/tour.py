@@ -50,7 +50,7 @@ output.mkdir(parents=True, exist_ok=True)
 # ## A model and its task
 #
 # 64 passages of text are given, each read as one vector of numbers and with a label; a damaged copy of one comes next.
-# Which one is it? A small transformer with heads 8 wide has learned to answer that for made-up vectors.
+# Which one is it? A small transformer with heads 8 wide was trained to answer that on random vectors, not yet on text.
 
 # %%
 generator, text = torch.Generator().manual_seed(0), Passages()
@@ -89,9 +89,8 @@ print(result)
 # lower the loss; the other half judges what that is worth. The model does not change yet.
 
 # %%
-model = patch_model(make_model().transformer)  # in place: weights, outputs and attention stay as they are
 matcher = make_model()
-matcher.transformer = model
+model = patch_model(matcher.transformer)  # in place: weights, outputs and attention stay as they are
 optimizer = torch.optim.AdamW([weight for weight in matcher.parameters() if weight.requires_grad], lr=2e-3)
 growth = Grower(matcher, GrowthConfig(budget=0.15), optimizer, loss=loss_of).find(batches[:16])
 print(growth.report)
@@ -115,9 +114,9 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 # %% [markdown]
 # ## What is new in a head
 #
-# A head compares tokens along as many directions as it is wide, 8 before. The bars, singular values of `W_Q W_K^T`, say
-# how much each direction counts, the strongest first. Only the grown head has bars beyond the 8th: growth added these
-# directions.
+# A head compares tokens along as many directions as it is wide: 8 before the growth. Each bar says how much one of them
+# counts, the strongest first; it is a singular value of `W_Q W_K^T`. Only the grown head has bars beyond the 8th, for
+# the directions that growth added.
 
 # %%
 grown_most = max(
@@ -173,8 +172,8 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# A growth belongs to the old weights that it was found on. They have trained since, so what make_model gives is another
-# base, which load_growth would refuse without strict=False.
+# A growth belongs to the old weights beside it. Here those have trained, and make_model gives them as they were before,
+# so load_growth would refuse that base without strict=False.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")

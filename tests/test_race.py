@@ -5,6 +5,7 @@ import json
 import math
 import re
 import signal
+from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from types import SimpleNamespace
@@ -216,7 +217,7 @@ def test_another_race_is_refused_by_name(named, other, finished, monkeypatch):
     folder, _ = finished
     kept = (folder / "race.jsonl").read_text()
     monkeypatch.setattr(module._Trainings, "train", lambda *_: pytest.fail("a run of another race"))
-    with pytest.raises(ValueError, match=rf"holds a race with another .*\b{named}\b.*Name a new folder"):
+    with pytest.raises(ValueError, match=rf"holds a race that differs in .*\b{named}\b.*Name a new folder"):
         hold(output=folder, **other)
     assert (folder / "race.jsonl").read_text() == kept
 
@@ -310,6 +311,14 @@ def test_what_diverged_is_said():
     ):
         result.runs = [run_of("lora", lora), run_of("growth", own)]
         assert result.verdict == said
+
+
+def test_a_column_of_caches_is_for_models_that_have_one():
+    runs = [run_of("lora", GIVEN), run_of("growth", GIVEN)]
+    result = RaceResult(8, run_of("start", GIVEN), OPTIONS, runs)
+    assert "KV cache" in result.table()
+    result.start, *result.runs = (replace(run, cache=0) for run in (result.start, *runs))
+    assert "KV cache" not in result.table()
 
 
 def test_held_out_losses_are_those_without_dropout():

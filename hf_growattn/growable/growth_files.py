@@ -30,7 +30,7 @@ def save_growth(model: nn.Module, folder: str | Path, state_dict: dict[str, torc
     Its metadata say which new dims they are, and by which old weights `load_growth` knows the base again.
 
     Args:
-        model: a patched model, or a peft model of one.
+        model: a patched model, or a module with one in it, such as a peft model.
         folder: where to.
         state_dict: of `model`, if all ranks of a sharded one have gathered it.
 
@@ -61,7 +61,7 @@ def load_growth(model: nn.Module, folder: str | Path, optimizer=None, strict: bo
     """Give a patched model the new dims that `save_growth` wrote, in place of those that it has.
 
     Args:
-        model: a patched model, or a peft model or DistributedDataParallel of one: pass the outermost.
+        model: a patched model, or a module with one in it, such as a peft model: pass the outermost.
         folder: where they are.
         optimizer: the optimizer that trains the model already, or a list of all of them, to take the new parameters.
         strict: refuse a base with other old weights than the growth was saved with; rounding is no difference.

@@ -133,7 +133,9 @@ class RaceResult:
             loss, sizes = fmean(run.loss for run in runs), [f"{runs[0].weights:,}", f"{runs[0].cache:,}"]
             rows.append([TITLES[name], f"{runs[0].rate:.2g}", f"{loss:.4f}", lead, *sizes])
         rows += [[TITLES[name], "", "not trained", "", "", ""] for name in self.missing]
-        return "\n".join([format_table(_COLUMNS, rows).rstrip("\n"), *self._remarks()])
+        shown = len(_COLUMNS) if self.start.cache else len(_COLUMNS) - 1  # encoders keep no keys and values
+        table = format_table(_COLUMNS[:shown], [row[:shown] for row in rows])
+        return "\n".join([table.rstrip("\n"), *self._remarks()])
 
     def _remarks(self) -> list[str]:
         """What errors are, whether anything was learned, and which methods lack, or differ in seeds or in weights."""

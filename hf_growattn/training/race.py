@@ -50,7 +50,7 @@ def race(
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     *,
     budget: int | float = 0.02,
-    steps: int = 400,
+    steps: int = 100,
     seeds: int = 2,
     modules_to_save: Sequence[str] = (),
     methods: Sequence[str] = ("lora", "growth", "mix"),
@@ -227,8 +227,8 @@ class _Trainings:
             different = ["loss"]
         if different:
             raise ValueError(
-                f"{file.parent} holds a race with another {', '.join(different)}. Name a new folder, or go on with "
-                "the same model, batches and options."
+                f"The folder {str(file.parent)!r} holds a race that differs in {', '.join(different)}. Name a new "
+                "folder, or go on with the same model, data and options."
             )
         os.truncate(file, len(whole))
         result.runs = [Run(**run) for run in runs]
