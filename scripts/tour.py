@@ -114,9 +114,9 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 # %% [markdown]
 # ## What is new in a head
 #
-# A head compares tokens along as many directions as it is wide: 8 before the growth. Each bar says how much one of them
-# counts, the strongest first; it is a singular value of `W_Q W_K^T`. Only the grown head has bars beyond the 8th, for
-# the directions that growth added.
+# A head compares tokens along as many directions as it is wide: 8 before the growth. The picture has a bar for each
+# direction, the strongest first. Its height, called a singular value, says how much that direction counts. Only the
+# grown head has bars beyond the 8th, for the directions that growth added.
 
 # %%
 grown_most = max(
@@ -172,8 +172,8 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# A growth belongs to the old weights beside it. Here those have trained, and make_model gives them as they were before,
-# so load_growth would refuse that base without strict=False.
+# This growth was trained with old weights that trained, too, and make_model gives those as they were before. So
+# load_growth would refuse that base. With strict=False it loads the growth, but the result is another model than ours.
 load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")

@@ -48,6 +48,7 @@ from hf_growattn import (
     write_card,
 )
 from hf_growattn.growable.attention import attentions
+from hf_growattn.measure.passes import default_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 BATCH = lm_batches(1)[0]
@@ -220,6 +221,7 @@ REFUSED = {
     "model and data swapped": (lambda g: Grower(ROWS, ONE), TypeError, "not a list: load it first"),
     "model and config swapped": (lambda g: Grower(ONE, g.patched()), TypeError, r"GrowthConfig.*given a GrowAttnLlama"),
     "config and data swapped": (lambda g: Grower(g.patched(), ROWS), TypeError, "such as GrowthConfig.*given a list"),
+    "a loss as an optimizer": (lambda g: Grower(g.patched(), ONE, default_loss), TypeError, "is a function.*loss="),
     "a config as a dict": (lambda g: Grower(g.patched(), {"qk_dims": 2}), TypeError, r"GrowthConfig\(budget=0.02\)"),
     "a model as data": (lambda g: Grower(g.patched(), ONE).find(g.patched()), ValueError, "A list of batches"),
     "saving nothing": (lambda g: save_growth(None, g.folder), TypeError, "not a NoneType: load it first"),

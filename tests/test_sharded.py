@@ -105,7 +105,9 @@ def test_deepspeed_is_refused(monkeypatch):
     refused("lm_head.weight is partitioned by DeepSpeed ZeRO-3", model)
 
     package = ModuleType("deepspeed.runtime.zero.stage_1_and_2")
-    package.DeepSpeedZeroOptimizer = type("DeepSpeedZeroOptimizer", (), {"__module__": package.__name__})
+    package.DeepSpeedZeroOptimizer = type(
+        "DeepSpeedZeroOptimizer", (), {"__module__": package.__name__, "param_groups": []}
+    )
     package.DeepSpeedEngine = type("DeepSpeedEngine", (torch.nn.Sequential,), {"__module__": package.__name__})
     monkeypatch.setitem(sys.modules, package.__name__, package)
     model = patch_model(build("llama-2"))

@@ -202,7 +202,8 @@ class Grower:
             batches: dicts that `model(**batch).loss` accepts, or tensors of `input_ids` (batch, tokens), which are
                 their own labels; with `loss=`, what that takes. They are read once, and kept for the passes over them.
                 Each half of them judges what the other found, so there must be two sequences at least, or two batches
-                with `loss=`; a few dozen batches are better. A batch with a row of the other half does not judge.
+                with `loss=`; a few dozen batches are better, and such as the model has not trained on, since rows that
+                it knows by heart say little of others. A batch with a row of the other half does not judge.
 
         Returns:
             The growth, with its report; `keep` makes its new dims a part of the model, whether they hold or not.

@@ -27,11 +27,19 @@ register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _stepped.add(op
 
 
 def bare_optimizers(optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers in one optimizer, a list or tuple of them, or None, each without accelerate's wrapper."""
+    """The optimizers in one optimizer, a list or tuple of them, or None, each without accelerate's wrapper.
+
+    Raises:
+        TypeError: there is something else.
+    """
     if optimizer is None:
         return []
     listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    return [getattr(wrapped, "optimizer", wrapped) for wrapped in listed]
+    bare = [getattr(wrapped, "optimizer", wrapped) for wrapped in listed]
+    for each in bare:
+        if not hasattr(each, "param_groups"):
+            raise TypeError(f"optimizer must be one of torch's, and is a {type(each).__name__}. Pass a loss as loss=.")
+    return bare
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:

@@ -78,7 +78,10 @@ class Method:
         rank, cost = choose_rank(model, self.budget, saved), weights_of_rank_one(model, saved)
         lora_rank = round(_SHARES_OF_LORA.get(self.name, 0.0) * rank)
         if self.name == "mix" and lora_rank in (0, rank):
-            raise ValueError("the budget buys LoRA of rank 1, too little to share with growth. Choose a larger budget")
+            raise ValueError(
+                "the budget buys LoRA of rank 1, too little to share with growth. Choose a larger budget: rank 2 takes "
+                f"{2 * cost:,} weights"
+            )
         width, linear, trained = hidden_size(model), [*linear_layers(model, saved)], model
         if self.name not in ALL_WEIGHTS:
             model.requires_grad_(False)

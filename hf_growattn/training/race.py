@@ -88,8 +88,8 @@ def race(
     train, held_out = list_batches(train_batches), list_batches(held_out_batches)
     if steps < SHORT or min(seeds, len(train) - 1, len(held_out) - 1) < 1:
         raise ValueError(
-            f"A race takes at least {SHORT} steps, 1 seed, 2 batches to train on and 2 held-out ones; got {steps}, "
-            f"{seeds}, {len(train)} and {len(held_out)}."
+            f"A race takes at least {SHORT} steps, 1 seed, 2 batches to train on and 2 held-out ones; got {steps} "
+            f"steps, seeds={seeds}, {len(train)} batches to train on and {len(held_out)} held-out ones."
         )
     for name in methods:
         Method(name, modules_to_save=modules_to_save)  # which refuses an unknown one
