@@ -116,7 +116,7 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 #
 # A head compares tokens along as many directions as it is wide: 8 before the growth. The picture has a bar for each
 # direction, the strongest first. Its height, called a singular value, says how much that direction counts. Only the
-# grown head has bars beyond the 8th, for the directions that growth added.
+# grown head has bars beyond the 8th, for the directions that growth added. `pattern(0)` is what head 0 compares by.
 
 # %%
 grown_most = max(
@@ -127,7 +127,7 @@ for name, shown, place in (("before", base.transformer, -0.2), ("now", model, 0.
     values = attention_views(shown)[grown_most].pattern(0).singular_values.tolist()
     axes.bar([number + place for number in range(1, len(values) + 1)], values, width=0.4, label=name)
     print(f"Layer {grown_most}, head 0, {name}: {', '.join(f'{value:.2f}' for value in values)}.")
-axes.set(xlabel="direction", ylabel="singular value", title=f"Pattern of layer {grown_most}, head 0")
+axes.set(xlabel="direction", ylabel="singular value", title=f"Layer {grown_most}, head 0")
 axes.legend()
 figure.savefig(output / "directions.png")
 
@@ -172,8 +172,8 @@ again = AutoModel.from_pretrained(output / "grown").eval()
 
 save_growth(model, output / "growth")
 size = (output / "growth" / "growth.safetensors").stat().st_size
-# This growth was trained with old weights that trained, too, and make_model gives those as they were before. So
-# load_growth would refuse that base. With strict=False it loads the growth, but the result is another model than ours.
-load_growth(patch_model(make_model().transformer), output / "growth", strict=False)
 print(f"The growth alone has {size / 1024:.0f} KB.")
 print(f"Taken off: {type(unpatch_model(again, drop_growth=True)).__name__}.")
+load_growth(patch_model(again), output / "growth")
+with torch.no_grad():
+    print(f"Put on again: {again(inputs_embeds=torch.ones(1, 3, 64)).last_hidden_state.sum():.6f}")

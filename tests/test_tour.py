@@ -43,4 +43,5 @@ def test_it_is_saved_loaded_elsewhere_and_taken_off(toured):
     out, folder = toured
     here, there = re.search(r"Here: (\S+)\nIn a fresh process.*: (\S+) False", out).groups()
     assert here == there and "Taken off: EuroBertModel." in out
+    assert f"Put on again: {here}\n" in out
     assert "## What grew" in ModelCard.load(folder / "grown" / "README.md").text
