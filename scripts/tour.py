@@ -116,7 +116,7 @@ print(f"After {len(batches)} steps of training it is {held_out_loss(matcher):.3f
 #
 # A head compares tokens along as many directions as it is wide: 8 before the growth. The picture has a bar for each
 # direction, the strongest first. Its height, called a singular value, says how much that direction counts. Only the
-# grown head has bars beyond the 8th, for the directions that growth added. `pattern(0)` is what head 0 compares by.
+# grown head has bars beyond the 8th, for the directions that growth added. `pattern(0)` is `W_Q W_K^T` of head 0.
 
 # %%
 grown_most = max(

@@ -112,9 +112,11 @@ def test_the_lines_of_the_readme_race_a_module_of_the_users_own():
     for ours, short in (("budget=0.15", "budget=0.4"), ("steps=100", "steps=8"), ('"read_in", "classifier"', '"head"')):
         assert ours in code
         code = code.replace(ours, short)
+    assert f"(optimizer, {module._WARMUP * 100:.0f}, 100)" in code  # the race's own schedule
     exec(code, names)
     loss(names["model"], train[0]).backward()
     names["optimizer"].step()
+    names["schedule"].step()
 
 
 def test_every_row_trains_equally_many_weights_or_says_why():

@@ -65,7 +65,8 @@ class RaceResult:
         options: of each `Method`: the weights of LoRA as the budget, modules_to_save, and growth_batches.
         runs: all trainings that ended.
         missing: why a method could not be had, by its name.
-        method: the winner as a `Method`: `method.prepare(make_model(), batches, loss)` gives what to train.
+        method: the winner as a `Method`: `method.prepare(make_model(), batches, loss)` gives what to train. Its
+            learning rate is the best one for a schedule as in the race; a constant rate should be lower.
     """
 
     steps: int

@@ -60,7 +60,8 @@ def race(
     """Train by LoRA on all linear layers, by growth, and by a mix, each for a short while, and compare them.
 
     All train the same number of weights on the same batches in the same order, each with the best of a few learning
-    rates. Growth or the mix wins if it ends lower than LoRA on the held-out batches, by more than 0.01 and by more than
+    rates, which warms up for a tenth of the steps and then falls along a cosine; gradients are clipped to a norm of 1.
+    Growth or the mix wins if it ends lower than LoRA on the held-out batches, by more than 0.01 and by more than
     two standard errors; otherwise LoRA wins. One process trains, in the precision of the model or of `accelerate`.
 
     Args:
@@ -89,7 +90,7 @@ def race(
     if steps < SHORT or min(seeds, len(train) - 1, len(held_out) - 1) < 1:
         raise ValueError(
             f"A race takes at least {SHORT} steps, 1 seed, 2 batches to train on and 2 held-out ones; got {steps} "
-            f"steps, seeds={seeds}, {len(train)} batches to train on and {len(held_out)} held-out ones."
+            f"steps, seeds={seeds}, {len(train)} batches to train on, {len(held_out)} held out."
         )
     for name in methods:
         Method(name, modules_to_save=modules_to_save)  # which refuses an unknown one
