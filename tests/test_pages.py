@@ -60,7 +60,8 @@ def test_the_printed_fall_was_measured_on_the_other_half(name):
     quantile = {5: 2.570582, 6: 2.446912, 7: 2.364624}[len(falls) - 1]  # of Student's t at 95 %
     assert report.error == pytest.approx(quantile * statistics.stdev(falls) / (len(falls) / 2) ** 0.5, rel=1e-4)
     if not moves_old:
-        assert report.holds and f"It falls by {report.fall:.4f} ± {report.error:.4f} (95 %)" in join_lines(str(report))
+        text = join_lines(str(report))
+        assert report.holds and f"It falls by {report.fall:.4f} ± {report.error:.4f} (95 % confidence)" in text
     assert growth.keep().kept
 
 
@@ -90,7 +91,7 @@ def test_dims_that_are_kept_by_word_are_in_the_table(grown):
 
 def test_printed_tables_fit_a_terminal_and_cut_no_word(grown):
     text = join_lines(words.report_text(grown, "my_model", ["my.txt"]))
-    assert text.endswith("hf_growattn.race, on text: growattn race my_model my.txt -o race")
+    assert text.endswith("hf_growattn.race, or on text: growattn race my_model my.txt -o race")
     cache, added = grown.cache_bytes, grown.added_parameters
     larger = f"{cache[0]:,} -> {cache[1]:,} bytes a token (+{100 * (cache[1] - cache[0]) / cache[0]:.1f}%)"
     assert f"KV cache {larger}, {added:,} weights added" in text

@@ -30,16 +30,16 @@ def report_text(report, model: str = "MODEL", data: Sequence[str] = ()) -> str:
         text += "\n" + format_table(columns, rows_of(report))
         text += "".join(f"{name}: {COLUMNS[name]}\n" for name in columns)
     race = shlex.join(["growattn", "race", model, *(data or ["DATA"]), "-o", "race"])
-    advice = f"LoRA may lower the loss as far. Unless a race has compared them, use hf_growattn.race, on text: {race}"
-    return text + "\n" + wrap_line(advice)
+    advice = "LoRA may lower the loss as far. Unless a race has compared them, use hf_growattn.race, or on text:"
+    return f"{text}\n{wrap_line(advice)}\n{race}"  # a command to copy is one line
 
 
 def summary_of(report) -> list[str]:
     """How far the loss falls, and what the growth costs in memory; only the first where nothing holds or is kept."""
     if report.holds:
         lines = [
-            f"Loss before: {report.loss_before:.4f}. It falls by {report.fall:.4f} ± {report.error:.4f} (95 %) on "
-            "growth batches that the new dims were not computed from."
+            f"Loss before: {report.loss_before:.4f}. It falls by {report.fall:.4f} ± {report.error:.4f} (95 % "
+            "confidence) on growth batches that the new dims were not computed from."
         ]
     else:
         outcome = "The new dims were kept all the same" if report.kept else "Nothing was grown"
@@ -76,7 +76,7 @@ def why_not(report) -> str:
     does = "lowers" if report.fall > 0 else "raises"
     return (
         f"the best step {does} the loss by {abs(report.fall):.2g} on batches that it was not computed from, and the "
-        f"error of that is {report.error:.2g} (95 %)"
+        f"error of that is {report.error:.2g} (95 % confidence)"
     )
 
 
